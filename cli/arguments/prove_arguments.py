@@ -97,7 +97,7 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return "zero", int(stage[1])
     if part == "sequence":
         return "sequence", True
-    if number := re.fullmatch(r"(chunks|shard|sync)([1-9]\d{0,5})", part):
+    if number := re.fullmatch(r"(chunks|shard|sync|stale)([1-9]\d{0,5})", part):
         return number[1], int(number[2])
     if rank := re.fullmatch(rf"{POWERSGD}([1-9]\d{{0,5}})", part):
         return "compress", int(rank[1])
@@ -117,11 +117,11 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return "the stages are zero0 to zero3"
     if name == "stages":
         return "write the layers of each part of the model, as stages1-2-1"
-    if name in ("chunks", "shard", "sync", POWERSGD):
+    if name in ("chunks", "shard", "sync", "stale", POWERSGD):
         return f"write a number, as {name}2"
     degrees = [f"{axis}2" for axis in PROVED_AXES]
     words = (*degrees, "zero1", "sequence", *PROVED_SCHEDULES, FILE_SCHEDULE, NATIVE_ENGINE, *PROVED_RECOMPUTES)
-    return suggest_name(part, (*words, "chunks2", "stages1-1", "shard2", "gather_step", "gather_micro", "sync2", f"{POWERSGD}4"))
+    return suggest_name(part, (*words, "chunks2", "stages1-1", "shard2", "gather_step", "gather_micro", "sync2", "stale1", f"{POWERSGD}4"))
 
 
 def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> ProveLayout | Problem:

@@ -95,6 +95,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("data_parallel_size dp_size data_parallel_degree data_parallel", "parallel.dp", "auto: all ranks that the other axes leave"),
     _row("data_parallel_shard_degree", "parallel.shard", "ranks over which parallel.zero=3 shards"),
     _row("data_parallel_replicate_degree", "", "it follows from parallel.dp / parallel.shard"),
+    _row("delay_steps gradient_delay stale_steps", "parallel.staleness", "steps that pass before a sum of gradients is used"),
     _row("sync_steps sync_every local_steps inner_steps", "parallel.sync.every", "steps that replicas take alone"),
     _row("outer_lr outer_learning_rate", "parallel.sync.outer.lr"),
     _row("outer_momentum", "parallel.sync.outer.momentum"),

@@ -77,6 +77,7 @@ def _trial_row(trial: Trial) -> dict[str, Any]:
         "shard": parallel.shard,
         "gather": parallel.gather,
         "sync": parallel.sync.every,
+        "staleness": parallel.staleness,
         "recompute": parallel.recompute,
         "microbatch": trial.run.train.microbatch,
         "microbatches": trial.plan.microbatches,

@@ -33,6 +33,7 @@ MEANINGS = {
     "is_delayed": "pipedream, pipedream_2bw: gradients of older weights, another curve by design; one process simulates it",
     "is_compressed": "powersgd: gradients as two factors of this rank, another curve by design; one process simulates it",
     "sync": "sync: steps that replicas take alone between two together, another curve by design; one process simulates it",
+    "stale": "stale: steps that pass before a sum of gradients is used, another curve by design; one process simulates it",
     "engine": "native: our own engine where another is the default",
 }
 COLUMNS = ("micros", "loss", "norm", "weights", "messages", "verdict")
@@ -104,7 +105,7 @@ def _has_part(layout: ProveLayout, part: str) -> bool:
         return layout.engine != "auto"
     if part == "file":
         return layout.schedule == FILE_SCHEDULE
-    if part in ("chunks", "stages", "shard", "gather", "sync"):
+    if part in ("chunks", "stages", "shard", "gather", "sync", "stale"):
         return getattr(layout, part) is not None
     value: int | bool = getattr(layout, part)
     return bool(value) if part in ("zero", "sequence", "is_delayed", "is_compressed") else value > 1

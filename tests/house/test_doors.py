@@ -99,12 +99,12 @@ def test_an_engine_without_a_class_is_planned_and_refused(monkeypatch: pytest.Mo
     assert problem.says == "engine=plain can be planned, but has no class that trains"
     assert problem.changes == (("engine=auto",),)
     with pytest.raises(ValueError, match="engine plain has no class that trains"):
-        engine_class("plain")
+        engine_class("plain", Parallel())
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_row_names_a_class(name: str) -> None:
-    assert issubclass(engine_class(name), Engine)
+    assert issubclass(engine_class(name, Parallel()), Engine)
 
 
 # Schedule: a function that lists a stage's actions and a row of SCHEDULES.

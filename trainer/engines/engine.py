@@ -53,7 +53,7 @@ class Engine(ABC):
 
     optimizer: torch.optim.Optimizer  # torch's own; checkpoints save its states
     skipped_steps: int = 0
-    late_steps: int = 0  # steps by which the result of a step comes late, where a pipeline doesn't flush
+    late_steps: int = 0  # steps by which the result of a step comes late, where a pipeline doesn't flush or sums of gradients are used late
     loss_scale_fields: tuple[str, ...] = ()  # numbers of a loss scaler that checkpoints keep
 
     def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:

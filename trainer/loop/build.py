@@ -19,7 +19,7 @@ from ..plan.axes.weight_slices import WeightShard
 from ..plan.engines import ENGINES
 from ..plan.layout.schedule_of_run import delay_of
 from ..spec.compiled_layers import has_compiled_layers
-from ..spec.run import Lora, Run
+from ..spec.run import Lora, Parallel, Run
 
 
 def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
@@ -31,7 +31,7 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
     if not (has_compiled_layers(run.train, run.parallel) or grid.world.device.type == "cuda"):  # a GPU's loss and optimizer are compiled
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else DeepSpeed compiles parts of itself: seconds a rank
         disable_compile()
-    engine = engine_class(name, delayed=delay_of(run.parallel) is not None, compressed=run.parallel.compress.name != "none")
+    engine = engine_class(name, run.parallel)
     parts = build_parts(run, grid, engine.parameter_partitioner(run, grid))
     if has_compiled_layers(run.train, run.parallel):
         for part in parts:
@@ -78,13 +78,17 @@ def build_parts(run: Run, grid: Grid, partition: ParameterPartitioner | None = N
     return parts
 
 
-def engine_class(name: str | None, *, delayed: bool = False, compressed: bool = False) -> type[Engine]:
-    """Return the class that ENGINES (trainer/plan/engines/__init__.py) names for an engine, `delayed`: for pipelines without a flush,
-    `compressed`: for compressed gradients. Raises ValueError where it names none."""
+def engine_class(name: str | None, parallel: Parallel) -> type[Engine]:
+    """Return the class that ENGINES (trainer/plan/engines/__init__.py) names for an engine: for a pipeline without a flush, for compressed
+    gradients and for sums that are used late one of its own, if it has one. Raises ValueError where it names none."""
     row = ENGINES.get(name or "")
     if row is None or not row.engine_class:
         raise ValueError(f"engine {name} has no class that trains: name one in ENGINES of trainer/plan/engines/__init__.py")
-    special = (row.delayed_class if delayed else "") or (row.compressed_class if compressed else "")
+    special = (
+        (row.delayed_class if delay_of(parallel) else "")
+        or (row.compressed_class if parallel.compress.name != "none" else "")
+        or (row.stale_class if parallel.staleness else "")
+    )
     named: type[Engine] = resolve_name(special or row.engine_class)
     return named
 

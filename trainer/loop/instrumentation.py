@@ -15,6 +15,7 @@ import torch
 from ..engines.held_bytes import ByteCounter
 from ..parallel.ledger import Ledger
 from ..parallel.world import World
+from ..plan.layout.schedule_of_run import delay_of
 from ..spec.run import Run
 from ..system.atomic_file import write_atomically
 from .data.samples.sample_log import SampleLog
@@ -37,16 +38,16 @@ class Instruments:
         self.timeline = TimelineWindow(run, setup)
         self.progress = ProgressLine(run, first, last)
         self.trace = requested_trace(run, setup.engine, setup.grid, setup.folder)
-        # Bytes are counted in the second step: all tensors that stay were allocated in the first.
-        self._counted_step = first + 1
-        # Messages are recorded in the third, or the first that compresses gradients: in the first two, engines send some of their set-up.
-        # Where workers step alone, it is the first then that they end together.
-        together, third = run.parallel.sync.every, max(first + 2, run.parallel.compress.start)
+        # Bytes are counted in the second step: all tensors that stay were allocated in the first, or as late as sums of gradients are used.
+        self._counted_step = first + max(1, run.parallel.staleness)
+        # Messages are recorded in the third, or the first that compresses gradients or uses a sum that comes late: in the first two, engines
+        # send some of their set-up. Where workers step alone, it is the first then that they end together.
+        together, third = run.parallel.sync.every, max(first + 2, run.parallel.compress.start, first + run.parallel.staleness)
         recorded = third + (-(third + 1) % together)
         recorded = recorded if recorded < last else min(third, last - 1)
         self._recorded_step, self._together = recorded if run.log.ledger else None, together
         # Steps that flush are timed one by one; others go on from step to step, so that several are timed, without the ledger's cost.
-        timed = range(min(recorded + 1, last - 1), last)[:TIMED_STEPS] if setup.engine.late_steps else [recorded]
+        timed = range(min(recorded + 1, last - 1), last)[:TIMED_STEPS] if delay_of(run.parallel) else [recorded]
         self._timed_steps = timed if run.log.ledger else []
         self._actions: list[dict[str, Any]] = []
         self._count: ByteCounter | None = None

@@ -73,7 +73,8 @@ class LayoutBase:
     def _step(self, parallel: Parallel, microbatch: int) -> tuple[int, GradientSync]:
         """(micro-batches of a replica in a step, how its gradients travel)."""
         micros = self.context.run.train.batch // (self.mesh.dp * microbatch)
-        return micros, cost_model(self.engine).gradient_path(self.context, parallel, micros)
+        path = cost_model(self.engine).gradient_path(self.context, parallel, micros)
+        return micros, path if self.mesh.size("data") > 1 else path._replace(staleness=0)
 
 
 def layout_of_run(context: CostContext, parallel: Parallel, microbatch: int) -> Layout:

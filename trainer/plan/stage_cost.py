@@ -79,7 +79,8 @@ def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts, kinds:
     costs = []
     for kind, passes, (states, messages) in zip(kinds, passed, synced, strict=True):
         forward, backward, heads = last * passes.forward, last * passes.backward, in_flight if kind.last else 0
-        exposed = sum([states.sums, *[each.exposed(forward, backward) for each in messages]])
+        step = layout.micros * passes.compute
+        exposed = sum([states.sums, *[each.exposed(forward, backward, step) for each in messages]])
         costs.append(StageCost(states, passes, messages, heads * head.saved, heads * head.logits, exposed, states.step))
     return costs
 
@@ -169,6 +170,7 @@ def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: 
         sync.often,
         sync.updates,
         sync.every,
+        sync.staleness,
         sync.rank,
         layout.delay is None,
     )
@@ -263,7 +265,8 @@ def data_messages(context: CostContext, layout: Layout, kind: StageKind, held: S
 def data_traffic(layout: Layout, cost: StageCost) -> list[TrafficRow]:
     """Traffic of the data axis on a stage."""
     last, passes = last_passes(layout), cost.passes
-    return [dp.traffic_row(each, last * passes.forward, last * passes.backward) for each in cost.messages]
+    step = layout.micros * passes.compute
+    return [dp.traffic_row(each, last * passes.forward, last * passes.backward, step) for each in cost.messages]
 
 
 def _tensors(context: CostContext, kind: StageKind) -> int:

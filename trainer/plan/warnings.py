@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ..models.families import has_experts
 from ..models.ops.op_table import block_weights
+from ..spec.format_numbers import plural
 from ..spec.key_units import LINK, gib_text, percent_text
 from ..spec.problem import Problem
 from .axes.low_rank import FactorElements
@@ -95,6 +96,13 @@ def _workers_alone(context: CostContext, layout: Layout, cost: LayoutCost, throu
     yield Problem(rule="sync", says=says)
     if clip:
         yield Problem(rule="clip", says=f"train.clip={clip:g} clips each worker by its own norm under parallel.sync.every={every}")
+
+
+def _stale_gradients(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    """Gradients that are used late train another curve."""
+    if late := layout.gradient_sync.staleness:
+        says = f"parallel.staleness={late} trains another curve than 0: gradients are of weights {plural(late, 'step')} old"
+        yield Problem(rule="staleness", says=says)
 
 
 def _unbalanced_stages(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
@@ -260,6 +268,7 @@ WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], I
     _late_weights,
     _compressed_gradients,
     _workers_alone,
+    _stale_gradients,
     _unbalanced_stages,
     _padding,
     _replicated_kv_heads,

@@ -56,6 +56,7 @@ class ProveLayout:
     gather: Gather | None = None
     compress: int | None = None  # the rank of the factors as which gradients travel
     sync: int | None = None  # steps that replicas take alone between two steps together
+    stale: int | None = None  # steps that pass before a sum of gradients is used
     recompute: Recompute | None = None
     engine: Engine = "auto"
 
@@ -77,7 +78,7 @@ class ProveLayout:
     @property
     def simulation(self) -> Literal["", "delayed_gradients", "compressed_gradients", "local_steps"]:
         """How one process simulates what the layout trains, where that is another curve by design; "": it is the curve of one process."""
-        if self.is_delayed:
+        if self.is_delayed or self.stale:
             return "delayed_gradients"
         return "compressed_gradients" if self.is_compressed else "local_steps" if self.sync else ""
 
@@ -99,6 +100,7 @@ class ProveLayout:
         parts += [f"gather_{self.gather}"] if self.gather else []
         parts += [f"{POWERSGD}{self.compress}"] if self.compress else []
         parts += [f"sync{self.sync}"] if self.sync else []
+        parts += [f"stale{self.stale}"] if self.stale else []
         parts += [NATIVE_ENGINE] if self.engine == NATIVE_ENGINE else []
         return ".".join([*parts, *([self.recompute] if self.recompute else [])])
 
@@ -111,7 +113,7 @@ class ProveLayout:
             str(self.sequence) if self.tp > 1 else None,
             self.schedule if self.pp > 1 else None,
             str(is_native(self)),
-            *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather, self.compress, self.sync)),
+            *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather, self.compress, self.sync, self.stale)),
         )
 
 
@@ -125,7 +127,7 @@ def is_native(layout: ProveLayout) -> bool:
 
 
 def _runs(row: EngineRow, layout: ProveLayout) -> bool:
-    if (layout.compress and not row.compresses) or (layout.sync and not row.steps_alone):
+    if (layout.compress and not row.compresses) or (layout.sync and not row.steps_alone) or (layout.stale and not row.stale_class):
         return False
     if layout.zero not in row.zero or (layout.shard and not row.hybrid_shards) or (layout.gather == "step" and not row.gathers_once):
         return False
@@ -188,6 +190,7 @@ def recipe_layout(run: Run) -> ProveLayout | None:
         gather=parallel.gather if parallel.zero == 3 and parallel.gather != "auto" else None,
         compress=parallel.compress.rank if parallel.compress.name == POWERSGD and dp * parallel.cp > 1 else None,
         sync=parallel.sync.every if parallel.sync.every > 1 and dp > 1 else None,
+        stale=parallel.staleness if dp * parallel.cp > 1 and parallel.staleness else None,
         engine=NATIVE_ENGINE if run.engine == NATIVE_ENGINE and not auto_is_native(run, parallel) else "auto",
     )
     is_known = layout.schedule in (*PROVED_SCHEDULES, FILE_SCHEDULE)
@@ -228,6 +231,7 @@ def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
         vertical=kept.vertical and layout.is_delayed and layout.schedule == kept.schedule,
         sequence=layout.sequence,
         recompute=layout.recompute or kept.recompute,
+        staleness=layout.stale or 0,
         sync=replace(kept.sync, every=layout.sync) if layout.sync else Sync(),
         bucket=kept.bucket,
         compress=replace(kept.compress, name=POWERSGD, rank=layout.compress) if layout.compress else Compress(),

@@ -32,6 +32,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("optim.gradient_copy",  "free"),        # memory
     ("optim.",               "reported"),
     ("parallel.compress.",   "reported"),        # trains another curve
+    ("parallel.staleness",   "reported"),        # trains another curve
     ("train.batch",          "reported"),
     ("train.seq",            "reported"),
     ("train.steps",          "reported"),

@@ -37,6 +37,7 @@ UNITS: dict[str, str] = {
     "model.dropout":            "probability",
     "parallel.bucket":          "elements",
     "parallel.shard":           "ranks",
+    "parallel.staleness":       "steps",
     "parallel.sync.every":      "steps",
     "parallel.chunks":          "groups of layers",
     "parallel.stages":          "layers",

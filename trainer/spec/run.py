@@ -221,6 +221,7 @@ class Parallel:
     sequence: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     reduce: Literal["ring", "halving", "server"] = "ring"
+    staleness: Natural = 0
     sync: Sync = field(default_factory=Sync)
     bucket: Count = 50_000_000
     scatter: bool = False

@@ -121,6 +121,7 @@ class DelayedEngine(NativeEngine, PassHooks):
         with self._measure_time("sums"):
             self.reducer.finish_backward()
             self._sum_over_tensor_axis()
+            self.reducer.send_late()
             self.reducer.finish()
             own = counted_squares(self.buckets, self.grid.world.device)
             squares = own.clone()

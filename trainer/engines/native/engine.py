@@ -89,8 +89,12 @@ class NativeEngine(Engine):
     def step(
         self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None
     ) -> StepResult | None:
-        self.bucket_optimizer.set_rate(lr)
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
+        total = self._run_passes(read_microbatch, label_count, byte_counter)
+        return self._take_step(total, self._own_near_ties(), lr, label_count)
+
+    def _run_passes(self, read_microbatch: ReadMicrobatch, label_count: int, byte_counter: ByteCounter | None) -> Tensor:
+        """Run a step's forwards and backwards, and the sums of gradients up to the data axis's. Return the sum of this rank's losses."""
         scale = self.backward_scale * self._workers / label_count  # labels are shared out evenly
         for each in self.modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale  # type: ignore[assignment]
@@ -109,22 +113,29 @@ class NativeEngine(Engine):
             self._sum_tied_gradients()
         with self._measure_time("sums", "sum"):
             self._sum_over_tensor_axis()
+            self.reducer.send_late()
+        return total
+
+    def _take_step(self, total: Tensor, near_ties: Tensor | None, lr: float, label_count: int) -> StepResult:
+        """Finish the data axis's sums of a step's gradients, and step the weights with them. `total` and `near_ties` are this rank's."""
+        self.bucket_optimizer.set_rate(lr)
+        with self._measure_time("sums", "sum"):
             self.reducer.finish()
             squares = counted_squares(self.buckets, total.device)
         with self._measure_time("sums", "sync"):
-            sums = self._sum_over_ranks(total, squares)
+            sums = self._sum_over_ranks(total, squares, near_ties)
         self._call_show_gradients()
         with self._measure_time("step", "step"):
             is_finite = sums[:2].isfinite().all()
             sums[1].sqrt_().div_(self.backward_scale)
             self._step_optimizer(squares.sqrt() / self.backward_scale if self.together else sums[1], is_finite)
             self._alone = self.together is not None
-            loss, norm, *near_ties = sums.tolist()
+            loss, norm, *ties = sums.tolist()
             skipped = not (norm < torch.inf and abs(loss) < torch.inf)  # nan is neither
             self.skipped_steps += skipped
             if self.scale:
                 self.scale.update(overflow=skipped)
-        return StepResult(loss=loss / label_count, grad_norm=norm, skipped=skipped, near_ties=int(near_ties[0]) if near_ties else None)
+        return StepResult(loss=loss / label_count, grad_norm=norm, skipped=skipped, near_ties=int(ties[0]) if ties else None)
 
     def step_together(self) -> None:
         if self.together is not None:
@@ -208,7 +219,7 @@ class NativeEngine(Engine):
         divisor = (clip_divisor(norm, clip) if clip else torch.ones_like(norm)) * self.backward_scale
         self.bucket_optimizer.step(divisor, is_finite, scales=bool(clip or self.scale))
 
-    def _sum_over_ranks(self, total: Tensor, squares: Tensor) -> Tensor:
+    def _sum_over_ranks(self, total: Tensor, squares: Tensor, near_ties: Tensor | None) -> Tensor:
         """Return the sums over all ranks of the loss, of the squares of the gradients, and of near ties where they are counted, in one
         message. Each figure is added by the first of the ranks that have it. Of workers that step alone the mean of their squares is
         returned, and `squares` becomes the sum over this rank's worker, by which it clips."""
@@ -216,7 +227,6 @@ class NativeEngine(Engine):
         figures = [own if self.grid.coordinate("tp") else total.double(), squares / self._workers]
         if worker := self.grid.group("worker"):
             all_reduce(squares, worker)
-        near_ties = self._own_near_ties()
         if near_ties is not None:
             figures.append(near_ties.double())
         sums = torch.stack(figures)

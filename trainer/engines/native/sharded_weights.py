@@ -155,8 +155,11 @@ class ShardedReducer:
             for module in self._modules:
                 self._sum_gradients(module, self._deferred)
 
+    def send_late(self) -> None:
+        """Do nothing: no weight waits for other axes."""
+
     def finish(self) -> None:
-        """Do nothing."""
+        """Do nothing: backward has summed all gradients."""
 
 
 def _sum_copies(module: Any, now: bool) -> None:

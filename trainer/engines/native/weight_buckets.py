@@ -26,6 +26,19 @@ class Piece(NamedTuple):
     length: int
 
 
+class GradientSum(NamedTuple):
+    """A step's gradients of a bucket while other steps are computed: what autograd added to, and the sum that is under way."""
+
+    gradients: Tensor | None
+    held: dict[nn.Parameter, Tensor]
+    scattered: Tensor | None
+    work: Any
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Yield what it keeps."""
+        yield from (each for each in (self.gradients, self.scattered) if each is not None)
+
+
 class WeightBucket:
     """One bucket on this rank. Its parameters are views of one flat tensor.
 
@@ -96,6 +109,8 @@ class WeightBucket:
         self._filled.clear()
         self._summed = None
         if self.in_place:
+            if self.gradients is None:  # all others are under way
+                self._allocate()
             assert self.gradients is not None
             self.gradients.zero_()
             for parameter, held in self._held.items():
@@ -135,6 +150,17 @@ class WeightBucket:
         else:
             self._summed = self._scattered
         self._scattered = self._sent = None
+
+    def set_sum_aside(self) -> GradientSum:
+        """Return the gradients whose sum is under way; the next ones get other memory."""
+        aside = GradientSum(self.gradients, self._held, self._scattered, self._work)
+        self.gradients, self._held, self._scattered, self._work = None, {}, None, None
+        return aside
+
+    def take_sum_back(self, aside: GradientSum) -> None:
+        """Take the gradients that were set aside as those of the step to come; their memory is used again after it."""
+        self.gradients, self._held, self._scattered, self._work = aside
+        self._summed = None
 
     def sum_copies(self) -> None:
         """Begin to sum the shard over the ranks that own the same one, after the last reduce-scatter of a step; of compressed gradients the
@@ -286,10 +312,13 @@ class BucketReducer:
         while self._next < len(self._early):
             self._reduce_next()
 
-    def finish(self) -> None:
-        """Send the late buckets, and wait until every bucket is summed."""
+    def send_late(self) -> None:
+        """Send the late buckets, once other axes have summed their gradients."""
         for bucket in self._late:
             bucket.reduce()
+
+    def finish(self) -> None:
+        """Wait until every bucket is summed."""
         for then in (WeightBucket.wait, WeightBucket.sum_copies, WeightBucket.wait, WeightBucket.rebuild):
             for bucket in (*self._early, *self._late):
                 then(bucket)

@@ -1,4 +1,5 @@
-"""The reference of pipelines without a flush: one process of plain torch that steps with gradients of earlier weights."""
+"""The reference of pipelines without a flush and of sums that are used late: one process of plain torch that steps with gradients of
+earlier weights."""
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ from .reference_run import (
 
 
 def delayed_curve(run: Run) -> ReferenceCurve:
-    """Train a run of schedule pipedream or pipedream_2bw, in any layout, by delayed gradients in one process."""
+    """Train a run of schedule pipedream or pipedream_2bw, or of parallel.staleness, in any layout, by delayed gradients in one process."""
     train, parallel, steps = run.train, run.parallel, run.train.steps or 0
     late, sequences = _updates_late(parallel), _sequences_of_update(run)
     stages = _weights_of_stages(run)
     data, module = read_batches(run, "train"), whole_model(run)
     newest = dict(module.named_parameters())
     optimizers = [plain_optimizer(run, [newest[name] for name in names]) for names in stages]
-    history = deque([copy_weights(newest)], maxlen=parallel.pp + 1)  # the weights after each update since the last flush
+    oldest = max(late(stage) for stage in range(len(stages)))
+    history = deque([copy_weights(newest)], maxlen=oldest + 1)  # the weights after each update since the last flush
     losses, norms = [], []
     for step in range(steps):
         totals, squares = [], []
@@ -56,28 +58,34 @@ def delayed_curve(run: Run) -> ReferenceCurve:
         losses.append(sum(totals) / len(totals))
         norms.append((sum(squares) / len(totals)) ** 0.5)
         if is_due(train.evaluate.every, step + 1) or is_due(run.checkpoint.every, step + 1):
-            history = deque([history[-1]], maxlen=parallel.pp + 1)  # a flush: the next sequences meet the newest weights
+            history = deque([history[-1]], maxlen=oldest + 1)  # a flush: the next sequences meet the newest weights
     evaluation = evaluation_loss(run, module, newest) if train.evaluate.every else None
     return ReferenceCurve(losses=losses, norms=norms, evaluation=evaluation, weights=newest)
 
 
 def _updates_late(parallel: Parallel) -> Callable[[int], int]:
-    """By how many updates a stage's weights are old when a gradient is computed (stages from 0): pipedream's by those that the stages
-    behind it have under way (arXiv:1806.03377), with vertical sync all like the first stage's; pipedream_2bw's by one
-    (arXiv:2006.09503 section 3.1)."""
+    """By how many updates a stage's weights are old when a gradient is computed (stages from 0): by parallel.staleness on all; pipedream's
+    by those that the stages behind it have under way (arXiv:1806.03377), with vertical sync all like the first stage's; pipedream_2bw's by
+    one (arXiv:2006.09503 section 3.1)."""
+    if parallel.staleness:
+        return lambda stage: parallel.staleness
     if parallel.schedule == "pipedream_2bw":
         return lambda stage: 1
     return lambda stage: parallel.pp - 1 - (0 if parallel.vertical else stage)
 
 
 def _sequences_of_update(run: Run) -> int:
-    """The sequences of an update: pipedream's are a micro-batch of each replica, pipedream_2bw's a step."""
+    """The sequences of an update: pipedream's are a micro-batch of each replica, others' a step."""
+    if run.parallel.staleness:
+        return run.train.batch
     data = run.cluster.nodes * run.cluster.gpus // (run.parallel.tp * run.parallel.pp * run.parallel.cp)
     return run.train.batch if run.parallel.schedule == "pipedream_2bw" else data * run.train.microbatch
 
 
 def _weights_of_stages(run: Run) -> list[list[str]]:
-    """The names of each stage's weights."""
+    """The names of the weights of each stage, which clips alone; where the pipeline flushes, all clip together, as one."""
+    if run.parallel.staleness:
+        return [[name for name, _ in whole_model(run).named_parameters()]]
     stages: dict[int, list[str]] = {}
     for rank in range(run.cluster.nodes * run.cluster.gpus):
         position = mesh_position(run, rank)

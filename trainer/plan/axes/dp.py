@@ -50,6 +50,7 @@ class GradientSync(NamedTuple):
     often: bool  # gradients travel at every micro-batch, so that no rank holds more than its shard
     updates: int  # updates of the weights in a step: several where a pipeline without a flush updates them after each micro-batch
     every: int  # steps from one mean of the workers' weights to the next, where there are several workers
+    staleness: int  # steps that pass before a sum of gradients is used
     rank: int = 0  # columns of the two factors as which a matrix of gradients travels; 0: all gradients travel whole
 
 
@@ -66,10 +67,11 @@ class DataMessages(NamedTuple):
     least: float  # seconds of a round that are exposed even under the longest pass
     under_forward: bool  # else under backward
     every: int = 1  # steps from one that has them to the next
+    staleness: int = 0  # steps under which a round hides, instead of one pass
 
-    def exposed(self, forward: float, backward: float) -> float:
-        """Exposed seconds a step, under passes of so many seconds; the passes slow down by what they hide."""
-        passing = forward if self.under_forward else backward
+    def exposed(self, forward: float, backward: float, step: float) -> float:
+        """Exposed seconds a step, under passes of so many seconds, or the passes of whole steps; they slow down by what they hide."""
+        passing = self.staleness * step if self.staleness else forward if self.under_forward else backward
         return max(self.least, self.seconds - passing * (1 - CONTENTION)) * self.rounds / self.every
 
 
@@ -93,7 +95,7 @@ def data_messages(shards: ZeroShards, sync: GradientSync, layers: int) -> list[D
         rounds = sync.micros if sync.often else sync.updates
         verb = "reduce_scatter" if sync.scatters else "all_reduce"
         found = [
-            _messages(verb, gradients, buckets, rounds, shards.shard, sync, "backward"),
+            _gradient_messages(verb, gradients, buckets, rounds, shards.shard, sync),
             _messages("all_gather", weights, buckets, sync.updates, shards.shard, sync, "forward" if sync.gather_hides else ""),
         ]
     if shards.copies is not None:
@@ -111,6 +113,8 @@ def _sums(shards: ZeroShards, sync: GradientSync) -> list[DataMessages]:
         (factors.left, factors.matrices, "backward"),
         (factors.right, factors.matrices, ""),
     ]
+    if sync.staleness:
+        return [_gradient_messages("all_reduce", shards.elements * sync.gradient, -(-shards.elements // sync.bucket), 1, shards.whole, sync)]
     return [
         _messages("all_reduce", sent * sync.gradient, -(-filled // sync.bucket), sync.updates, shards.whole, sync, under)
         for sent, filled, under in rows
@@ -143,8 +147,14 @@ def _messages(verb: str, total: int, parts: int, rounds: int, wire: Wire, sync: 
     return DataMessages(verb, payload, parts, rounds, sent, wire.link, in_round, least, under == "forward")
 
 
-def traffic_row(messages: DataMessages, forward: float, backward: float) -> TrafficRow:
-    """The traffic of one step, under passes of so many seconds."""
-    verb, payload, parts, rounds, sent, link, seconds, *_, every = messages
-    count, exposed = parts * rounds, messages.exposed(forward, backward)
+def _gradient_messages(verb: str, total: int, parts: int, rounds: int, wire: Wire, sync: GradientSync) -> DataMessages:
+    """Sums of gradients: they hide under backward, or, where they are used some steps later, under those steps."""
+    found = _messages(verb, total, parts, rounds, wire, sync, "backward")
+    return found._replace(staleness=sync.staleness, least=found.seconds * CONTENTION) if sync.staleness else found
+
+
+def traffic_row(messages: DataMessages, forward: float, backward: float, step: float) -> TrafficRow:
+    """The traffic of one step, under passes of so many seconds, which are `step` seconds in all."""
+    verb, payload, parts, rounds, sent, link, seconds, _, _, every, _ = messages
+    count, exposed = parts * rounds, messages.exposed(forward, backward, step)
     return TrafficRow("dp", verb, payload, count, sent * count // every, link, seconds * rounds / every, exposed, every)

@@ -108,6 +108,7 @@ class CostModel:
             often=parallel.zero == 3 or (parallel.zero == 2 and parallel.pp == 1),
             updates=delay.updates(micros) if (delay := delay_of(parallel)) else 1,
             every=parallel.sync.every,
+            staleness=parallel.staleness,
         )
 
     def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
@@ -122,7 +123,7 @@ class CostModel:
         optimizer = (width.master + context.states) * (sharded if parallel.zero >= 1 else whole)
         return StateBytes(
             weights=0 if parallel.offload.parameters else weights,
-            gradients=width.gradient * (sharded if layout.gradient_sync.often else whole),
+            gradients=width.gradient * (sharded if layout.gradient_sync.often else whole * (1 + layout.gradient_sync.staleness)),
             optimizer=0 if parallel.offload.optimizer else optimizer,
             buffers=self._buffers(context, layout, blocks, kind, whole),
         )

@@ -47,6 +47,7 @@ ENGINES = {
             engine_class="distrain.trainer.engines.native.engine:NativeEngine",
             delayed_class="distrain.trainer.engines.native.delayed_engine:DelayedEngine",
             compressed_class="distrain.trainer.engines.native.compressed_engine:CompressedEngine",
+            stale_class="distrain.trainer.engines.native.stale_engine:StaleEngine",
             costs=NativeCosts(),
             axes=("pp", "dp", "cp", "ep", "tp"),
             zero=(0, 1, 2, 3),
@@ -70,8 +71,8 @@ ENGINES = {
 def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[EngineLimit, ...]]:
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
-    With `auto` that is `native` at one data-parallel rank on a GPU, for schedules without a flush and for replicas that step alone,
-    DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where none does, there is no engine. `papers`
+    With `auto` that is `native` at one data-parallel rank on a GPU, for schedules without a flush, for replicas that step alone and for
+    sums that are used late, DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where none does, there is no engine. `papers`
     is none that runs.
     """
     if run.engine == PAPERS_NAME:
@@ -90,7 +91,7 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[En
 
 
 def _first_choice(run: Run, parallel: Parallel) -> str:
-    if delay_of(parallel) or parallel.sync.every > 1:
+    if delay_of(parallel) or parallel.sync.every > 1 or parallel.staleness:
         return "native"
     if run.cluster.device.kind == "cuda" and data_ranks(run, parallel) == 1:
         return "native"
@@ -110,6 +111,8 @@ def engine_reason(run: Run, parallel: Parallel, chosen: str) -> str:
         return f"it alone runs parallel.schedule={parallel.schedule}"
     if chosen == first and parallel.sync.every > 1:
         return f"it alone runs parallel.sync.every={parallel.sync.every}"
+    if chosen == first and parallel.staleness:
+        return f"it alone runs parallel.staleness={parallel.staleness}"
     if chosen == first:
         return "one data-parallel rank on a GPU" if chosen == "native" else ""
     return next((limit.says for limit in exceeded_limits(ENGINES[first], run, parallel)), "")

@@ -77,6 +77,8 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         )
     if parallel.sync.every > 1:
         yield from _sync_limits(row, run, parallel, delayed=delay is not None)
+    if parallel.staleness:
+        yield from _staleness_limits(row, run, parallel, delayed=delay is not None)
     if parallel.reduce != "ring":
         yield EngineLimit(row.name, "parallel.reduce", parallel.reduce, ((("parallel.reduce", "ring"),),))
     if parallel.compress.name != "none":
@@ -124,6 +126,29 @@ def _sync_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool)
         yield EngineLimit(row.name, key, f"{value} with data.documents=true", ((("data.documents", False),), together))
     elif is_made_by_transformers(run.model):
         yield EngineLimit(row.name, key, f"{value} with model.family={run.model.family}", (together,))
+
+
+def _staleness_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
+    """A sum that is used late is one message of a step's gradients: another one may not have to follow it, no backward waits for memory that
+    it frees, and no loss scale changes meanwhile."""
+    fresh: Change = (("parallel.staleness", 0),)
+    key, value = "parallel.staleness", parallel.staleness
+    if not row.stale_class:
+        yield EngineLimit(row.name, key, value, (*_any_engine(run), fresh))
+    elif delayed:
+        yield EngineLimit(row.name, key, f"{value} with parallel.schedule={parallel.schedule}", (_change_to_flush(parallel), fresh))
+    elif parallel.zero > 1:
+        yield EngineLimit(row.name, key, f"{value} with parallel.zero={parallel.zero}", ((("parallel.zero", 1),), fresh))
+    elif parallel.zero and parallel.shard != "all":
+        yield EngineLimit(row.name, key, f"{value} with parallel.shard={parallel.shard}", ((("parallel.shard", "all"),), fresh))
+    elif parallel.sync.every > 1:
+        says = f"{value} with parallel.sync.every={parallel.sync.every}"
+        yield EngineLimit(row.name, key, says, ((("parallel.sync.every", 1),), fresh))
+    elif parallel.compress.name != "none":
+        says = f"{value} with parallel.compress.name={parallel.compress.name}"
+        yield EngineLimit(row.name, key, says, ((("parallel.compress.name", "none"),), fresh))
+    elif run.train.precision == "fp16":
+        yield EngineLimit(row.name, key, f"{value} with train.precision=fp16", ((("train.precision", "bf16"),), fresh))
 
 
 def _delay_limits(row: EngineRow, run: Run, parallel: Parallel, *, each_micro_batch: bool) -> Iterator[EngineLimit]:

@@ -20,6 +20,7 @@ class EngineRow:
     costs: CostModel
     delayed_class: str = ""  # MODULE:CLASS for schedules without a flush; "": it is the same
     compressed_class: str = ""  # MODULE:CLASS for compressed gradients; "": it is the same
+    stale_class: str = ""  # MODULE:CLASS where sums of gradients are used late (parallel.staleness); "": it does not run that
     axes: tuple[str, ...]
     zero: tuple[int, ...]
     native_schedules: tuple[str, ...]  # those that it has instructions of its own for

@@ -47,8 +47,8 @@ class NativeCosts(CostModel):
 
     def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
         """Float32 weights are stepped where they are; others have a float32 copy of this rank's shard. At stage 1 a rank has all gradients,
-        and the sum of its shard beside them in the step; at stage 2 its shard, two buckets of one micro-batch, and all gradients that
-        other axes sum first."""
+        and the sum of its shard beside them in the step, both once more for each step whose sum is under way (parallel.staleness); at
+        stage 2 its shard, two buckets of one micro-batch, and all gradients that other axes sum first."""
         parallel, width = layout.parallel, context.widths
         zero = parallel.zero if layout.shard > 1 else 0
         if zero == 3:
@@ -58,9 +58,10 @@ class NativeCosts(CostModel):
         bucket = min(parallel.bucket, whole)
         casts = width.gradient < MASTER_BYTES and not steps_in_one_kernel(context.run)
         late = self._late_elements(context, layout, blocks, kind) if often else 0
+        aside = layout.gradient_sync.staleness * (whole + (stepped if zero == 1 else 0))
         return StateBytes(
             weights=width.weight * (held.dense + held.experts),
-            gradients=width.gradient * (stepped + late - late // layout.shard if often else whole),
+            gradients=width.gradient * (stepped + late - late // layout.shard if often else whole + aside),
             optimizer=(master + context.states + _outer_bytes(layout)) * stepped,
             buffers=width.gradient * held_elements(context, layout, kind),
             passes=2 * bucket * width.gradient if often else 0,

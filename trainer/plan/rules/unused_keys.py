@@ -124,6 +124,7 @@ IDLE: dict[str, Condition] = {
     "parallel.vertical":       _any(_is("parallel.pp", 1), _is_not("parallel.schedule", "pipedream")),
     "parallel.sequence":       _is("parallel.tp", 1),
     "parallel.reduce":         _one_data_rank,
+    "parallel.staleness":      _one_data_rank,
     "parallel.sync.every":     _one_worker,
     "parallel.sync.across":    _is("parallel.sync.every", 1),
     "parallel.sync.outer.lr":  _one_worker,
