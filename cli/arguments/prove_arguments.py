@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ...trainer.prove.layouts import (
     FILE_SCHEDULE,
+    HIERARCHICAL,
     NATIVE_ENGINE,
     ONE_PROCESS,
     POWERSGD,
@@ -95,9 +96,9 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return degree[1], int(degree[2])
     if stage := re.fullmatch(r"zero([0-3])", part):
         return "zero", int(stage[1])
-    if part == "sequence":
-        return "sequence", True
-    if number := re.fullmatch(r"(chunks|shard|sync|stale)([1-9]\d{0,5})", part):
+    if part in ("sequence", HIERARCHICAL):
+        return part, True
+    if number := re.fullmatch(r"(chunks|shard|sync|stale|servers)([1-9]\d{0,5})", part):
         return number[1], int(number[2])
     if rank := re.fullmatch(rf"{POWERSGD}([1-9]\d{{0,5}})", part):
         return "compress", int(rank[1])
@@ -117,11 +118,12 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return "the stages are zero0 to zero3"
     if name == "stages":
         return "write the layers of each part of the model, as stages1-2-1"
-    if name in ("chunks", "shard", "sync", "stale", POWERSGD):
+    if name in ("chunks", "shard", "sync", "stale", "servers", POWERSGD):
         return f"write a number, as {name}2"
     degrees = [f"{axis}2" for axis in PROVED_AXES]
-    words = (*degrees, "zero1", "sequence", *PROVED_SCHEDULES, FILE_SCHEDULE, NATIVE_ENGINE, *PROVED_RECOMPUTES)
-    return suggest_name(part, (*words, "chunks2", "stages1-1", "shard2", "gather_step", "gather_micro", "sync2", "stale1", f"{POWERSGD}4"))
+    words = (*degrees, "zero1", "sequence", *PROVED_SCHEDULES, FILE_SCHEDULE, NATIVE_ENGINE, *PROVED_RECOMPUTES, HIERARCHICAL)
+    numbered = ("chunks2", "stages1-1", "shard2", "sync2", "stale1", "servers1", f"{POWERSGD}4")
+    return suggest_name(part, (*words, "gather_step", "gather_micro", *numbered))
 
 
 def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> ProveLayout | Problem:

@@ -78,6 +78,8 @@ def _trial_row(trial: Trial) -> dict[str, Any]:
         "gather": parallel.gather,
         "sync": parallel.sync.every,
         "staleness": parallel.staleness,
+        "reduce": parallel.reduce,
+        "servers": parallel.servers if parallel.reduce == "server" else None,
         "recompute": parallel.recompute,
         "microbatch": trial.run.train.microbatch,
         "microbatches": trial.plan.microbatches,

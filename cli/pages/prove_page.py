@@ -34,6 +34,8 @@ MEANINGS = {
     "is_compressed": "powersgd: gradients as two factors of this rank, another curve by design; one process simulates it",
     "sync": "sync: steps that replicas take alone between two together, another curve by design; one process simulates it",
     "stale": "stale: steps that pass before a sum of gradients is used, another curve by design; one process simulates it",
+    "servers": "servers: ranks that sum gradients and step weights for all",
+    "hierarchical": "hierarchical: gradients are summed inside nodes, then between them",
     "engine": "native: our own engine where another is the default",
 }
 COLUMNS = ("micros", "loss", "norm", "weights", "messages", "verdict")
@@ -105,10 +107,10 @@ def _has_part(layout: ProveLayout, part: str) -> bool:
         return layout.engine != "auto"
     if part == "file":
         return layout.schedule == FILE_SCHEDULE
-    if part in ("chunks", "stages", "shard", "gather", "sync", "stale"):
+    if part in ("chunks", "stages", "shard", "gather", "sync", "stale", "servers"):
         return getattr(layout, part) is not None
     value: int | bool = getattr(layout, part)
-    return bool(value) if part in ("zero", "sequence", "is_delayed", "is_compressed") else value > 1
+    return bool(value) if part in ("zero", "sequence", "is_delayed", "is_compressed", "hierarchical") else value > 1
 
 
 def reference_line(result: LayoutResult) -> str:

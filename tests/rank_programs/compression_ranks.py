@@ -72,9 +72,9 @@ def compression(flat: Tensor, rank: int) -> BucketCompression:
 def summed(ours: BucketCompression, flat: Tensor, given: list[Tensor]) -> Tensor:
     """Sum the gradients of a step by our compression; each rank has its part of the mean."""
     flat.copy_(torch.cat([each.flatten() for each in given]) / RANKS)
-    ours.send_left().wait()
-    ours.send_right().wait()
-    ours.rebuild()
+    ours.begin().wait()
+    ours.go_on().wait()
+    ours.complete()
     return flat
 
 

@@ -40,8 +40,8 @@ class Instruments:
         self.trace = requested_trace(run, setup.engine, setup.grid, setup.folder)
         # Bytes are counted in the second step: all tensors that stay were allocated in the first, or as late as sums of gradients are used.
         self._counted_step = first + max(1, run.parallel.staleness)
-        # Messages are recorded in the third, or the first that compresses gradients or uses a sum that comes late: in the first two, engines
-        # send some of their set-up. Where workers step alone, it is the first then that they end together.
+        # Messages are recorded in the third, or the first that compresses gradients or uses a late sum: in the first two, engines send some
+        # of their set-up. Where workers step alone, it is the first then that they end together.
         together, third = run.parallel.sync.every, max(first + 2, run.parallel.compress.start, first + run.parallel.staleness)
         recorded = third + (-(third + 1) % together)
         recorded = recorded if recorded < last else min(third, last - 1)

@@ -17,6 +17,7 @@ from ..launch.rank.channel import STOPPED, Channel
 from ..parallel.process_groups import make_grid
 from ..parallel.rank_model import head_shards
 from ..parallel.world import World, join_ranks, leave_ranks
+from ..plan.layout.sum_routes import inner_ranks
 from ..plan.layout.workers import worker_ranks
 from ..plan.mesh_position import mesh_position
 from ..plan.plan import make_plan
@@ -93,7 +94,8 @@ def set_up_training(run: Run, folder: Path, world: World, host: dist.ProcessGrou
     copies = head_shards(run, run.parallel.tp).copies
     position, shard = mesh_position(run, world.rank), run.parallel.shard if run.parallel.zero else "all"
     worker = worker_ranks(run.parallel, position.mesh, run.cluster.gpus)
-    groups = make_grid(world, position, copies=copies, shard=shard, worker=worker)
+    inner = inner_ranks(run.parallel, position.mesh, run.cluster.gpus)
+    groups = make_grid(world, position, copies=copies, shard=shard, worker=worker, inner=inner)
     engine = build_engine(run, groups, plan.engine)
     start = load_initial_state(run, folder, groups, engine, batches, channel, gather)
 

@@ -25,7 +25,7 @@ AGREEMENTS = ("all_reduce", "broadcast", "reduce")  # verbs of small messages by
 # Groups over which gradients are summed and weights are sharded: the plan counts their messages to the data axis.
 PLANNED_AS = dict.fromkeys(
     (
-        *("data", "worker_data", "workers", "shard", "shard_copies"),
+        *("data", "worker_data", "workers", "shard", "shard_copies", "inside", "across"),
         *("expert_copies", "expert_worker_data", "expert_workers", "expert_shard", "expert_shard_copies"),
     ),
     "dp",
@@ -95,13 +95,13 @@ class GroupAxes:
         self._ranks = [(PLANNED_AS.get(axis, axis), groups[axis].ranks) for axis in others if axis in groups]
 
     def axis_of(self, group: dist.ProcessGroup, verb: str, payload: list[Tensor]) -> str:
-        """The axis of a message. A send in any group is the pipeline's; integers are control, and so are small messages, except those of
-        layers."""
+        """The axis of a message. A send is the pipeline's, unless it is to or from a parameter server; integers are control, and so are
+        small messages, except those of layers."""
         own = self._own.get(group.group_name)
         layers_only = own == "copies" or (own in AXES and AXES[own].layers_only)
         if verb == "barrier" or _holds_integers(payload) or (not layers_only and verb in AGREEMENTS and _is_small(payload)):
             return CONTROL
-        if verb == "send":
+        if verb == "send" and own != "dp":
             return "pp"
         if own is not None:
             return own

@@ -33,6 +33,8 @@ class Grid:
     - `worker_data`, the ranks of `data` that sum gradients at each step: all, or where workers step alone those of this rank's worker;
       `workers`, the ranks of all workers that step the same weights, which average them; for experts `expert_worker_data` and
       `expert_workers`. `worker`, all ranks of this rank's worker, is there where there are several.
+    - `inside`, the ranks of `data` in a node, which sum gradients before the nodes do, and `across`, those of all nodes that have summed
+      the same part; both are there only where sums have two levels.
     - `shard`, the ranks of `worker_data` over which ZeRO shards, and `shard_copies`, those that own the same shard; for experts
       `expert_shard` and `expert_shard_copies`. Where ZeRO shards over all ranks these are `worker_data` and `expert_worker_data`, and no
       shard has a copy.
@@ -57,13 +59,20 @@ class Grid:
 
 
 def make_grid(
-    world: World, position: MeshPosition, *, copies: int = 1, shard: int | Literal["all"] = "all", worker: int | None = None
+    world: World,
+    position: MeshPosition,
+    *,
+    copies: int = 1,
+    shard: int | Literal["all"] = "all",
+    worker: int | None = None,
+    inner: int = 1,
 ) -> Grid:
     """Create the process groups; every rank calls it. `copies` neighbours on the tensor axis hold the same key and value heads; ZeRO shards
-    over `shard` ranks of the data axis, `worker` ranks of which step together (None: all)."""
+    over `shard` ranks of the data axis, `worker` ranks of which step together (None: all); `inner` of them, where there are several, sum
+    gradients before the nodes do."""
     groups: dict[str, Group] = {}
     apart = worker is not None and worker < position.mesh.size("data")
-    for name, rows in _group_ranks(position.mesh, copies, shard, worker if apart else None):
+    for name, rows in _group_ranks(position.mesh, copies, shard, worker if apart else None, inner):
         if len(rows[0]) == 1:
             continue
         for ranks in rows:
@@ -90,7 +99,7 @@ def _single_rank_group(world: World) -> dist.ProcessGroup:
     return own[world.rank]
 
 
-def _group_ranks(mesh: Mesh, copies: int, shard: int | Literal["all"], worker: int | None) -> Iterator[tuple[str, list[Ranks]]]:
+def _group_ranks(mesh: Mesh, copies: int, shard: int | Literal["all"], worker: int | None, inner: int) -> Iterator[tuple[str, list[Ranks]]]:
     """(name, the ranks of every group of that name)."""
     for axis in AXES:
         yield axis, list(mesh.groups(axis))
@@ -105,6 +114,8 @@ def _group_ranks(mesh: Mesh, copies: int, shard: int | Literal["all"], worker: i
         yield from (("worker_data", together), ("workers", apart), ("worker", _whole_workers(mesh, together)))
         if mesh.ep > 1:
             yield from zip(("expert_worker_data", "expert_workers"), mesh.sharding_groups("expert_copies", worker // mesh.ep), strict=True)
+    if inner > 1:
+        yield from zip(("inside", "across"), mesh.sharding_groups("data", inner), strict=True)
     if shard != "all":
         yield from zip(("shard", "shard_copies"), mesh.sharding_groups("data", shard), strict=True)
         if mesh.ep > 1:

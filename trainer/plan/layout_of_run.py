@@ -17,6 +17,7 @@ from .engines import cost_model, engine_for
 from .engines.engine_row import EngineRow
 from .layout.layout import LayerPartition, Layout, mesh_of
 from .layout.schedule_of_run import delay_of, schedule_of
+from .layout.sum_routes import inner_ranks, server_count
 from .layout.workers import worker_ranks
 
 
@@ -73,8 +74,12 @@ class LayoutBase:
     def _step(self, parallel: Parallel, microbatch: int) -> tuple[int, GradientSync]:
         """(micro-batches of a replica in a step, how its gradients travel)."""
         micros = self.context.run.train.batch // (self.mesh.dp * microbatch)
-        path = cost_model(self.engine).gradient_path(self.context, parallel, micros)
-        return micros, path if self.mesh.size("data") > 1 else path._replace(staleness=0)
+        path, alone = cost_model(self.engine).gradient_path(self.context, parallel, micros), self.mesh.size("data") == 1
+        return micros, path._replace(
+            staleness=0 if alone else parallel.staleness,
+            inner=inner_ranks(parallel, self.mesh, self.context.run.cluster.gpus),
+            servers=server_count(parallel, self.mesh),
+        )
 
 
 def layout_of_run(context: CostContext, parallel: Parallel, microbatch: int) -> Layout:

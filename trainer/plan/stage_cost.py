@@ -16,6 +16,7 @@ from .costs.cost_model import PassBytes, StageElements, StateBytes
 from .engines import cost_model
 from .layout.layout import Layout, StageKind
 from .layout.schedules import stage_and_chunk
+from .layout.sum_routes import server_ranks
 
 
 class HeldStates(NamedTuple):
@@ -171,6 +172,8 @@ def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: 
         sync.updates,
         sync.every,
         sync.staleness,
+        sync.inner,
+        sync.servers,
         sync.rank,
         layout.delay is None,
     )
@@ -254,19 +257,25 @@ def data_messages(context: CostContext, layout: Layout, kind: StageKind, held: S
     for elements, frozen, group, whole, ranks in groups:
         worker = layout.worker if group == "data" else max(1, layout.worker // layout.mesh.ep)
         together, apart = context.shard_wires(layout.mesh, group, whole, worker)
-        shard, copies = context.shard_wires(layout.mesh, group, together, ranks)
-        factors = cost_model(layout.engine).factors(context, layout, kind, expert=group == "expert_copies")
-        shards = dp.ZeroShards(elements, frozen, together, shard, copies, factors)
-        found += dp.data_messages(shards, sync, kind.layers)
+        of_experts = group == "expert_copies"
+        route = sync._replace(inner=1, servers=0) if of_experts else sync
+        shard, copies = context.shard_wires(layout.mesh, group, together, route.inner if route.inner > 1 else ranks)
+        factors = cost_model(layout.engine).factors(context, layout, kind, expert=of_experts)
+        single = context.single_link(together) if route.servers else None
+        shards = dp.ZeroShards(elements, frozen, together, shard, copies, factors, single)
+        found += dp.data_messages(shards, route, kind.layers)
         found += dp.averaging_messages(shards, apart, sync) if apart else []
     return found
 
 
-def data_traffic(layout: Layout, cost: StageCost) -> list[TrafficRow]:
-    """Traffic of the data axis on a stage."""
+def data_traffic(layout: Layout, cost: StageCost, data: int | None) -> list[TrafficRow]:
+    """Traffic of the data axis on the data-parallel rank `data` of a stage; None: of the one that sends most."""
+    servers, ranks = layout.gradient_sync.servers, layout.mesh.size("data")
+    on_server = None if data is None else data in server_ranks(servers, ranks)
     last, passes = last_passes(layout), cost.passes
     step = layout.micros * passes.compute
-    return [dp.traffic_row(each, last * passes.forward, last * passes.backward, step) for each in cost.messages]
+    rows = [dp.traffic_row(each, last * passes.forward, last * passes.backward, step, on_server=on_server) for each in cost.messages]
+    return [row for row in rows if row.times]
 
 
 def _tensors(context: CostContext, kind: StageKind) -> int:

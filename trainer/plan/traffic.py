@@ -47,7 +47,7 @@ def _stage_rows(context: CostContext, layout: Layout, cost: LayoutCost, stage: i
     partition, blocks, pair = layout.partition, cost.blocks, layout.wires.pair
     at = partition.kind_of_stage[stage]
     stage_cost, kind = cost.kinds[at], partition.kinds[at]
-    rows = tp_gradient_sums.traffic_rows(context, layout, blocks, kind, data) + data_traffic(layout, stage_cost)
+    rows = tp_gradient_sums.traffic_rows(context, layout, blocks, kind, data) + data_traffic(layout, stage_cost, data)
     if layout.mesh.pp > 1:
         exposed = not layout.parallel.overlap.pipeline
         rows += pp.stage_sends(send_bytes(layout.parallel, blocks), sends_per_step(layout, stage), pair, exposed=exposed)

@@ -23,6 +23,7 @@ PROVED_RECOMPUTES = ("selective", "full")
 PROVED_SCHEDULES = tuple(dict.fromkeys(name for engine in ENGINES.values() for name in engine.schedules))
 NATIVE_ENGINE: Literal["native"] = "native"
 POWERSGD: Literal["powersgd"] = "powersgd"
+HIERARCHICAL: Literal["hierarchical"] = "hierarchical"
 FILE_SCHEDULE = "file"  # the schedule of the recipe's own file
 PROVED_CHUNKS = 2  # parts of the model that a stage of a chunked schedule runs, where nothing else is said
 DEFAULT_COUNT = 12  # layouts that are proved where none are named
@@ -57,6 +58,8 @@ class ProveLayout:
     compress: int | None = None  # the rank of the factors as which gradients travel
     sync: int | None = None  # steps that replicas take alone between two steps together
     stale: int | None = None  # steps that pass before a sum of gradients is used
+    servers: int | None = None  # parameter servers
+    hierarchical: bool = False  # gradients are summed inside a node, then between nodes
     recompute: Recompute | None = None
     engine: Engine = "auto"
 
@@ -101,6 +104,8 @@ class ProveLayout:
         parts += [f"{POWERSGD}{self.compress}"] if self.compress else []
         parts += [f"sync{self.sync}"] if self.sync else []
         parts += [f"stale{self.stale}"] if self.stale else []
+        parts += [f"servers{self.servers}"] if self.servers else []
+        parts += [HIERARCHICAL] if self.hierarchical else []
         parts += [NATIVE_ENGINE] if self.engine == NATIVE_ENGINE else []
         return ".".join([*parts, *([self.recompute] if self.recompute else [])])
 
@@ -113,7 +118,8 @@ class ProveLayout:
             str(self.sequence) if self.tp > 1 else None,
             self.schedule if self.pp > 1 else None,
             str(is_native(self)),
-            *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather, self.compress, self.sync, self.stale)),
+            *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather)),
+            *(str(each) if each else None for each in (self.compress, self.sync, self.stale, self.servers, self.hierarchical)),
         )
 
 
@@ -128,6 +134,8 @@ def is_native(layout: ProveLayout) -> bool:
 
 def _runs(row: EngineRow, layout: ProveLayout) -> bool:
     if (layout.compress and not row.compresses) or (layout.sync and not row.steps_alone) or (layout.stale and not row.stale_class):
+        return False
+    if (layout.servers or layout.hierarchical) and not row.routes_sums:
         return False
     if layout.zero not in row.zero or (layout.shard and not row.hybrid_shards) or (layout.gather == "step" and not row.gathers_once):
         return False
@@ -191,6 +199,8 @@ def recipe_layout(run: Run) -> ProveLayout | None:
         compress=parallel.compress.rank if parallel.compress.name == POWERSGD and dp * parallel.cp > 1 else None,
         sync=parallel.sync.every if parallel.sync.every > 1 and dp > 1 else None,
         stale=parallel.staleness if dp * parallel.cp > 1 and parallel.staleness else None,
+        servers=parallel.servers if parallel.reduce == "server" and dp * parallel.cp > 1 else None,
+        hierarchical=parallel.reduce == HIERARCHICAL and dp * parallel.cp > 1,
         engine=NATIVE_ENGINE if run.engine == NATIVE_ENGINE and not auto_is_native(run, parallel) else "auto",
     )
     is_known = layout.schedule in (*PROVED_SCHEDULES, FILE_SCHEDULE)
@@ -214,10 +224,13 @@ def auto_is_native(run: Run, parallel: Parallel) -> bool:
 
 def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
     """The run in that layout, on one node with as many devices; of `parallel` it keeps only what can't change a curve, vertical sync, which
-    is a part of schedule pipedream, and how workers step together. Where those of a node are a worker, the recipe's `nodes` share out the
-    devices, if they can."""
+    is a part of schedule pipedream, and how workers step together. Where those of a node are a worker, or sum gradients first, the recipe's
+    `nodes` share out the devices, if they can; two do where the recipe has one."""
     kept = run.parallel
-    nodes = nodes if layout.sync and kept.sync.across == "node" and layout.ranks % nodes == 0 else 1
+    if layout.hierarchical:
+        nodes = _nodes_of_levels(layout, nodes)
+    elif not (layout.sync and kept.sync.across == "node" and layout.ranks % nodes == 0):
+        nodes = 1
     degrees: dict[str, Any] = {axis: getattr(layout, axis) for axis in PROVED_AXES}
     parallel = Parallel(
         **degrees,
@@ -231,6 +244,8 @@ def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
         vertical=kept.vertical and layout.is_delayed and layout.schedule == kept.schedule,
         sequence=layout.sequence,
         recompute=layout.recompute or kept.recompute,
+        reduce="server" if layout.servers else "hierarchical" if layout.hierarchical else "ring",
+        servers=layout.servers or 1,
         staleness=layout.stale or 0,
         sync=replace(kept.sync, every=layout.sync) if layout.sync else Sync(),
         bucket=kept.bucket,
@@ -246,6 +261,12 @@ def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
         cluster=replace(run.cluster, nodes=nodes, gpus=layout.ranks // nodes),
         train=replace(run.train, microbatch=layout_microbatch(run, layout)),
     )
+
+
+def _nodes_of_levels(layout: ProveLayout, nodes: int) -> int:
+    """Nodes among which devices are shared out so that sums have two levels: the recipe's, or two where it has one."""
+    wanted = max(nodes, 2)
+    return wanted if layout.ranks % wanted == 0 else 1
 
 
 def layout_microbatch(run: Run, layout: ProveLayout) -> int:

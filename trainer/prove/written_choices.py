@@ -31,6 +31,8 @@ def _choices(run: Run) -> Iterator[str]:
         yield f"parallel.gather={parallel.gather}"
     if parallel.sync.every > 1:
         yield f"parallel.sync.every={parallel.sync.every}"
+    if own and (own.servers or own.hierarchical):
+        yield f"parallel.reduce={parallel.reduce}"
     if parallel.staleness:
         yield f"parallel.staleness={parallel.staleness}"
 

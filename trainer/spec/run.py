@@ -220,7 +220,8 @@ class Parallel:
     vertical: bool = False
     sequence: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
-    reduce: Literal["ring", "halving", "server"] = "ring"
+    reduce: Literal["auto", "ring", "halving", "tree", "hierarchical", "server"] = "ring"
+    servers: Count = 1
     staleness: Natural = 0
     sync: Sync = field(default_factory=Sync)
     bucket: Count = 50_000_000

@@ -56,13 +56,14 @@ class CompressedEngine(NativeEngine):
 
     @property
     def _compressions(self) -> list[BucketCompression]:
-        return [each.compression for each in self.buckets if isinstance(each, WeightBucket) and each.compression]
+        rounds = (each.rounds for each in self.buckets if isinstance(each, WeightBucket))
+        return [each for each in rounds if isinstance(each, BucketCompression)]
 
     def _fill_buckets(self) -> tuple[list[WeightBucket], BucketReducer]:
         made, reducer = super()._fill_buckets()
         for each in made:
             if each.kind.compressed:
-                each.compression = self._compression(each)
+                each.rounds = self._compression(each)
         return made, reducer
 
     def _compression(self, bucket: WeightBucket) -> BucketCompression:

@@ -32,6 +32,7 @@ from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..tied_ends import tie_ends
 from .bucket_optimizer import BucketOptimizer
 from .gradient_squares import counted_squares
+from .hierarchical_sum import HierarchicalSum
 from .loss_scale import LossScale
 from .pipeline import PassHooks, Pipeline, ScheduledStep
 from .shard_groups import RowGroups, row_groups, shard_groups
@@ -284,13 +285,16 @@ class NativeEngine(Engine):
             WeightBucket(
                 each,
                 rows,
-                *shard_groups(run, grid, expert=each.kind.expert),
+                shard_groups(run, grid, expert=each.kind.expert),
                 run.parallel.zero,
                 self._types[1],
                 defers_weight_gradients=self._defers_weight_gradients,
             )
             for each in gradient_buckets(run, grid.position.mesh, [row.shard for row in self._owned])
         ]
+        for each in made:
+            if each.levels and each.gradients is not None:
+                each.rounds = HierarchicalSum(each.gradients, *each.levels)
         uses = Counter(parameter for module in self.modules for parameter in module.parameters())
         reducer = BucketReducer(made, uses, overlap=run.parallel.overlap.data)
         for row in (row for bucket in made if reducer.needs_hooks(bucket) for row in bucket.rows):

@@ -43,7 +43,7 @@ def _device_mesh(groups: ShardGroups, device: str) -> DeviceMesh:
 
     Only the row and the column of this rank are read.
     """
-    group, copies = groups
+    group, copies = groups.sharing, groups.copies
     assert group is not None
     if copies is None:
         return DeviceMesh.from_group(group.handle, device)

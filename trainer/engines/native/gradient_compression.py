@@ -100,14 +100,14 @@ class BucketCompression:
         dist.all_reduce(self.errors, group=self._copies.handle)
         self.restart()
 
-    def send_left(self) -> Any:
+    def begin(self) -> Any:
         """Begin to sum the left factors of the gradients that have arrived; return the message under way."""
         self._gradients.add_(self.errors, alpha=1 / self._copies.size)
         for each in self.weights:
             torch.bmm(each.gradient, each.right, out=each.left)
         return dist.all_reduce(self._left, group=self._copies.handle, async_op=True)
 
-    def send_right(self) -> Any:
+    def go_on(self) -> Any:
         """Begin to sum the right factors that belong to the summed left ones; return the message under way.
 
         A column of the left factor that depends on the others is zero: that of the right one stays for the next step.
@@ -120,7 +120,7 @@ class BucketCompression:
             each.right.baddbmm_(each.gradient.mT, each.left)
         return dist.all_reduce(self._right, group=self._copies.handle, async_op=True)
 
-    def rebuild(self) -> None:
+    def complete(self) -> None:
         """Make the gradients of the summed factors, and the errors."""
         for each in self.weights:
             torch.baddbmm(each.gradient, each.left, each.right.mT, beta=self._copies.size, alpha=-1, out=each.error)

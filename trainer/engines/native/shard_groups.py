@@ -7,14 +7,19 @@ from typing import NamedTuple
 
 from ...layers.group import Group
 from ...parallel.process_groups import Grid
+from ...plan.layout.sum_routes import server_count
 from ...spec.run import Run
+from .parameter_servers import ParameterServers
 
 
 class ShardGroups(NamedTuple):
-    """The ranks over which a weight is sharded, and those that own the same shard; None: this rank alone."""
+    """The ranks over which a weight is sharded, and those that own the same shard; None: this rank alone. At ZeRO 0 some ranks may step
+    weights for all, or sum gradients inside a node, then across nodes."""
 
     sharing: Group | None
     copies: Group | None
+    servers: ParameterServers | None = None
+    levels: tuple[Group, Group] | None = None
 
 
 RowGroups = Mapping[bool, ShardGroups]  # of experts that ranks share out (True), and of other weights
@@ -23,7 +28,10 @@ RowGroups = Mapping[bool, ShardGroups]  # of experts that ranks share out (True)
 def shard_groups(run: Run, grid: Grid, *, expert: bool) -> ShardGroups:
     """Return the groups of a weight: at ZeRO 0 each rank owns all of it."""
     if not run.parallel.zero:
-        return ShardGroups(None, grid.group("expert_worker_data" if expert else "worker_data"))
+        whole, inside, across = (grid.group(name) for name in ("expert_worker_data" if expert else "worker_data", "inside", "across"))
+        if whole and (servers := server_count(run.parallel, grid.position.mesh)):
+            return ShardGroups(None, None, servers=ParameterServers(whole, servers))
+        return ShardGroups(None, whole, levels=(inside, across) if inside and across and not expert else None)
     shard = "expert_shard" if expert else "shard"
     return ShardGroups(grid.group(shard), grid.group(f"{shard}_copies"))
 

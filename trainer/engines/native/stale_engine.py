@@ -14,7 +14,8 @@ from ...spec.run import Run
 from ..engine import STEP_PARTS, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
 from .engine import NativeEngine
-from .weight_buckets import BucketReducer, GradientSum, WeightBucket
+from .gradient_sums import SumUnderWay
+from .weight_buckets import BucketReducer, WeightBucket
 
 
 class UnusedStep(NamedTuple):
@@ -24,7 +25,7 @@ class UnusedStep(NamedTuple):
     label_count: int
     total: Tensor
     near_ties: Tensor | None
-    sums: list[GradientSum]
+    sums: list[SumUnderWay]
 
 
 class StaleEngine(NativeEngine):

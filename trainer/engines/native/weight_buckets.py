@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...layers.group import Group
 from ...plan.native.buckets import Bucket
 from ..rank_parameter import RankParameter
-from .gradient_compression import BucketCompression
+from .gradient_sums import SumRounds, SumUnderWay
+from .parameter_servers import ServerMessages
+from .shard_groups import ShardGroups
 
 MASTER_DTYPE = torch.float32
 
@@ -26,23 +27,11 @@ class Piece(NamedTuple):
     length: int
 
 
-class GradientSum(NamedTuple):
-    """A step's gradients of a bucket while other steps are computed: what autograd added to, and the sum that is under way."""
-
-    gradients: Tensor | None
-    held: dict[nn.Parameter, Tensor]
-    scattered: Tensor | None
-    work: Any
-
-    def held_tensors(self) -> Iterator[Tensor]:
-        """Yield what it keeps."""
-        yield from (each for each in (self.gradients, self.scattered) if each is not None)
-
-
 class WeightBucket:
     """One bucket on this rank. Its parameters are views of one flat tensor.
 
-    The ranks of `sharing` each step a shard of it, those of `copies` the same one. At ZeRO 0 all step the whole bucket.
+    The ranks of `sharing` each step a shard of it, those of `copies` the same one. At ZeRO 0 all step the whole bucket, or parameter
+    servers do, each its part.
 
     Gradients are summed in `gradients`. Where autograd can add to them, because they are as wide as the weights, each parameter's gradient
     is a view of it (`in_place`). At ZeRO 2 it is there only while a micro-batch's backward fills it, except for a late bucket.
@@ -52,15 +41,16 @@ class WeightBucket:
         self,
         bucket: Bucket,
         rows: Mapping[str, RankParameter],
-        sharing: Group | None,
-        copies: Group | None,
+        groups: ShardGroups,
         zero: int,
         gradient: torch.dtype,
         *,
         defers_weight_gradients: bool,
     ) -> None:
         """`defers_weight_gradients`: some products of weights' gradients are deferred: their parameters' hooks run without a gradient."""
-        self.bucket, self.kind, self.sharing, self.copies = bucket, bucket.kind, sharing, copies
+        self.bucket, self.kind = bucket, bucket.kind
+        sharing, self.copies, servers, self.levels = groups
+        self.sharing, self.servers = sharing, servers
         self.often = bool(sharing) and zero == 2 and not bucket.kind.late  # it travels at every micro-batch
         self.rows = [rows[name] for name in bucket.names]
         first = self.rows[0].parameter
@@ -70,7 +60,8 @@ class WeightBucket:
         for parameter, view in self._views(self.weights):
             view.copy_(parameter.data)
             parameter.data = view
-        self.shard = bucket.shard(sharing.size, sharing.rank) if sharing else bucket.shard(1, 0)
+        whole = bucket.shard(sharing.size, sharing.rank) if sharing else bucket.shard(1, 0)
+        self.shard = servers.own(bucket) if servers else whole
         own = self.weights[self.shard.start : self.shard.stop]
         self.master = nn.Parameter(own if own.dtype == MASTER_DTYPE else own.to(MASTER_DTYPE), requires_grad=False)
         self.gradients: Tensor | None = None
@@ -79,7 +70,7 @@ class WeightBucket:
         self.in_place = gradient == first.dtype and not (self.often or defers_weight_gradients)
         if not self.often:
             self._allocate()
-        self.compression: BucketCompression | None = None  # at ZeRO 0, where gradients travel as two factors
+        self.rounds: SumRounds | None = None  # at ZeRO 0, where gradients are summed in several messages
         self._summed: Tensor | None = None  # this rank's shard of the sum, at ZeRO 1 and 2
         self._work: Any = None
         self._scattered: Tensor | None = None
@@ -126,8 +117,10 @@ class WeightBucket:
                 held.zero_()
         self.wait()
         if self.sharing is None:
-            if self.compression and self.compression.is_on:
-                self._work = self.compression.send_left()
+            if self.servers:
+                self._work = self.servers.push(self.gradients)
+            elif self.rounds and self.rounds.is_on:
+                self._work = self.rounds.begin()
             elif self.copies:
                 self._work = dist.all_reduce(self.gradients, group=self.copies.handle, async_op=True)
             return
@@ -151,29 +144,29 @@ class WeightBucket:
             self._summed = self._scattered
         self._scattered = self._sent = None
 
-    def set_sum_aside(self) -> GradientSum:
+    def set_sum_aside(self) -> SumUnderWay:
         """Return the gradients whose sum is under way; the next ones get other memory."""
-        aside = GradientSum(self.gradients, self._held, self._scattered, self._work)
+        aside = SumUnderWay(self.gradients, self._held, self._scattered, self._work)
         self.gradients, self._held, self._scattered, self._work = None, {}, None, None
         return aside
 
-    def take_sum_back(self, aside: GradientSum) -> None:
+    def take_sum_back(self, aside: SumUnderWay) -> None:
         """Take the gradients that were set aside as those of the step to come; their memory is used again after it."""
         self.gradients, self._held, self._scattered, self._work = aside
         self._summed = None
 
     def sum_copies(self) -> None:
-        """Begin to sum the shard over the ranks that own the same one, after the last reduce-scatter of a step; of compressed gradients the
-        second factor, after the first."""
-        if self.compression and self.compression.is_on:
-            self._work = self.compression.send_right()
+        """Begin to sum the shard over the ranks that own the same one, after the last reduce-scatter of a step; where a sum takes several
+        messages, begin the second."""
+        if self.rounds and self.rounds.is_on:
+            self._work = self.rounds.go_on()
         if self.sharing and self.copies:
             self._work = dist.all_reduce(self.shard_gradient, group=self.copies.handle, async_op=True)
 
-    def rebuild(self) -> None:
-        """Make compressed gradients whole again, once both factors are summed."""
-        if self.compression and self.compression.is_on:
-            self.compression.rebuild()
+    def complete_sum(self) -> None:
+        """Make gradients whole whose sum takes several messages."""
+        if self.rounds and self.rounds.is_on:
+            self._work = self.rounds.complete()
 
     def own_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's gradient of a parameter of a late bucket, flat, which other axes sum before the data axis does."""
@@ -194,7 +187,7 @@ class WeightBucket:
         if self._summed is not None:
             return self._summed
         assert self.gradients is not None
-        return self.gradients
+        return self.gradients[self.shard.start : self.shard.stop] if self.servers else self.gradients
 
     @property
     def compute_copy(self) -> Tensor | None:
@@ -220,6 +213,8 @@ class WeightBucket:
 
     def gather(self) -> Any:
         """Begin to gather the other ranks' stepped weights; return the message under way, or None where this rank has all."""
+        if self.servers:
+            return self.servers.pull(self.weights)
         if self.sharing is None:
             return None
         own = self.weights[self.shard.start : self.shard.stop]
@@ -232,7 +227,9 @@ class WeightBucket:
         for each in (self.gradients, self._summed):
             if each is not None:
                 yield "gradients", each
-        for each in self.compression.held_tensors() if self.compression else ():
+        for each in self.rounds.held_tensors() if self.rounds else ():
+            yield "buffers", each
+        for each in self._work.added if isinstance(self._work, ServerMessages) else ():
             yield "buffers", each
 
     def _allocate(self) -> None:
@@ -289,7 +286,7 @@ class BucketReducer:
 
     def needs_hooks(self, bucket: WeightBucket) -> bool:
         """Whether a hook must pass each gradient of a bucket's weights to `take`."""
-        return not bucket.in_place or (self._overlap and bool(bucket.sharing or bucket.copies) and not bucket.kind.late)
+        return not bucket.in_place or (self._overlap and bool(bucket.sharing or bucket.copies or bucket.servers) and not bucket.kind.late)
 
     def _count(self, parameter: nn.Parameter, bucket: WeightBucket) -> None:
         self._left[parameter] -= 1
@@ -319,7 +316,7 @@ class BucketReducer:
 
     def finish(self) -> None:
         """Wait until every bucket is summed."""
-        for then in (WeightBucket.wait, WeightBucket.sum_copies, WeightBucket.wait, WeightBucket.rebuild):
+        for then in (WeightBucket.wait, WeightBucket.sum_copies, WeightBucket.wait, WeightBucket.complete_sum, WeightBucket.wait):
             for bucket in (*self._early, *self._late):
                 then(bucket)
 

@@ -60,9 +60,10 @@ def _halving_half(payload: int, size: int) -> tuple[int, int]:
     return all_but_one_share(payload, size), (size - 1).bit_length()
 
 
-def _server_all_reduce(payload: int, size: int) -> tuple[int, int]:
-    """A parameter server: each worker sends S and receives S; they take turns on the server's one link."""
-    return payload, 2
+def _tree_all_reduce(payload: int, size: int) -> tuple[int, int]:
+    """Two binary trees, each for half of the bytes (Sanders, Speck and Traeff 2009, doi:10.1016/j.parco.2009.09.001; NCCL's `Tree`): a rank
+    is a leaf of one, where it sends S/2, and inside the other, where it sends S/2 up and S/2 to each of two children, in 2 log2(n) hops."""
+    return 2 * payload, 2 * (size - 1).bit_length()
 
 
 Cost = Callable[[int, int], tuple[int, int]]
@@ -78,18 +79,26 @@ RING: dict[str, Cost] = {
 ALGORITHMS: dict[str, dict[str, Cost]] = {
     "ring":    RING,
     "halving": RING | {"all_reduce": _halving_all_reduce, "reduce_scatter": _halving_half, "all_gather": _halving_half},
-    "server":  RING | {"all_reduce": _server_all_reduce},
+    "tree":    RING | {"all_reduce": _tree_all_reduce},
 }  # fmt: skip
+FASTEST = "auto"  # of a library that has rings and trees, such as NCCL: the faster one for each message
 
 
 def collective_cost(verb: str, payload: int, wire: Wire, algorithm: str = "ring") -> tuple[int, float]:
     """(bytes that a rank sends, seconds) of one collective of `payload` bytes."""
     if isinstance(wire.size, int) and wire.size <= 1:  # of an array of sizes, the ring's formulas give 0 for one rank
         return 0, 0.0
+    if algorithm == FASTEST:
+        return min((collective_cost(verb, payload, wire, each) for each in ("ring", "tree")), key=lambda cost: cost[1])
     sent, hops = ALGORITHMS[algorithm][verb](payload, wire.size)
-    if algorithm == "server" and verb == "all_reduce":
-        return sent, 2 * wire.size * payload / wire.rate + hops * wire.hop
     return sent, sent / wire.rate + hops * wire.hop
+
+
+def server_seconds(payload: float, servers: int, wire: Wire) -> float:
+    """Seconds in which each of the wire's ranks gives every server, which is one of them, its part of `payload` bytes, or gets it: the
+    others take turns on a server's link, unless they have less to wait for than they send."""
+    part = payload / servers
+    return max(server_inflow(part, wire.size - 1, 1), server_inflow(part, servers, 1)) / wire.rate + wire.hop
 
 
 def server_inflow(payload: float, workers: int, rate: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from .axis import Axis
-from .collectives import Wire, collective_cost
+from .collectives import Wire, collective_cost, server_seconds
 from .low_rank import FactorElements
 from .traffic_row import TrafficRow
 
@@ -30,6 +30,7 @@ class ZeroShards(NamedTuple):
     shard: Wire  # the ranks of it over which ZeRO shards them
     copies: Wire | None  # the ranks that own the same shard; None: each shard has one owner
     factors: FactorElements = FactorElements()  # of the gradients that travel as two factors
+    single: Wire | None = None  # `whole`, with the link of one rank alone, where some are parameter servers
 
 
 class GradientSync(NamedTuple):
@@ -50,7 +51,9 @@ class GradientSync(NamedTuple):
     often: bool  # gradients travel at every micro-batch, so that no rank holds more than its shard
     updates: int  # updates of the weights in a step: several where a pipeline without a flush updates them after each micro-batch
     every: int  # steps from one mean of the workers' weights to the next, where there are several workers
-    staleness: int  # steps that pass before a sum of gradients is used
+    staleness: int = 0  # steps that pass before a sum of gradients is used
+    inner: int = 1  # ranks that sum gradients among themselves before the nodes do; 1: all do at once
+    servers: int = 0  # ranks that sum gradients and step weights for all; 0: none is a parameter server
     rank: int = 0  # columns of the two factors as which a matrix of gradients travels; 0: all gradients travel whole
 
 
@@ -68,6 +71,7 @@ class DataMessages(NamedTuple):
     under_forward: bool  # else under backward
     every: int = 1  # steps from one that has them to the next
     staleness: int = 0  # steps under which a round hides, instead of one pass
+    on_ranks: tuple[int, int] | None = None  # parts of a round that a parameter server sends, and another rank; None: all alike
 
     def exposed(self, forward: float, backward: float, step: float) -> float:
         """Exposed seconds a step, under passes of so many seconds, or the passes of whole steps; they slow down by what they hide."""
@@ -79,6 +83,10 @@ def data_messages(shards: ZeroShards, sync: GradientSync, layers: int) -> list[D
     """The messages of one step; ZeRO-3 gathers in as many parts as there are layers."""
     if shards.elements + shards.frozen == 0 or shards.whole.size == 1:
         return []
+    if sync.servers and shards.single:
+        return _server_messages(shards, shards.single, sync)
+    if sync.inner > 1 and shards.copies:
+        return _level_messages(shards, shards.copies, sync)
     if sync.zero == 0 or shards.shard.size == 1:
         return _sums(shards, sync)
     gathered = shards.elements + shards.frozen  # at stage 3
@@ -114,12 +122,59 @@ def _sums(shards: ZeroShards, sync: GradientSync) -> list[DataMessages]:
         (factors.right, factors.matrices, ""),
     ]
     if sync.staleness:
-        return [_gradient_messages("all_reduce", shards.elements * sync.gradient, -(-shards.elements // sync.bucket), 1, shards.whole, sync)]
+        return [
+            _gradient_messages("all_reduce", shards.elements * sync.gradient, -(-shards.elements // sync.bucket), 1, shards.whole, sync)
+        ]
     return [
         _messages("all_reduce", sent * sync.gradient, -(-filled // sync.bucket), sync.updates, shards.whole, sync, under)
         for sent, filled, under in rows
         if sent
     ]
+
+
+def _level_messages(shards: ZeroShards, apart: Wire, sync: GradientSync) -> list[DataMessages]:
+    """Sums in two levels: each rank of a node sums a part of the gradients, the nodes sum the parts, and a node gathers them again. What
+    follows the first message has no backward left to hide under."""
+    buckets, bytes_of_sums = -(-shards.elements // sync.bucket), shards.elements * sync.gradient
+    inside = sync._replace(algorithm="ring")
+    return [
+        _messages("reduce_scatter", bytes_of_sums, buckets, sync.updates, shards.shard, inside, "backward"),
+        _messages("all_reduce", -(-bytes_of_sums // sync.inner), buckets, sync.updates, apart, inside, ""),
+        _messages("all_gather", bytes_of_sums, buckets, sync.updates, shards.shard, inside, ""),
+    ]
+
+
+def _server_messages(shards: ZeroShards, wire: Wire, sync: GradientSync) -> list[DataMessages]:
+    """Gradients to the parameter servers, which hide as sums do, and the weights that those have stepped to all ranks, which nothing hides.
+    A server sends its gradients to the others and its weights to all; another rank sends gradients alone."""
+    gradients = _exchange(shards.elements * sync.gradient, (sync.servers - 1, sync.servers), shards, wire, sync)
+    weights = _exchange(shards.elements * sync.weight, (wire.size - 1, 0), shards, wire, sync)
+    if sync.staleness:
+        gradients = gradients._replace(staleness=sync.staleness, least=gradients.seconds * CONTENTION)
+    elif sync.overlap:
+        one = gradients.seconds / -(-shards.elements // sync.bucket)
+        gradients = gradients._replace(least=max(one, gradients.seconds * CONTENTION))
+    return [gradients, weights]
+
+
+def _exchange(total: int, sends: tuple[int, int], shards: ZeroShards, wire: Wire, sync: GradientSync) -> DataMessages:
+    """`total` bytes to or from parameter servers. For each bucket a server sends to so many ranks, and another rank to so many."""
+    buckets = -(-shards.elements // sync.bucket)
+    payload = -(-total // (buckets * sync.servers))
+    seconds = buckets * server_seconds(payload * sync.servers, sync.servers, wire)
+    of_server, of_other = (buckets * each for each in sends)
+    return DataMessages(
+        verb="send",
+        payload=payload,
+        parts=max(of_server, of_other),
+        rounds=sync.updates,
+        sent=payload,
+        link=wire.link,
+        seconds=seconds,
+        least=seconds,
+        under_forward=False,
+        on_ranks=(of_server, of_other),
+    )
 
 
 def averaging_messages(shards: ZeroShards, apart: Wire, sync: GradientSync) -> list[DataMessages]:
@@ -153,8 +208,11 @@ def _gradient_messages(verb: str, total: int, parts: int, rounds: int, wire: Wir
     return found._replace(staleness=sync.staleness, least=found.seconds * CONTENTION) if sync.staleness else found
 
 
-def traffic_row(messages: DataMessages, forward: float, backward: float, step: float) -> TrafficRow:
-    """The traffic of one step, under passes of so many seconds, which are `step` seconds in all."""
-    verb, payload, parts, rounds, sent, link, seconds, _, _, every, _ = messages
-    count, exposed = parts * rounds, messages.exposed(forward, backward, step)
-    return TrafficRow("dp", verb, payload, count, sent * count // every, link, seconds * rounds / every, exposed, every)
+def traffic_row(messages: DataMessages, forward: float, backward: float, step: float, *, on_server: bool | None = None) -> TrafficRow:
+    """The traffic of one step, under passes of so many seconds, which are `step` seconds in all: of a rank that is a parameter server, of
+    one that is not, or (None) of whichever sends most of these messages."""
+    parts = messages.parts if on_server is None or messages.on_ranks is None else messages.on_ranks[0 if on_server else 1]
+    count, exposed = parts * messages.rounds, messages.exposed(forward, backward, step)
+    seconds = messages.seconds * messages.rounds / messages.every
+    sent = messages.sent * count // messages.every
+    return TrafficRow("dp", messages.verb, messages.payload, count, sent, messages.link, seconds, exposed, messages.every)

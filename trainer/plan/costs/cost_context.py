@@ -102,6 +102,11 @@ class CostContext:
         links = cluster.inside, cluster.between
         return group_wire(shard, near, *links), group_wire(size // shard, far, *links)
 
+    def single_link(self, whole: Wire) -> Wire:
+        """The wire of the same ranks, where each message takes one rank's link alone."""
+        cluster = self.run.cluster
+        return group_wire(whole.size, whole.size if whole.link == "inside" else 1, cluster.inside, cluster.between)
+
     def partition(self, stages: int, *, chunks: int = 1, folded: bool, given: tuple[int, ...] | None = None) -> LayerPartition:
         """The layers of each part of the model: as `given`, else balanced by the sum of their shares of the model's bytes and FLOPs."""
         key = (stages, chunks, folded, given)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ...spec.changed_run import Change
 from ...spec.run import Parallel, Run
 from ..axes import dp
+from ..axes.collectives import ALGORITHMS, FASTEST
 from ..axes.low_rank import FactorElements
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..layout.layout import Layout, StageKind
@@ -99,7 +100,7 @@ class CostModel:
             gradient=context.widths.gradient,
             stepped=MASTER_BYTES,
             bucket=parallel.bucket,
-            algorithm=parallel.reduce,
+            algorithm=parallel.reduce if parallel.reduce in (*ALGORITHMS, FASTEST) else "ring",
             scatters=True,
             reused=0,
             gather_hides=True,
@@ -108,7 +109,6 @@ class CostModel:
             often=parallel.zero == 3 or (parallel.zero == 2 and parallel.pp == 1),
             updates=delay.updates(micros) if (delay := delay_of(parallel)) else 1,
             every=parallel.sync.every,
-            staleness=parallel.staleness,
         )
 
     def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
@@ -120,7 +120,7 @@ class CostModel:
         parallel, width = layout.parallel, context.widths
         whole, sharded = held.trained, sharded_elements(layout, held.dense - held.frozen, held.experts)
         weights = width.weight * (sharded_elements(layout, held.dense, held.experts) if parallel.zero >= 3 else held.dense + held.experts)
-        optimizer = (width.master + context.states) * (sharded if parallel.zero >= 1 else whole)
+        optimizer = (width.master + context.states) * (sharded if parallel.zero >= 1 else elements_to_step(layout, held))
         return StateBytes(
             weights=0 if parallel.offload.parameters else weights,
             gradients=width.gradient * (sharded if layout.gradient_sync.often else whole * (1 + layout.gradient_sync.staleness)),
@@ -181,8 +181,9 @@ class CostModel:
         """Return why a stage of `layers` on `ranks` of the data axis is too large to be planned; None: it is planned."""
         return None
 
-    def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
-        """Yield how the engine's messages on the data axis differ from the planned ones for a rank's weight shards: here they don't."""
+    def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], data: int) -> Iterator[TrafficTerm]:
+        """Yield how the engine's messages on the data axis differ from the planned ones for the weight shards of a rank, which has the
+        number `data` on the data axis: here they don't."""
         return iter(())
 
     def control_messages(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
@@ -204,7 +205,9 @@ class CostModel:
 
 
 def elements_to_step(layout: Layout, held: StageElements) -> int:
-    """Return the parameters that a rank steps: those that it holds, or its ZeRO shard."""
+    """Return the parameters that a rank steps: those that it holds, or its ZeRO shard, or as a parameter server its part."""
+    if servers := layout.gradient_sync.servers:
+        return -(-held.trained // servers)
     return sharded_elements(layout, held.dense - held.frozen, held.experts) if layout.gradient_sync.zero else held.trained
 
 

@@ -115,7 +115,7 @@ class DeepSpeedCosts(CostModel):
             fix=f"use at most {MOST_LAYERS} layers a stage, or at most {MOST_RANKS:,} ranks of dp x cp",
         )
 
-    def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
+    def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], data: int) -> Iterator[TrafficTerm]:
         return traffic_terms(run, mesh, shards)
 
     def control_messages(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:

@@ -60,6 +60,7 @@ ENGINES = {
             steps_alone=True,
             gathers_once=True,
             shards_hf=False,
+            routes_sums=True,
             compresses=True,
             fp16_on_cpu=True,
             source="torch",
@@ -72,8 +73,8 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[En
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
     With `auto` that is `native` at one data-parallel rank on a GPU, for schedules without a flush, for replicas that step alone and for
-    sums that are used late, DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where none does, there is no engine. `papers`
-    is none that runs.
+    sums that are used late, DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where none does,
+    there is no engine. `papers` is none that runs.
     """
     if run.engine == PAPERS_NAME:
         return None, (EngineLimit(PAPERS_NAME, "engine", PAPERS_NAME, ((("engine", "auto"),),)),)

@@ -79,8 +79,10 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield from _sync_limits(row, run, parallel, delayed=delay is not None)
     if parallel.staleness:
         yield from _staleness_limits(row, run, parallel, delayed=delay is not None)
-    if parallel.reduce != "ring":
-        yield EngineLimit(row.name, "parallel.reduce", parallel.reduce, ((("parallel.reduce", "ring"),),))
+    if parallel.reduce in ("halving", "tree"):
+        yield EngineLimit(row.name, "parallel.reduce", parallel.reduce, ((("parallel.reduce", "auto"),), (("parallel.reduce", "ring"),)))
+    elif parallel.reduce not in ("auto", "ring"):
+        yield from _route_limits(row, run, parallel, delayed=delay is not None)
     if parallel.compress.name != "none":
         yield from _compression_limits(row, run, parallel, delayed=delay is not None)
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
@@ -110,45 +112,66 @@ def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel, schedule: Sched
         yield EngineLimit(row.name, "parallel.zero", "3 with model.family=hf", (less, (("engine", "zero"),)))
 
 
+Conflict = tuple[bool, str, object, Change]  # whether it is there, the other key and its value, the change of it
+
+
+def _first_conflict(row: EngineRow, key: str, value: object, conflicts: tuple[Conflict, ...], without: Change) -> Iterator[EngineLimit]:
+    """Yield the first of some values of other keys with which a value of this one does not run; `without` gives this one up."""
+    for is_there, other, its, change in conflicts:
+        if is_there:
+            yield EngineLimit(row.name, key, f"{value} with {other}={its}", (change, without) if change else (without,))
+            return
+
+
 def _sync_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
     """Replicas that step alone shard and count labels for themselves."""
-    together: Change = (("parallel.sync.every", 1),)
-    key, value = "parallel.sync.every", parallel.sync.every
+    key, value, together = "parallel.sync.every", parallel.sync.every, (("parallel.sync.every", 1),)
     if not row.steps_alone:
         yield EngineLimit(row.name, key, value, (*_any_engine(run), together))
-    elif delayed:
-        yield EngineLimit(row.name, key, f"{value} with parallel.schedule={parallel.schedule}", (_change_to_flush(parallel), together))
-    elif parallel.zero and parallel.shard != "all":
-        yield EngineLimit(row.name, key, f"{value} with parallel.shard={parallel.shard}", ((("parallel.shard", "all"),), together))
-    elif run.data.name == "pairs":
-        yield EngineLimit(row.name, key, f"{value} with data.name=pairs", (together,))
-    elif run.data.documents:
-        yield EngineLimit(row.name, key, f"{value} with data.documents=true", ((("data.documents", False),), together))
-    elif is_made_by_transformers(run.model):
-        yield EngineLimit(row.name, key, f"{value} with model.family={run.model.family}", (together,))
+        return
+    conflicts: tuple[Conflict, ...] = (
+        (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
+        (bool(parallel.zero) and parallel.shard != "all", "parallel.shard", parallel.shard, (("parallel.shard", "all"),)),
+        (run.data.name == "pairs", "data.name", "pairs", ()),
+        (run.data.documents, "data.documents", "true", (("data.documents", False),)),
+        (is_made_by_transformers(run.model), "model.family", run.model.family, ()),
+    )
+    yield from _first_conflict(row, key, value, conflicts, together)
 
 
 def _staleness_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
-    """A sum that is used late is one message of a step's gradients: another one may not have to follow it, no backward waits for memory that
+    """A sum that is used late is one message of a step's gradients, after which none may have to follow: no backward waits for memory that
     it frees, and no loss scale changes meanwhile."""
-    fresh: Change = (("parallel.staleness", 0),)
-    key, value = "parallel.staleness", parallel.staleness
+    key, value, fresh = "parallel.staleness", parallel.staleness, (("parallel.staleness", 0),)
     if not row.stale_class:
         yield EngineLimit(row.name, key, value, (*_any_engine(run), fresh))
-    elif delayed:
-        yield EngineLimit(row.name, key, f"{value} with parallel.schedule={parallel.schedule}", (_change_to_flush(parallel), fresh))
-    elif parallel.zero > 1:
-        yield EngineLimit(row.name, key, f"{value} with parallel.zero={parallel.zero}", ((("parallel.zero", 1),), fresh))
-    elif parallel.zero and parallel.shard != "all":
-        yield EngineLimit(row.name, key, f"{value} with parallel.shard={parallel.shard}", ((("parallel.shard", "all"),), fresh))
-    elif parallel.sync.every > 1:
-        says = f"{value} with parallel.sync.every={parallel.sync.every}"
-        yield EngineLimit(row.name, key, says, ((("parallel.sync.every", 1),), fresh))
-    elif parallel.compress.name != "none":
-        says = f"{value} with parallel.compress.name={parallel.compress.name}"
-        yield EngineLimit(row.name, key, says, ((("parallel.compress.name", "none"),), fresh))
-    elif run.train.precision == "fp16":
-        yield EngineLimit(row.name, key, f"{value} with train.precision=fp16", ((("train.precision", "bf16"),), fresh))
+        return
+    conflicts: tuple[Conflict, ...] = (
+        (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
+        (parallel.zero > 1, "parallel.zero", parallel.zero, (("parallel.zero", 1),)),
+        (bool(parallel.zero) and parallel.shard != "all", "parallel.shard", parallel.shard, (("parallel.shard", "all"),)),
+        (parallel.sync.every > 1, "parallel.sync.every", parallel.sync.every, (("parallel.sync.every", 1),)),
+        (run.train.precision == "fp16", "train.precision", "fp16", (("train.precision", "bf16"),)),
+    )
+    yield from _first_conflict(row, key, value, conflicts, fresh)
+
+
+def _route_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
+    """Sums in two levels and parameter servers stand for the one sum of whole gradients at each step. Those in two levels are several
+    messages, so they are not used late."""
+    key, name, plain = "parallel.reduce", parallel.reduce, (("parallel.reduce", "ring"),)
+    if not row.routes_sums:
+        yield EngineLimit(row.name, key, name, (*_any_engine(run), (("engine", "native"), *_change_to_zero_0(parallel)), plain))
+        return
+    late = parallel.staleness if name == "hierarchical" else 0
+    conflicts: tuple[Conflict, ...] = (
+        (parallel.zero > 0, "parallel.zero", parallel.zero, _change_to_zero_0(parallel)),
+        (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
+        (parallel.ep > 1, "parallel.ep", parallel.ep, (("parallel.ep", 1),)),
+        (parallel.sync.every > 1, "parallel.sync.every", parallel.sync.every, (("parallel.sync.every", 1),)),
+        (late > 0, "parallel.staleness", late, (("parallel.staleness", 0),)),
+    )
+    yield from _first_conflict(row, key, name, conflicts, plain)
 
 
 def _delay_limits(row: EngineRow, run: Run, parallel: Parallel, *, each_micro_batch: bool) -> Iterator[EngineLimit]:
@@ -168,19 +191,20 @@ def _delay_limits(row: EngineRow, run: Run, parallel: Parallel, *, each_micro_ba
 def _compression_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
     """Factors stand for the whole sum of a matrix's gradients, which a rank steps with once: no rank keeps a shard of it, no update comes
     late, and no loss scale changes the error's units between two steps."""
-    key, name, whole = "parallel.compress.name", parallel.compress.name, ("parallel.compress.name", "none")
+    key, name, whole = "parallel.compress.name", parallel.compress.name, (("parallel.compress.name", "none"),)
     if not row.compresses:
-        yield EngineLimit(row.name, key, name, (*_any_engine(run), (("engine", "native"), *_change_to_zero_0(parallel)), (whole,)))
-    elif parallel.zero:
-        yield EngineLimit(row.name, key, f"{name} with parallel.zero={parallel.zero}", (_change_to_zero_0(parallel), (whole,)))
-    elif parallel.sync.every > 1:
-        yield EngineLimit(
-            row.name, key, f"{name} with parallel.sync.every={parallel.sync.every}", ((("parallel.sync.every", 1),), (whole,))
-        )
-    elif delayed:
-        yield EngineLimit(row.name, key, f"{name} with parallel.schedule={parallel.schedule}", (_change_to_flush(parallel), (whole,)))
-    elif run.train.precision == "fp16":
-        yield EngineLimit(row.name, key, f"{name} with train.precision=fp16", ((("train.precision", "bf16"),), (whole,)))
+        yield EngineLimit(row.name, key, name, (*_any_engine(run), (("engine", "native"), *_change_to_zero_0(parallel)), whole))
+        return
+    routed = parallel.reduce in ("hierarchical", "server")
+    conflicts: tuple[Conflict, ...] = (
+        (parallel.zero > 0, "parallel.zero", parallel.zero, _change_to_zero_0(parallel)),
+        (parallel.sync.every > 1, "parallel.sync.every", parallel.sync.every, (("parallel.sync.every", 1),)),
+        (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
+        (run.train.precision == "fp16", "train.precision", "fp16", (("train.precision", "bf16"),)),
+        (parallel.staleness > 0, "parallel.staleness", parallel.staleness, (("parallel.staleness", 0),)),
+        (routed, "parallel.reduce", parallel.reduce, (("parallel.reduce", "ring"),)),
+    )
+    yield from _first_conflict(row, key, name, conflicts, whole)
 
 
 def _change_to_zero_0(parallel: Parallel) -> Change:

@@ -33,6 +33,7 @@ class EngineRow:
     steps_alone: bool = False  # replicas step alone between steps together (parallel.sync.every)
     gathers_once: bool = False  # ZeRO 3 gathers weights once a step where it should (parallel.gather=step)
     shards_hf: bool = True  # ZeRO 3 shards models that transformers makes
+    routes_sums: bool = False  # gradients are summed in two levels or by parameter servers where the run says so (parallel.reduce)
     compresses: bool = False  # gradients travel as two factors where the run says so (parallel.compress)
     fp16_on_cpu: bool = False  # it computes in fp16 on every CPU, slowly
     has_deepspeed_config: bool = False  # `show engine` prints it

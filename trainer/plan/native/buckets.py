@@ -11,6 +11,7 @@ from ..axes.low_rank import compressed_stack
 from ..axes.weight_slices import WeightShard
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import schedule_of
+from ..layout.sum_routes import inner_ranks, server_count
 from ..layout.workers import worker_ranks
 
 
@@ -48,6 +49,12 @@ def sharing_ranks(run: Run, mesh: Mesh, *, expert: bool) -> tuple[int, int]:
     return shard, whole // shard
 
 
+def bucket_parts(run: Run, mesh: Mesh, *, expert: bool) -> int:
+    """The equal parts that a bucket is cut into: ZeRO's shards, those that parameter servers own, or those that the ranks of a node sum."""
+    ranks, _ = sharing_ranks(run, mesh, expert=expert)
+    return max(ranks, server_count(run.parallel, mesh), inner_ranks(run.parallel, mesh, run.cluster.gpus))
+
+
 def compression_rank(parallel: Parallel, mesh: Mesh, *, expert: bool) -> int:
     """The columns of the factors as which matrices of gradients travel; 0: gradients travel whole, or don't travel."""
     copies = mesh.size("expert_copies" if expert else "data")
@@ -62,7 +69,7 @@ def gradient_buckets(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> lis
     rows = [(at, _kind(run, mesh, each), each) for at, each in enumerate(shards) if run.model.is_trained(each.name)]
     cut = list[tuple[bool, int, Bucket]]()
     for kind in sorted({kind for _, kind, _ in rows}):
-        ranks, _ = sharing_ranks(run, mesh, expert=kind.expert)
+        ranks = bucket_parts(run, mesh, expert=kind.expert)
         for some in _cut([row for row in reversed(rows) if row[1] == kind], run.parallel.bucket):
             cut.append((kind.late, -some[-1][0], _bucket(kind, [each for _, _, each in some], ranks)))
     return [bucket for *_, bucket in sorted(cut, key=lambda row: row[:2])]

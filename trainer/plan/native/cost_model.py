@@ -13,12 +13,13 @@ from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage, routing_messages
 from ..costs.cost_context import CostContext
 from ..costs.cost_model import CostModel, PassBytes, StageElements, StateBytes, elements_to_step, sharded_elements
-from ..costs.precision import MASTER_BYTES, widths
+from ..costs.precision import MASTER_BYTES, Widths, widths
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import delay_of
+from ..layout.sum_routes import inner_ranks, server_count, server_ranks
 from ..layout.workers import outer_state_bytes, worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
@@ -63,7 +64,7 @@ class NativeCosts(CostModel):
             weights=width.weight * (held.dense + held.experts),
             gradients=width.gradient * (stepped + late - late // layout.shard if often else whole + aside),
             optimizer=(master + context.states + _outer_bytes(layout)) * stepped,
-            buffers=width.gradient * held_elements(context, layout, kind),
+            buffers=width.gradient * (held_elements(context, layout, kind) + _route_elements(layout, whole, stepped)),
             passes=2 * bucket * width.gradient if often else 0,
             step=(stepped * width.gradient if zero == 1 else 0) + (min(bucket, stepped) * MASTER_BYTES if casts else 0),
         )
@@ -147,14 +148,15 @@ class NativeCosts(CostModel):
         moved = elements_to_step(layout, held) * each
         return (moved + copied) / context.own_rates.memory
 
-    def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
-        """Buckets are padded to a multiple of their ranks where ZeRO shards them."""
+    def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], data: int) -> Iterator[TrafficTerm]:
+        """Buckets are padded to equal parts where ZeRO shards them, parameter servers own parts, or ranks of a node sum them."""
         width, micros = widths(run.train), run.train.batch // (mesh.dp * run.train.microbatch)
         updates = _updates(run, micros)
         workers, every = worker_count(run.parallel, mesh, run.cluster.gpus), run.parallel.sync.every
         if run.parallel.zero == 3 and sharing_ranks(run, mesh, expert=False)[0] > 1:
             yield from _stage3_terms(run, mesh, shards, 1 if gathers_once(run.parallel) else micros, averages=workers > 1)
             return
+        inner, servers = inner_ranks(run.parallel, mesh, run.cluster.gpus), server_count(run.parallel, mesh)
         for bucket in gradient_buckets(run, mesh, shards):
             ranks, copies = sharing_ranks(run, mesh, expert=bucket.kind.expert)
             says = f"a bucket of {len(bucket.names)} gradients, padded to {bucket.elements:,} elements"
@@ -162,7 +164,14 @@ class NativeCosts(CostModel):
                 rounds = micros if run.parallel.zero == 2 and not bucket.kind.late else updates
                 yield TrafficTerm(verb="reduce_scatter", bytes=rounds * bucket.elements * width.gradient, says=says)
                 yield TrafficTerm(verb="all_gather", bytes=updates * bucket.elements * width.weight, says="its stepped weights")
-            if bucket.kind.compressed:
+            if servers:
+                sent = _sent_to_or_by_server(data in server_ranks(servers, copies), servers, copies, width)
+                yield TrafficTerm(verb="send", bytes=updates * bucket.elements // servers * sent, says=says)
+            elif inner > 1:
+                yield TrafficTerm(verb="reduce_scatter", bytes=updates * bucket.elements * width.gradient, says=says)
+                yield TrafficTerm(verb="all_reduce", bytes=updates * (bucket.elements // inner) * width.gradient, says=says)
+                yield TrafficTerm(verb="all_gather", bytes=updates * bucket.elements * width.gradient, says=says)
+            elif bucket.kind.compressed:
                 yield from _factor_terms(run, mesh, bucket, {each.name: each.size for each in shards}, width.gradient)
             elif copies > 1:
                 shard = f"{COPIED_SHARD}, of " if ranks > 1 else ""
@@ -209,6 +218,12 @@ def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> 
     return gradient + cast + 2 * (MASTER_BYTES + MASTER_BYTES + states) + copied
 
 
+def _sent_to_or_by_server(is_server: bool, servers: int, ranks: int, width: Widths) -> int:
+    """Return the bytes that a rank sends for an element of each server's part: gradients to every server but itself, and, if it is one,
+    weights to all others."""
+    return (servers - is_server) * width.gradient + is_server * (ranks - 1) * width.weight
+
+
 def _message_bytes(layout: Layout, blocks: BlockCosts) -> int:
     """Return the bytes of a stage's messages: one that it uses, and those whose receives are posted."""
     return (1 + receives_ahead(layout.chunks)) * blocks.stream if layout.mesh.pp > 1 else 0
@@ -239,6 +254,15 @@ def _steps_alone(layout: Layout) -> bool:
 
 def _outer_bytes(layout: Layout) -> int:
     return outer_state_bytes(layout.parallel) if _steps_alone(layout) else 0
+
+
+def _route_elements(layout: Layout, whole: int, stepped: int) -> int:
+    """Return the gradients that a rank holds beside its own while they are summed: as a parameter server those of its part of all other
+    ranks, or the part that it sums for its node."""
+    sync = layout.gradient_sync
+    if sync.servers:
+        return (layout.mesh.size("data") - 1) * stepped
+    return -(-whole // sync.inner) if sync.inner > 1 else 0
 
 
 def _is_sharded(layout: Layout) -> bool:

@@ -1,11 +1,13 @@
-"""Rules of how the data axis sums gradients (`parallel.staleness`)."""
+"""Rules of how the data axis sums gradients (`parallel.staleness`, `parallel.servers`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...spec.format_numbers import plural
 from ...spec.run import Parallel, Run
 from .broken_rule import BrokenRule
+from .degrees import replicas
 
 
 def staleness_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
@@ -17,3 +19,11 @@ def staleness_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Br
     elif parallel.staleness and not parallel.overlap.data:
         says = f"parallel.staleness={parallel.staleness} hides the sums of gradients, which parallel.overlap.data=false exposes"
         yield BrokenRule("staleness", says, ((("parallel.overlap.data", True),), (("parallel.staleness", 0),)))
+
+
+def servers_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """Parameter servers are data-parallel ranks."""
+    dp = replicas(run, parallel)
+    if parallel.reduce == "server" and dp is not None and parallel.servers > dp * parallel.cp:
+        says = f"parallel.servers={parallel.servers} is more than {plural(dp * parallel.cp, 'data-parallel rank')}"
+        yield BrokenRule("servers", says, ((("parallel.servers", dp * parallel.cp),), (("parallel.reduce", "ring"),)))

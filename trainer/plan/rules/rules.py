@@ -20,9 +20,9 @@ from ..engines import ENGINES, PAPERS_NAME
 from ..layout.mesh import replica_degrees
 from .broken_rule import BrokenRule, Rule
 from .degrees import nearest_divisors, replicas
+from .gradient_sum_rules import servers_rule, staleness_rule
 from .lora_rule import lora_rule
 from .pipeline_rules import pipeline_rule
-from .gradient_sum_rules import staleness_rule
 from .position_rules import rotary_rule, window_layout_rule, window_rule
 from .sync_rule import agreement_rule, sync_rule
 from .value_rules import folders_rule, pairs_rule, plannable_ranks_rule, rates_rule, step_windows_rule, timeline_rule
@@ -275,8 +275,8 @@ OF_RUN: tuple[Rule, ...] = (
     step_windows_rule, precision_rule, device_rule, agreement_rule, staleness_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
-    hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, tensor_rule, context_rule, pipeline_rule, batch_rule,
-    offload_rule, plannable_ranks_rule, timeline_rule,
+    hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, tensor_rule, context_rule,
+    pipeline_rule, batch_rule, offload_rule, plannable_ranks_rule, timeline_rule,
 )  # fmt: skip
 # Those of a layout that read its micro-batch or its recomputation, and all keys of parallel that they read. The others read neither.
 OF_STEP: tuple[Rule, ...] = (hugging_face_layout_rule, pipeline_rule, batch_rule)

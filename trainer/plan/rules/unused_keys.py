@@ -20,6 +20,7 @@ from ...spec.run import Run
 from ..axes import AXES
 from ..engines import PAPERS_NAME
 from ..layout.mesh import Mesh
+from ..layout.sum_routes import inner_ranks
 from ..layout.workers import worker_count
 
 RULE = "idle"
@@ -53,6 +54,13 @@ def _any(*several: Condition) -> Condition:
 
 def _one_data_rank(run: Run, mesh: Mesh) -> str:
     return "one data-parallel rank" if mesh.dp * mesh.cp == 1 else ""
+
+
+def _one_level(run: Run, mesh: Mesh) -> str:
+    """Sums that would have two levels have one."""
+    if run.parallel.reduce != "hierarchical" or run.parallel.zero or inner_ranks(run.parallel, mesh, run.cluster.gpus) > 1:
+        return ""
+    return "all data-parallel ranks in one node, or one in each"
 
 
 def _one_worker(run: Run, mesh: Mesh) -> str:
@@ -123,7 +131,8 @@ IDLE: dict[str, Condition] = {
     "parallel.stages":         _is("parallel.pp", 1),
     "parallel.vertical":       _any(_is("parallel.pp", 1), _is_not("parallel.schedule", "pipedream")),
     "parallel.sequence":       _is("parallel.tp", 1),
-    "parallel.reduce":         _one_data_rank,
+    "parallel.reduce":         _any(_one_data_rank, _one_level),
+    "parallel.servers":        _any(_is_not("parallel.reduce", "server"), _one_data_rank),
     "parallel.staleness":      _one_data_rank,
     "parallel.sync.every":     _one_worker,
     "parallel.sync.across":    _is("parallel.sync.every", 1),

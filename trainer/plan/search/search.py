@@ -13,6 +13,7 @@ from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
 from ..engines import ENGINES, cost_model
 from ..layout.layout import Layout, mesh_of
+from ..layout.sum_routes import inner_ranks
 from ..layout.workers import worker_ranks
 from ..layout_cost import has_times, layout_blocks, peak_bytes, step_seconds
 from ..layout_of_run import layout_on
@@ -189,12 +190,13 @@ class LayoutSearch:
             found = self._least_seconds[key] = least_seconds(self.context, *self._plain_pass(each, states, row.state, engine))
         return found
 
-    def _workers(self, parallel: Parallel) -> tuple[int, int] | None:
-        """What says, beside the ranks of the data axis, which of them are a worker: its ranks, and those that share a sequence; None: all
-        step together."""
-        if parallel.sync.every == 1:
+    def _workers(self, parallel: Parallel) -> tuple[int, int, int] | None:
+        """What says, beside the ranks of the data axis, which of them sum gradients together: the ranks of a worker, those that share a
+        sequence, those that sum before the nodes do; None: all at once."""
+        mesh, gpus = mesh_of(parallel, self.context.world), self.context.run.cluster.gpus
+        if parallel.sync.every == 1 and parallel.reduce != "hierarchical":
             return None
-        return worker_ranks(parallel, mesh_of(parallel, self.context.world), self.context.run.cluster.gpus), parallel.cp
+        return worker_ranks(parallel, mesh, gpus), parallel.cp, inner_ranks(parallel, mesh, gpus)
 
     def _plain_pass(self, each: Pass, states: MeshStates, state: StateChoice, engine: str | None) -> tuple[Layout, BlockCosts]:
         """A layout with these states, and the costs of its blocks with one sequence in a micro-batch."""
