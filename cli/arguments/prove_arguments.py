@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from ...trainer.prove.layouts import (
+from ...trainer.prove.trials.layouts import (
     FILE_SCHEDULE,
     HIERARCHICAL,
     NATIVE_ENGINE,
@@ -17,7 +17,7 @@ from ...trainer.prove.layouts import (
     PROVED_SCHEDULES,
     ProveLayout,
 )
-from ...trainer.prove.plan_proof import ProveRequest
+from ...trainer.prove.trials.plan_proof import ProveRequest
 from ...trainer.spec.problem import Problem, suggest_name
 
 FORM = "degrees as dp2, tp2, cp2, pp2 or ep2 and flags as zero1, sequence, gpipe, native or full, joined by dots: dp2.tp2.zero1"

@@ -7,10 +7,10 @@ from math import isfinite
 from typing import Any
 
 from ...trainer.prove.judge import LayoutResult, ProofResult
-from ...trainer.prove.plan_proof import Proof
-from ...trainer.prove.trial import Trial
+from ...trainer.prove.trials.plan_proof import Proof
+from ...trainer.prove.trials.trial import Trial
+from ...trainer.prove.trials.written_choices import choices_sentence, written_choices
 from ...trainer.prove.untested import untested_parts
-from ...trainer.prove.written_choices import choices_sentence, written_choices
 from .prove_verdict import verdict_sentence
 
 

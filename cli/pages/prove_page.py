@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...trainer.prove.compare_trial_messages import message_differences
-from ...trainer.prove.control_and_resume_trials import midway_step
+from ...trainer.prove.checks.compare_trial_messages import message_differences
 from ...trainer.prove.judge import CONTROL_FACTOR, LayoutResult, ProofResult
-from ...trainer.prove.layouts import FILE_SCHEDULE, ProveLayout
-from ...trainer.prove.plan_proof import Proof
+from ...trainer.prove.trials.control_and_resume_trials import midway_step
+from ...trainer.prove.trials.layouts import FILE_SCHEDULE, ProveLayout
+from ...trainer.prove.trials.plan_proof import Proof
+from ...trainer.prove.trials.written_choices import choices_sentence
 from ...trainer.prove.untested import ALL_PARTS, skipped_checks, unused_parts
-from ...trainer.prove.written_choices import choices_sentence
 from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.spec.format_numbers import plural, seconds_text
 from .prove_verdict import micro_batches, names_text, verdict_sentence

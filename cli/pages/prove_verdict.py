@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ...trainer.prove.judge import LayoutResult, ProofResult
-from ...trainer.prove.plan_proof import Proof
-from ...trainer.prove.trial import Trial
+from ...trainer.prove.trials.plan_proof import Proof
+from ...trainer.prove.trials.trial import Trial
 from ...trainer.spec.format_numbers import plural
 
 NAMES_SHOWN = 4  # of a list

@@ -11,8 +11,8 @@ from pathlib import Path
 from ...trainer.machine import facts as machine
 from ...trainer.prove.fork_client import ForkServer, ServerGone
 from ...trainer.prove.judge import LayoutResult, ProofResult
-from ...trainer.prove.plan_proof import NothingToProve, Proof, ProveRequest, plan_proof
 from ...trainer.prove.prover import StartServer, run_proof
+from ...trainer.prove.trials.plan_proof import NothingToProve, Proof, ProveRequest, plan_proof
 from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.run import Run

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...cli.config.load import load_recipe
-from ...trainer.loop.throughput import planned_figures
+from ...trainer.loop.metrics.throughput import planned_figures
 from ...trainer.plan.plan import make_plan
 from .acceptance import Report
 from .planned_runs import planned_measured

@@ -38,7 +38,7 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
     from ...cli.verbs.prove_run import RecipeForRanks
     from ...trainer.prove import prover
     from ...trainer.prove.fork_client import ServerGone
-    from ...trainer.prove.plan_proof import NothingToProve, ProveRequest, plan_proof
+    from ...trainer.prove.trials.plan_proof import NothingToProve, ProveRequest, plan_proof
 
     prover.PATIENCE = PATIENCE
     vars(prover)["locate_departure"] = lambda *_: ""  # where it departs is not asked

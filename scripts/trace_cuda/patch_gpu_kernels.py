@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...trainer.layers import attention, core_attention, experts, feed_forward, loss_kernels, norms
+from ...trainer.layers import experts, loss_kernels, norms
 from ...trainer.layers.group import Group
+from ...trainer.layers.transformer import attention, core_attention, feed_forward
 from ...trainer.models.moe import module as moe
 
 HEAD_ALIGNED, MASK_ALIGNED = 8, 16  # elements to which torch pads heads of flash attention, and masks of the memory-efficient kernel

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ...trainer.layers.dtypes import PRECISION_DTYPES
 from ...trainer.loop.build import build_parts, compile_layers
 from ...trainer.loop.data.samples.batches import Batch
-from ...trainer.loop.model_inputs import model_inputs
+from ...trainer.loop.step.model_inputs import model_inputs
 from ...trainer.parallel.ledger import Ledger
 from ...trainer.parallel.process_groups import Grid, make_grid
 from ...trainer.parallel.rank_model import head_shards

@@ -11,7 +11,7 @@ import torch
 from distrain.trainer.engines import lazy_dynamo
 lazy_dynamo.disable_compile()
 import distrain.trainer.engines.deepspeed.pipe, distrain.trainer.engines.deepspeed.zero
-import distrain.trainer.layers.core_attention
+import distrain.trainer.layers.transformer.core_attention
 weight = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.AdamW([weight])
 torch.compile(lambda: weight.sum())().backward()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.plan.rules.rules import broken_rules
-from distrain.trainer.prove.covering import Pair, choice_pairs, covering_rows
+from distrain.trainer.prove.trials.covering import Pair, choice_pairs, covering_rows
 from distrain.trainer.spec.changed_run import overrides, with_changes
 from distrain.trainer.spec.run import Run
 

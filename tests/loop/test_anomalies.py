@@ -13,7 +13,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.engines.engine import StepResult
-from distrain.trainer.loop.anomalies import MIN_LOSSES, SPIKE_SCORE, Anomalies, TooManySkippedSteps
+from distrain.trainer.loop.failures.anomalies import MIN_LOSSES, SPIKE_SCORE, Anomalies, TooManySkippedSteps
 
 STEPS = 6
 OVERRIDES = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distrain.tests.fakes.one_process import ignored_labels, reference_curve, write_documents
-from distrain.trainer.prove.covering import covering_rows
+from distrain.trainer.prove.trials.covering import covering_rows
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from distrain.cli.config.load import load_recipe
-from distrain.trainer.loop.throughput import planned_figures
+from distrain.trainer.loop.metrics.throughput import planned_figures
 from distrain.trainer.plan.plan import make_plan
 
 SETTINGS = """

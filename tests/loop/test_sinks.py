@@ -18,9 +18,9 @@ from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.tests.fakes.rank_threads import file_size_limit
 from distrain.tests.fakes.wandb_file import history, records
-from distrain.trainer.loop import sinks
-from distrain.trainer.loop.metrics import Row
-from distrain.trainer.loop.sinks import MAX_ROW_BYTES, WANDB, JsonLines, SinkContext, Sinks, Wandb, flat_items
+from distrain.trainer.loop.metrics import sinks
+from distrain.trainer.loop.metrics.sinks import MAX_ROW_BYTES, WANDB, JsonLines, SinkContext, Sinks, Wandb, flat_items
+from distrain.trainer.loop.metrics.step_row import Row
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Run

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.trainer.loop.train_progress import TrainProgress, resumed_progress
+from distrain.trainer.loop.step.train_progress import TrainProgress, resumed_progress
 
 BEFORE = ("train.batch=8", "train.seq=16", "train.microbatch=2")
 SAVED = {"samples": 24, "tokens": 384}  # after three steps

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
-from distrain.trainer.layers.core_attention import flash_attention, window_band, window_mask, windowed_attention  # noqa: E402
+from distrain.trainer.layers.transformer.core_attention import flash_attention, window_band, window_mask, windowed_attention  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
 from distrain.trainer.models.hf_format.config import read_hf_config  # noqa: E402
 from distrain.trainer.models.hf_format.weights import read_hf_weights, write_hf_folder  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from distrain.tests.rank_programs.forked_ranks import fork_ranks
-from distrain.trainer.loop.common_clock import common_clock, machine_name
+from distrain.trainer.loop.measure.common_clock import common_clock, machine_name
 
 AHEAD = (0.0, 7.0, 7.0, -3.0, 0.0)  # seconds of each rank's clock
 MACHINES = ("a", "b", "b", "c", "a")

@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from distrain.trainer.layers.embedding_and_head import LMHead, VocabEmbedding  # noqa: E402
 from distrain.trainer.layers.experts import ExpertLinear  # noqa: E402
 from distrain.trainer.layers.tensor_parallel import ColumnLinear, RowLinear  # noqa: E402
+from distrain.trainer.layers.transformer.embedding_and_head import LMHead, VocabEmbedding  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.models.families import FAMILIES, op_table  # noqa: E402
 from distrain.trainer.plan.axes.tp import AXIS, split_style  # noqa: E402

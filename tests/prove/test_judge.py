@@ -8,9 +8,8 @@ from typing import Any
 
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import RecipeForRanks
-from distrain.trainer.prove.control_and_resume_trials import control_trial
-from distrain.trainer.prove.curve import Curve
-from distrain.trainer.prove.excluded_weights import zero_gradient_pattern
+from distrain.trainer.prove.checks.curve import Curve
+from distrain.trainer.prove.checks.excluded_weights import zero_gradient_pattern
 from distrain.trainer.prove.fork_client import JobResult
 from distrain.trainer.prove.judge import (
     LayoutResult,
@@ -24,8 +23,9 @@ from distrain.trainer.prove.judge import (
     widened_tolerance,
 )
 from distrain.trainer.prove.judge_exits import exit_verdict, rank_positions
-from distrain.trainer.prove.plan_proof import ProveRequest, plan_proof
-from distrain.trainer.prove.trial import Trial
+from distrain.trainer.prove.trials.control_and_resume_trials import control_trial
+from distrain.trainer.prove.trials.plan_proof import ProveRequest, plan_proof
+from distrain.trainer.prove.trials.trial import Trial
 
 TINY = ("model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=4")
 

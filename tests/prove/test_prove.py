@@ -20,9 +20,9 @@ import pytest
 from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.tests.fakes.prove_screen import SERVER, TINY, ScreenRecord, run_prove
 from distrain.trainer.prove.fork_client import START_AFRESH, ForkServer, ServerGone
-from distrain.trainer.prove.layouts import ProveLayout
-from distrain.trainer.prove.plan_proof import ProveRequest, plan_proof
-from distrain.trainer.prove.trial import write_run_folder
+from distrain.trainer.prove.trials.layouts import ProveLayout
+from distrain.trainer.prove.trials.plan_proof import ProveRequest, plan_proof
+from distrain.trainer.prove.trials.trial import write_run_folder
 from distrain.trainer.system.child_process import end_child
 
 if TYPE_CHECKING:

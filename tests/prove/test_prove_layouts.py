@@ -14,8 +14,8 @@ from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.plan.layout.schedules import SCHEDULES
-from distrain.trainer.prove.covering import choice_pairs, covering_rows
-from distrain.trainer.prove.layouts import (
+from distrain.trainer.prove.trials.covering import choice_pairs, covering_rows
+from distrain.trainer.prove.trials.layouts import (
     DEFAULT_COUNT,
     EACH_AXIS,
     ProveLayout,
@@ -26,7 +26,7 @@ from distrain.trainer.prove.layouts import (
     recipe_layout,
     run_in_layout,
 )
-from distrain.trainer.prove.plan_proof import Proof, ProveRequest, candidates, plan_proof, rank_limit
+from distrain.trainer.prove.trials.plan_proof import Proof, ProveRequest, candidates, plan_proof, rank_limit
 
 TINY = (
     "model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=4", "parallel.zero=1",

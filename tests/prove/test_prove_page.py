@@ -5,10 +5,10 @@ import pytest
 from distrain.cli.pages.prove_page import ProofTable, proof_closing, proof_opening, reference_line
 from distrain.cli.pages.text_layout import Style
 from distrain.cli.verbs.prove_run import RecipeForRanks
-from distrain.trainer.prove.curve import Curve
+from distrain.trainer.prove.checks.curve import Curve
 from distrain.trainer.prove.judge import LayoutResult, ProofResult, tolerance
-from distrain.trainer.prove.plan_proof import Proof, ProveRequest, plan_proof
-from distrain.trainer.prove.trial import Trial
+from distrain.trainer.prove.trials.plan_proof import Proof, ProveRequest, plan_proof
+from distrain.trainer.prove.trials.trial import Trial
 
 
 @pytest.mark.parametrize("recipe", ["tiny_2x2x2", "quickstart"])

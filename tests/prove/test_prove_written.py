@@ -20,9 +20,9 @@ from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.tests.fakes.prove_screen import SERVER, TINY, ScreenRecord, run_prove
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.prove.fork_client import ForkServer
-from distrain.trainer.prove.layouts import FILE_SCHEDULE, ProveLayout, is_native, recipe_layout, run_in_layout
-from distrain.trainer.prove.plan_proof import Proof, SkippedLayout, plan_proof
-from distrain.trainer.prove.written_choices import choices_sentence, written_choices
+from distrain.trainer.prove.trials.layouts import FILE_SCHEDULE, ProveLayout, is_native, recipe_layout, run_in_layout
+from distrain.trainer.prove.trials.plan_proof import Proof, SkippedLayout, plan_proof
+from distrain.trainer.prove.trials.written_choices import choices_sentence, written_choices
 from distrain.trainer.spec.problem import Problem
 
 if TYPE_CHECKING:

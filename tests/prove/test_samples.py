@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.verbs.prove_run import RecipeForRanks
-from distrain.trainer.prove.layouts import ProveLayout
-from distrain.trainer.prove.plan_proof import ProveRequest, plan_proof
-from distrain.trainer.prove.samples import sample_problem
-from distrain.trainer.prove.trial import Trial
+from distrain.trainer.prove.checks.samples import sample_problem
+from distrain.trainer.prove.trials.layouts import ProveLayout
+from distrain.trainer.prove.trials.plan_proof import ProveRequest, plan_proof
+from distrain.trainer.prove.trials.trial import Trial
 
 Row = list[int]
 TINY = ("model=tiny", "data=synthetic", "train.batch=4", "train.seq=16", "train.microbatch=2")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from distrain.trainer.layers.attention import Attention
-from distrain.trainer.layers.feed_forward import FeedForward
 from distrain.trainer.layers.norms import make_norm
 from distrain.trainer.layers.parameters_by_prefix import Parameters, sub_parameters
 from distrain.trainer.layers.tensor_parallel import TensorParallel
-from distrain.trainer.layers.transformer import LayerInputs, Transformer
+from distrain.trainer.layers.transformer.attention import Attention
+from distrain.trainer.layers.transformer.feed_forward import FeedForward
+from distrain.trainer.layers.transformer.transformer import LayerInputs, Transformer
 from distrain.trainer.models.families import Family
 from distrain.trainer.models.ops.op_table import OpTable, logical_sizes
 from distrain.trainer.models.ops.shared_ops import attention, embedding, feed_forward, head, norm, residual

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.build import build_parts, compile_layers
 from distrain.trainer.loop.data.samples.batches import Batch
-from distrain.trainer.loop.model_inputs import model_inputs
+from distrain.trainer.loop.step.model_inputs import model_inputs
 from distrain.trainer.parallel.process_groups import Grid, make_grid
 from distrain.trainer.parallel.rank_model import head_shards
 from distrain.trainer.parallel.world import World

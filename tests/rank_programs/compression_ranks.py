@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from distrain.tests.rank_programs.forked_ranks import fork_ranks
-from distrain.trainer.engines.native.gradient_compression import BucketCompression
+from distrain.trainer.engines.native.data_parallel.gradient_compression import BucketCompression
 from distrain.trainer.layers.group import Group
 from distrain.trainer.plan.axes.weight_slices import WeightShard
 

@@ -15,12 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distrain.tests.rank_programs.tensor_ranks import Comparisons, main
-from distrain.trainer.layers.context_parallel import AttentionCore, ContextParallel, context_attention
-from distrain.trainer.layers.core_attention import FlashCore, FusedCore, ScoresCore, attention_weights, flash_attention, weighted_values
 from distrain.trainer.layers.counter_rng import dropout_keys, dropout_mask
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.layers.group import Group
-from distrain.trainer.layers.transformer import Transformer, document_mask, document_starts
+from distrain.trainer.layers.transformer.context_parallel import AttentionCore, ContextParallel, context_attention
+from distrain.trainer.layers.transformer.core_attention import (
+    FlashCore,
+    FusedCore,
+    ScoresCore,
+    attention_weights,
+    flash_attention,
+    weighted_values,
+)
+from distrain.trainer.layers.transformer.transformer import Transformer, document_mask, document_starts
 from distrain.trainer.models.build import build_model, build_module
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train

@@ -14,13 +14,13 @@ from torch import nn
 
 from distrain.trainer.engines.deepspeed.adapter import DeepSpeedAdapter
 from distrain.trainer.engines.native import engine as engine_module
+from distrain.trainer.engines.native.data_parallel.gradient_compression import BucketCompression
+from distrain.trainer.engines.native.data_parallel.weight_buckets import WeightBucket
 from distrain.trainer.engines.native.delayed_engine import DelayedEngine
 from distrain.trainer.engines.native.engine import NativeEngine
-from distrain.trainer.engines.native.gradient_compression import BucketCompression
 from distrain.trainer.engines.native.pipeline import Pipeline
-from distrain.trainer.engines.native.weight_buckets import WeightBucket
 from distrain.trainer.launch.rank.channel import Channel
-from distrain.trainer.layers.transformer import Transformer
+from distrain.trainer.layers.transformer.transformer import Transformer
 from distrain.trainer.loop import train as loop
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from distrain.tests.rank_programs.forked_ranks import fork_ranks
 from distrain.trainer.layers import loss_kernels
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy
-from distrain.trainer.layers.embedding_and_head import VocabEmbedding
 from distrain.trainer.layers.group import Group
 from distrain.trainer.layers.tensor_parallel import (
     ColumnLinear,
@@ -29,6 +28,7 @@ from distrain.trainer.layers.tensor_parallel import (
     gather_inputs,
     reduce_outputs,
 )
+from distrain.trainer.layers.transformer.embedding_and_head import VocabEmbedding
 
 B, S, H, F_, V = 3, 8, 6, 12, 16  # batch, sequence, hidden, feed-forward, padded vocabulary
 WORDS = 9  # the rest of the vocabulary is padding, and all of the last of four ranks' part

@@ -17,7 +17,7 @@ from torch import Tensor
 from distrain.trainer.engines.engine import Engine
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.layers.tensor_parallel import reduce_outputs
-from distrain.trainer.layers.transformer import TransformerLayer
+from distrain.trainer.layers.transformer.transformer import TransformerLayer
 from distrain.trainer.loop import train
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import loss_kernels
-from .float32 import at_least_float32
+from .dtypes import at_least_float32
 from .tensor_parallel import TensorParallel, all_reduce
 
 # B batch, S sequence, V vocabulary (padded; this rank's part of it), R = B S rows

@@ -1,7 +1,13 @@
-"""Torch's dtypes of the precisions in which weights are computed with."""
+"""The dtypes that layers compute in: those of `train.precision`, and float32 where half precision is too coarse."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return x in float32, or as it is where it is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

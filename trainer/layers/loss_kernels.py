@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .float32 import at_least_float32
+from .dtypes import at_least_float32
 
 # V logits of this rank with vocabulary padding, of which the first `width` count; R rows
 

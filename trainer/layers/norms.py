@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..spec.run import Model
-from .float32 import at_least_float32
+from .dtypes import at_least_float32
 from .parameters_by_prefix import Parameters
 from .tensor_parallel import TensorParallel, gather_inputs
 

@@ -14,7 +14,7 @@ from ..launch.rank.channel import STOPPED, Channel
 from ..launch.rank.foreign_launcher import open_channel
 from ..system.parent_watch import watch_parent_from_environment
 from ..system.stop_requests import StopFlag
-from .failure import report_failure
+from .failures.failure import report_failure
 
 
 def main() -> int:

@@ -10,17 +10,17 @@ from ..parallel.world import StopVote, any_rank
 from ..spec.lr_schedule import learning_rate
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
-from .anomalies import Anomalies
 from .data.samples.batches import Batch, microbatch_samples, prefetch
-from .engine_state import save_checkpoint
-from .evaluate import evaluate
-from .failure import AllRanksFailed
-from .instrumentation import Instruments
-from .metrics import finite_or_none, step_row
-from .model_inputs import count_labels, model_inputs
-from .step_results import FinishedStep, StepResults
-from .throughput import ThroughputMeter
-from .training_setup import TrainingSetup
+from .failures.anomalies import Anomalies
+from .failures.failure import AllRanksFailed
+from .measure.instrumentation import Instruments
+from .metrics.step_row import finite_or_none, step_row
+from .metrics.throughput import ThroughputMeter
+from .state.engine_state import save_checkpoint
+from .state.training_setup import TrainingSetup
+from .step.evaluate import evaluate
+from .step.model_inputs import count_labels, model_inputs
+from .step.step_results import FinishedStep, StepResults
 
 STOPPED_UNSAVED = 143  # exit status after a stop request whose checkpoint could not be saved: 128 + SIGTERM
 

@@ -30,14 +30,14 @@ from .data.prepare import cache_folder, prepare_corpus
 from .data.samples.batches import Batches
 from .data.samples.corpus import Corpus
 from .data.samples.corpus_stats import corpus_stats, stats_line
-from .fail_together import fail_together
-from .failure import AllRanksFailed, report_failure
-from .sinks import SinkContext, Sinks
-from .start_state import load_initial_state
-from .throughput import planned_figures
+from .failures.fail_together import fail_together
+from .failures.failure import AllRanksFailed, report_failure
+from .metrics.sinks import SinkContext, Sinks
+from .metrics.throughput import planned_figures
+from .state.start_state import load_initial_state
+from .state.training_setup import TrainingSetup
+from .step.train_progress import TrainProgress
 from .train import train
-from .train_progress import TrainProgress
-from .training_setup import TrainingSetup
 
 # One rank prepares a corpus, writes a larger part of a checkpoint or hashes more of it while the others wait on the host, for as
 # long as that takes: whether a run hangs is for its watchdog to decide.

@@ -17,10 +17,10 @@ from .families import FAMILIES, family_of, op_table
 from .ops.op_table import Parameter, model_parameters, round_up
 
 if TYPE_CHECKING:
-    from ..layers.context_parallel import ContextParallel
     from ..layers.group import Group
     from ..layers.tensor_parallel import TensorParallel
-    from ..layers.transformer import Transformer
+    from ..layers.transformer.context_parallel import ContextParallel
+    from ..layers.transformer.transformer import Transformer
 
 DEVIATION = 0.02  # of initial weights: GPT-2, Radford et al. 2019 section 2.3
 # Weights whose outputs are added to the residual stream: their deviation is divided by sqrt(2 layers), in the same place.

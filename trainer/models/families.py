@@ -28,7 +28,7 @@ class Family:
     - `needs` are the keys of `model`, by default None, that it can't do without.
     - `axes` are the mesh axes, besides dp, that split its op table and its module.
     - `module` is its torch half, "package.module:name", imported when a rank builds the model; None: it can be planned, not trained.
-      It names a class that is called as trainer/layers/transformer.py's `Transformer`.
+      It names a class that is called as trainer/layers/transformer/transformer.py's `Transformer`.
     - `made_by_transformers`: the `module` is instead a function (run, device, dtype, seed) that has transformers make the model of
       `model.hf`. Such a model has its own initial weights and names, and no keyed dropout, documents or recomputation.
     - `states_saved`: its ops state what its module saves for backward (`Op.saves_torch`), so that it is counted on a CPU.
@@ -63,7 +63,7 @@ FAMILIES: dict[str, Family] = {
         table=gpt,
         axes=DENSE,
         defaults={"norm": "layernorm", "act": "gelu_tanh", "positions": "learned", "bias": True, "tied": True},  # GPT-2
-        module="distrain.trainer.layers.transformer:Transformer",
+        module="distrain.trainer.layers.transformer.transformer:Transformer",
         states_saved=True,
         model_types=("gpt2",),
     ),
@@ -78,7 +78,7 @@ FAMILIES: dict[str, Family] = {
         table=llama,
         axes=DENSE,
         defaults=LLAMA_DEFAULTS,
-        module="distrain.trainer.layers.transformer:Transformer",
+        module="distrain.trainer.layers.transformer.transformer:Transformer",
         states_saved=True,
         model_types=("llama", "mistral", "ministral", "qwen2", "qwen3"),
     ),

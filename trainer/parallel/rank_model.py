@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..layers.context_parallel import ContextParallel
 from ..layers.tensor_parallel import TensorParallel
+from ..layers.transformer.context_parallel import ContextParallel
 from ..models.families import op_table
 from ..plan.axes.weight_slices import HeadShards, WeightShard
 from ..spec.run import Run

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any, Literal
 
-from .curve import Curve, evaluation_difference, first_step, largest, loss_differences, norm_differences
-from .trial import Trial
+from .checks.curve import Curve, evaluation_difference, first_step, largest, loss_differences, norm_differences
+from .trials.trial import Trial
 
 # Rounding alone, from sums in another order. In float32, 5e-6, 2e-4 and a thousandth were seen over 20 steps; in half precision
 # 3e-4 and 2e-3, and a weight whose gradient is small against its rounding goes anywhere that Adam's steps can take it.

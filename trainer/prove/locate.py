@@ -11,7 +11,7 @@ from pathlib import Path
 from .first_departure import TensorDifference, agreement, departure_sentence, first_departure, read_differences
 from .fork_client import JobResult
 from .judge import FigureDeparture
-from .trial import Trial, write_run_folder
+from .trials.trial import Trial, write_run_folder
 
 TRACED_SUFFIX = ".traced"  # of the names of traced runs
 REFERENCE = "reference"  # the folder to which one process writes all that it computes

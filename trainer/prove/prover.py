@@ -12,10 +12,10 @@ from time import monotonic
 from typing import Any
 
 from ..system.cpu import cpu_count
-from .compare_trial_messages import compare_trial_messages, message_differences
-from .control_and_resume_trials import move_midway_checkpoint
-from .curve import Curve, read_curve
-from .executed_actions import action_difference
+from .checks.compare_trial_messages import compare_trial_messages, message_differences
+from .checks.curve import Curve, read_curve
+from .checks.executed_actions import action_difference
+from .checks.samples import sample_problem
 from .fork_client import START_AFRESH, ForkServer, JobResult
 from .judge import (
     LayoutResult,
@@ -31,9 +31,9 @@ from .judge import (
 )
 from .judge_exits import exit_verdict
 from .locate import locate_departure, remove_reference_trace
-from .plan_proof import Proof, without_evaluation
-from .samples import sample_problem
-from .trial import Trial, write_run_folder
+from .trials.control_and_resume_trials import move_midway_checkpoint
+from .trials.plan_proof import Proof, without_evaluation
+from .trials.trial import Trial, write_run_folder
 
 PATIENCE = 60.0  # seconds that a layout has for its start and its end
 SLOWER = 10.0  # times the seconds of one process's steps that each rank of a layout has for its own

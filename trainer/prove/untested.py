@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..models.families import has_experts
 from ..spec.run import Run
 from .judge import ProofResult
-from .plan_proof import Proof
+from .trials.plan_proof import Proof
 
 ALL_PARTS = "tiny_full"  # the recipe that has them all
 

@@ -11,10 +11,10 @@ from ....cli.config.load import load_recipe
 from ....trainer.plan.plan import make_plan
 from ....trainer.prove.fork_client import ForkServer
 from ....trainer.prove.judge import LayoutResult
-from ....trainer.prove.layouts import ONE_PROCESS, ProveLayout, run_in_layout
-from ....trainer.prove.plan_proof import Proof, shortened_run
 from ....trainer.prove.prover import run_proof
-from ....trainer.prove.trial import Trial
+from ....trainer.prove.trials.layouts import ONE_PROCESS, ProveLayout, run_in_layout
+from ....trainer.prove.trials.plan_proof import Proof, shortened_run
+from ....trainer.prove.trials.trial import Trial
 from ..check_context import CheckContext
 from ..finding import Finding
 from .staged_messages import STAGED

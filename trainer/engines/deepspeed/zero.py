@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...layers.attention import Attention
-from ...layers.feed_forward import FeedForward
+from ...layers.transformer.attention import Attention
+from ...layers.transformer.feed_forward import FeedForward
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import RankPart
 from ...plan.axes.weight_slices import WeightShard

@@ -11,8 +11,8 @@ from torch import Tensor
 from ...spec.run import Run
 from ..torch_optimizer import optimizer_of_groups
 from .adamw_kernel import has_kernel, step_weight
-from .sharded_weights import ShardedWeight
-from .weight_buckets import WeightBucket
+from .data_parallel.sharded_weights import ShardedWeight
+from .data_parallel.weight_buckets import WeightBucket
 
 
 class BucketOptimizer:

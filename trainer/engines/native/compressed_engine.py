@@ -11,9 +11,9 @@ from torch import Tensor
 from ..engine import ReadMicrobatch, ReadShard, StepResult
 from ..held_bytes import ByteCounter
 from ..rank_parameter import OptimizerShard
+from .data_parallel.gradient_compression import BucketCompression
+from .data_parallel.weight_buckets import BucketReducer, WeightBucket
 from .engine import NativeEngine
-from .gradient_compression import BucketCompression
-from .weight_buckets import BucketReducer, WeightBucket
 
 
 class CompressedEngine(NativeEngine):

@@ -19,10 +19,10 @@ from ...plan.layout.schedules import Action
 from ...spec.run import Run
 from ..engine import STEP_PARTS, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
+from .data_parallel.gradient_squares import counted_squares
+from .data_parallel.weight_buckets import WeightBucket
 from .engine import NativeEngine
-from .gradient_squares import counted_squares
 from .pipeline import PassHooks, ScheduledStep
-from .weight_buckets import WeightBucket
 from .weight_versions import WeightVersions
 
 

@@ -31,15 +31,23 @@ from ..held_bytes import ByteCounter, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..tied_ends import tie_ends
 from .bucket_optimizer import BucketOptimizer
-from .gradient_squares import counted_squares
-from .hierarchical_sum import HierarchicalSum
+from .data_parallel.gradient_squares import counted_squares
+from .data_parallel.hierarchical_sum import HierarchicalSum
+from .data_parallel.shard_groups import RowGroups, row_groups, shard_groups
+from .data_parallel.sharded_weights import (
+    ShardedReducer,
+    ShardedWeight,
+    collect_gathered,
+    first_element,
+    keep_own_rows,
+    local_rows,
+    sharded_weights,
+)
+from .data_parallel.weight_buckets import MASTER_DTYPE, BucketReducer, WeightBucket
+from .data_parallel.worker_average import WorkerAverage
 from .loss_scale import LossScale
 from .pipeline import PassHooks, Pipeline, ScheduledStep
-from .shard_groups import RowGroups, row_groups, shard_groups
-from .sharded_weights import ShardedReducer, ShardedWeight, collect_gathered, first_element, keep_own_rows, local_rows, sharded_weights
 from .stage_messages import StageChain, StageMessages
-from .weight_buckets import MASTER_DTYPE, BucketReducer, WeightBucket
-from .worker_average import WorkerAverage
 
 
 class NativeEngine(Engine):
@@ -55,7 +63,7 @@ class NativeEngine(Engine):
         self._types = compute_types(run)
         self._sharding = sharding = row_groups(run, grid)
         if sharding:
-            from .fully_sharded import shard_module
+            from .data_parallel.fully_sharded import shard_module
 
             for module in self.modules:
                 shard_module(module, sharding, *self._types, grid.world.device)
@@ -304,7 +312,7 @@ class NativeEngine(Engine):
     def _shard_fully(self, groups: RowGroups) -> tuple[list[ShardedWeight], ShardedReducer]:
         buckets = gradient_buckets(self.run, self.grid.position.mesh, [row.shard for row in self._owned])
         weights = sharded_weights(self._owned, {name: each.kind for each in buckets for name in each.names}, groups)
-        from .fully_sharded import sum_gradients
+        from .data_parallel.fully_sharded import sum_gradients
 
         apart = sum_gradients if self._defers_weight_gradients else None
         return weights, ShardedReducer(self.modules, weights, self._types[1], apart, once=gathers_once(self.run.parallel))

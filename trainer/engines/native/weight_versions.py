@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from .weight_buckets import WeightBucket
+from .data_parallel.weight_buckets import WeightBucket
 
 
 class WeightVersions:

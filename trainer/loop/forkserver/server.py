@@ -63,7 +63,7 @@ TICK = 0.5  # seconds between two checks of the deadline
 # Modules that the first step of a rank imports, of one version of torch and DeepSpeed or another: a tenth of a tiny rank's CPU time.
 IMPORTED_LATE = (
     "distrain.trainer.engines.deepspeed.pipeline_module",
-    "distrain.trainer.engines.native.fully_sharded",
+    "distrain.trainer.engines.native.data_parallel.fully_sharded",
     "deepspeed.comm.mori",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...prove.excluded_weights import zero_gradient_pattern
+from ...prove.checks.excluded_weights import zero_gradient_pattern
 from ...rundir.run_in_manifest import run_from_record
 from ...spec.run import Run
 from ..checkpoint import CheckpointReader, LoadFailed, SavedCheckpoint, find_newest, whole_slice

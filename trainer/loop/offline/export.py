@@ -39,7 +39,7 @@ from .export_tokenizer import run_tokenizer, write_tokenizer
 from .load_run import load_model, load_saved_run
 
 if TYPE_CHECKING:
-    from ...layers.transformer import Transformer
+    from ...layers.transformer.transformer import Transformer
 
 SEQUENCES, MAX_TOKENS = 3, 128  # of the logit check: sequences, and tokens in each
 LOGIT_TOLERANCE = 1e-5  # of float32 logits: absolute, or relative to the largest

@@ -24,7 +24,7 @@ from .exit_status import run_verb, write_problem, write_stdout
 from .load_run import load_model, load_saved_run
 
 if TYPE_CHECKING:
-    from ...layers.transformer import Transformer
+    from ...layers.transformer.transformer import Transformer
     from ...models.hf.module import CausalLM
 
 

@@ -23,7 +23,7 @@ from ..checkpoint import CheckpointReader, CheckpointSearch, LoadFailed, SavedCh
 from ..checkpoint.shard_positions import weight_shapes
 
 if TYPE_CHECKING:
-    from ...layers.transformer import Transformer
+    from ...layers.transformer.transformer import Transformer
     from ...models.hf.module import CausalLM
 
 RESTORE_RUN_JSON = "restore the run.json that was there when it was saved"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...layers.context_parallel import ContextParallel
+from ...layers.transformer.context_parallel import ContextParallel
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import head_shards
 from ...plan.axes.weight_slices import WeightShard

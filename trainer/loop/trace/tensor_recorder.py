@@ -21,7 +21,7 @@ from ...engines.engine import Engine
 from ...layers.dropout import Dropout
 from ...parallel.process_groups import Grid
 from ...plan.axes.weight_slices import WeightShard
-from ...prove.excluded_weights import zero_gradient_pattern
+from ...prove.checks.excluded_weights import zero_gradient_pattern
 from ...prove.first_departure import LAYER_PARTS, MODEL_PARTS, TensorKind
 from ...spec.run import Run
 from .reference import ReferenceWriter

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...layers.context_parallel import ContextParallel
 from ...layers.counter_rng import DropoutKeys
 from ...layers.cross_entropy import IGNORED
+from ...layers.dtypes import at_least_float32
 from ...layers.experts import ExpertLinear, combine_rows, copy_rows, dispatch_rows, plan_exchange, return_rows
-from ...layers.feed_forward import ACTIVATIONS, FeedForward
-from ...layers.float32 import at_least_float32
 from ...layers.group import Group
 from ...layers.parameters_by_prefix import Parameters, sub_parameters
 from ...layers.tensor_parallel import TensorParallel, gather_inputs, reduce_outputs
-from ...layers.transformer import AttentionHalf, LayerInputs, Transformer
+from ...layers.transformer.context_parallel import ContextParallel
+from ...layers.transformer.feed_forward import ACTIVATIONS, FeedForward
+from ...layers.transformer.transformer import AttentionHalf, LayerInputs, Transformer
 from ...spec.run import Run
 from .routing import Routing, imbalance, near_tie_count, route
 

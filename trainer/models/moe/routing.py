@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...layers.context_parallel import ContextParallel
+from ...layers.transformer.context_parallel import ContextParallel
 
 NEAR_TIE_UNITS = 16  # units in the last place of a token's largest logit
 

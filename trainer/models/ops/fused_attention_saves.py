@@ -13,7 +13,7 @@ def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
     """Return a table in which fused attention saves the mask of documents, once for all layers, and learned positions are each sequence's.
 
     Of CUDA's fused kernels the one that takes a mask, or float32, takes no grouped heads: keys and values are copied for each query head
-    (trainer/layers/core_attention.py).
+    (trainer/layers/transformer/core_attention.py).
     """
     fused = run.train.attention == "flash" and not run.model.dropout and not run.model.window
     if run.data.documents:

@@ -1,0 +1,1 @@
+"""The data axis of engine native: weights in buckets or shards, their gradients and messages, and averages of workers."""

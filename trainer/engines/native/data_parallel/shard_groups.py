@@ -1,0 +1,48 @@
+"""The data-parallel ranks over which engine `native` shards a weight, and those that own the same shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ....layers.group import Group
+from ....parallel.process_groups import Grid
+from ....plan.layout.sum_routes import server_count
+from ....spec.run import Run
+from .parameter_servers import ParameterServers
+
+
+class ShardGroups(NamedTuple):
+    """The ranks over which a weight is sharded, and those that own the same shard; None: this rank alone. At ZeRO 0 some ranks may step
+    weights for all, or sum gradients inside a node, then across nodes."""
+
+    sharing: Group | None
+    copies: Group | None
+    servers: ParameterServers | None = None
+    levels: tuple[Group, Group] | None = None
+
+
+RowGroups = Mapping[bool, ShardGroups]  # of experts that ranks share out (True), and of other weights
+
+
+def shard_groups(run: Run, grid: Grid, *, expert: bool) -> ShardGroups:
+    """Return the groups of a weight: at ZeRO 0 each rank owns all of it."""
+    if not run.parallel.zero:
+        whole, inside, across = (grid.group(name) for name in ("expert_worker_data" if expert else "worker_data", "inside", "across"))
+        if whole and (servers := server_count(run.parallel, grid.position.mesh)):
+            return ShardGroups(None, None, servers=ParameterServers(whole, servers))
+        return ShardGroups(None, whole, levels=(inside, across) if inside and across and not expert else None)
+    shard = "expert_shard" if expert else "shard"
+    return ShardGroups(grid.group(shard), grid.group(f"{shard}_copies"))
+
+
+def row_groups(run: Run, grid: Grid) -> RowGroups | None:
+    """Return the groups over which ZeRO 3 shards rows, of experts that ranks share out (True) and of other weights; None where each rank
+    keeps its weights whole."""
+    if run.parallel.zero != 3 or not grid.group("shard"):
+        return None
+    experts = shard_groups(run, grid, expert=True)
+    if experts.sharing is None and grid.alone:
+        rank = grid.world.rank
+        experts = experts._replace(sharing=Group(axis="expert_shard", ranks=(rank,), rank=0, handle=grid.alone))
+    return {False: shard_groups(run, grid, expert=False), True: experts}

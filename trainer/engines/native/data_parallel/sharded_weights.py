@@ -1,0 +1,174 @@
+"""ZeRO 3 of engine `native`: this rank's rows of weights, and when their gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....layers.group import Group
+from ....plan.axes.weight_slices import WeightShard
+from ....plan.native.buckets import BucketKind
+from ...rank_parameter import RankParameter
+from .shard_groups import RowGroups
+from .weight_buckets import MASTER_DTYPE, Piece
+
+
+def keep_own_rows(parameter: nn.Parameter, shard: WeightShard, groups: RowGroups) -> nn.Parameter:
+    """Return a parameter of the same shape without memory, which keeps this rank's rows of the values in float32 as `own_rows`."""
+    group = groups[shard.expert].sharing
+    assert group is not None
+    kept = nn.Parameter(torch.empty_like(parameter.data, dtype=MASTER_DTYPE, device="meta"), requires_grad=parameter.requires_grad)
+    chunks = parameter.data.chunk(group.size)
+    own = chunks[group.rank] if group.rank < len(chunks) else parameter.data[:0]
+    kept.own_rows = own.to(MASTER_DTYPE, copy=True)  # type: ignore[attr-defined]
+    kept.is_expert = shard.expert  # type: ignore[attr-defined]
+    return kept
+
+
+@contextmanager
+def collect_gathered(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Yield a list that fills with the gathered weights of each module that runs in the block."""
+    gathered: list[Tensor] = []
+    hooks = [
+        each.register_forward_pre_hook(lambda module, _: gathered.extend(module.parameters()))
+        for module in modules
+        for each in module.modules()
+        if hasattr(each, "unshard")  # torch's FSDPModule, whose import takes a second
+    ]
+    try:
+        yield gathered
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def local_rows(sharded: Any) -> Tensor:
+    """Return the rows of a sharded tensor that this rank has."""
+    rows: Tensor = sharded.detach().to_local()
+    return rows
+
+
+class ShardedWeight:
+    """One weight, of which this rank has some rows in float32. It has what `WeightBucket` offers to the engine."""
+
+    def __init__(self, row: RankParameter, kind: BucketKind, copies: Group | None, rows_before: int) -> None:
+        self.row, self.rows, self.kind, self.copies = row, [row], kind, copies
+        self._start = rows_before
+        self.master = nn.Parameter(local_rows(row.parameter).view(-1), requires_grad=False)
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        if self.master.numel():
+            yield Piece(self.row, self._start, 0, self.master.numel())
+
+    @property
+    def shard_gradient(self) -> Tensor:
+        gradient = self.row.parameter.grad
+        return torch.zeros_like(self.master) if gradient is None else local_rows(gradient).view(-1)
+
+    def own_gradient(self, parameter: nn.Parameter) -> Tensor:
+        return self.shard_gradient
+
+    @property
+    def compute_copy(self) -> None:
+        """None: what is gathered is cast from the float32 rows."""
+
+    def copy_master(self) -> None:
+        """Do nothing: what is gathered is cast from the float32 rows."""
+
+    def gather(self) -> None:
+        """Do nothing: forward gathers the weight."""
+
+    def held_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield "weights", self.master.data
+        if self.row.parameter.grad is not None:
+            yield "gradients", self.shard_gradient
+
+
+def sharded_weights(rows: Sequence[RankParameter], kinds: Mapping[str, BucketKind], groups: RowGroups) -> list[ShardedWeight]:
+    """Return this rank's rows of trained weights."""
+    return [
+        ShardedWeight(row, kinds[row.name], groups[row.shard.expert].copies, first_element(row, groups))
+        for row in rows
+        if row.parameter.requires_grad
+    ]
+
+
+def first_element(row: RankParameter, groups: RowGroups) -> int:
+    """Return the flat element of a sharded parameter with which this rank's rows begin."""
+    group = groups[row.shard.expert].sharing
+    assert group is not None
+    shape = row.parameter.shape
+    return min(-(-shape[0] // group.size) * group.rank, shape[0]) * (shape.numel() // shape[0])
+
+
+class ShardedReducer:
+    """Decides when fully_shard gathers weights and sums gradients: around every micro-batch's passes, or (`once`) once a step.
+
+    Where products of weights' gradients are deferred, `sum_gradients` sums a module's gradients with them, in their type `reduced`, after
+    all actions; else it is None. It has what `BucketReducer` offers to the engine.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        weights: Sequence[ShardedWeight],
+        reduced: torch.dtype,
+        sum_gradients: Callable[[nn.Module, dict[nn.Parameter, Tensor]], None] | None,
+        *,
+        once: bool,
+    ) -> None:
+        assert once or sum_gradients is None, "weights are gathered until their gradients are computed"
+        self._modules, self._weights, self._once = modules, weights, once
+        self._reduced, self._sum_gradients = reduced, sum_gradients
+        self._deferred: dict[nn.Parameter, Tensor] = {}  # the sum of each gathered weight's gradients that were deferred
+
+    def begin(self, micros: int) -> None:
+        self._micros = micros
+        self._done = [0] * len(self._modules)
+        for each in self._weights:
+            each.row.parameter.grad = None
+        if self._once:
+            for module in self._modules:
+                _keep_gathered(module, True)
+
+    def before_backward(self, chunk: int) -> None:
+        """Have the last backward of a part sum its gradients and drop its weights."""
+        self._done[chunk] += 1
+        last = self._done[chunk] == self._micros
+        if self._once and last and self._sum_gradients is None:
+            _keep_gathered(self._modules[chunk], False)
+        _sum_copies(self._modules[chunk], last)
+
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient of a gathered weight whose product was deferred."""
+        held = self._deferred.get(parameter)
+        self._deferred[parameter] = gradient.to(self._reduced) if held is None else held.add_(gradient)
+
+    def finish_backward(self) -> None:
+        """Sum the gradients that backward has not summed, and drop the weights."""
+        if self._sum_gradients:
+            for module in self._modules:
+                self._sum_gradients(module, self._deferred)
+
+    def send_late(self) -> None:
+        """Do nothing: no weight waits for other axes."""
+
+    def finish(self) -> None:
+        """Do nothing: backward has summed all gradients."""
+
+
+def _sum_copies(module: Any, now: bool) -> None:
+    """Have the backward that follows sum rows over the ranks that have the same ones, or only over those that it shards with."""
+    module.set_requires_all_reduce(now)
+
+
+def _keep_gathered(module: Any, keep: bool) -> None:
+    module.set_reshard_after_forward(not keep)
+    module.set_reshard_after_backward(not keep)
+    module.set_requires_gradient_sync(not keep)
+    module.set_is_last_backward(not keep)

@@ -1,0 +1,338 @@
+"""Buckets of weights: flat weights, their gradients and this rank's shard of them, and their messages on the data axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ....plan.native.buckets import Bucket
+from ...rank_parameter import RankParameter
+from .gradient_sums import SumRounds, SumUnderWay
+from .parameter_servers import ServerMessages
+from .shard_groups import ShardGroups
+
+MASTER_DTYPE = torch.float32
+
+
+class Piece(NamedTuple):
+    """The elements of a parameter that are in a rank's shard of a bucket: where they begin in the parameter and in the shard."""
+
+    row: RankParameter
+    start: int
+    offset: int
+    length: int
+
+
+class WeightBucket:
+    """One bucket on this rank. Its parameters are views of one flat tensor.
+
+    The ranks of `sharing` each step a shard of it, those of `copies` the same one. At ZeRO 0 all step the whole bucket, or parameter
+    servers do, each its part.
+
+    Gradients are summed in `gradients`. Where autograd can add to them, because they are as wide as the weights, each parameter's gradient
+    is a view of it (`in_place`). At ZeRO 2 it is there only while a micro-batch's backward fills it, except for a late bucket.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        rows: Mapping[str, RankParameter],
+        groups: ShardGroups,
+        zero: int,
+        gradient: torch.dtype,
+        *,
+        defers_weight_gradients: bool,
+    ) -> None:
+        """`defers_weight_gradients`: some products of weights' gradients are deferred: their parameters' hooks run without a gradient."""
+        self.bucket, self.kind = bucket, bucket.kind
+        sharing, self.copies, servers, self.levels = groups
+        self.sharing, self.servers = sharing, servers
+        self.often = bool(sharing) and zero == 2 and not bucket.kind.late  # it travels at every micro-batch
+        self.rows = [rows[name] for name in bucket.names]
+        first = self.rows[0].parameter
+        self.weights = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
+        self._gradient_type = gradient
+        self._starts = {row.parameter: start for row, start in zip(self.rows, bucket.starts, strict=True)}
+        for parameter, view in self._views(self.weights):
+            view.copy_(parameter.data)
+            parameter.data = view
+        whole = bucket.shard(sharing.size, sharing.rank) if sharing else bucket.shard(1, 0)
+        self.shard = servers.own(bucket) if servers else whole
+        own = self.weights[self.shard.start : self.shard.stop]
+        self.master = nn.Parameter(own if own.dtype == MASTER_DTYPE else own.to(MASTER_DTYPE), requires_grad=False)
+        self.gradients: Tensor | None = None
+        self._held: dict[nn.Parameter, Tensor] = {}  # each parameter's gradient in `gradients`
+        self._filled: set[nn.Parameter] = set()  # parameters whose gradient has arrived since the bucket was empty
+        self.in_place = gradient == first.dtype and not (self.often or defers_weight_gradients)
+        if not self.often:
+            self._allocate()
+        self.rounds: SumRounds | None = None  # at ZeRO 0, where gradients are summed in several messages
+        self._summed: Tensor | None = None  # this rank's shard of the sum, at ZeRO 1 and 2
+        self._work: Any = None
+        self._scattered: Tensor | None = None
+        self._sent: Tensor | None = None
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """The elements of each parameter that this rank steps."""
+        for row in self.rows:
+            start = self._starts[row.parameter]
+            first, last = max(start, self.shard.start), min(start + row.parameter.numel(), self.shard.stop)
+            if first < last:
+                yield Piece(row, first - start, first - self.shard.start, last - first)
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient of a parameter that autograd has not added."""
+        if self.gradients is None:
+            self._allocate()
+        if self.in_place or parameter in self._filled:
+            self._held[parameter].add_(gradient)
+        else:
+            self._held[parameter].copy_(gradient)
+            self._filled.add(parameter)
+
+    def empty(self) -> None:
+        """Forget the gradients of the step before."""
+        self._filled.clear()
+        self._summed = None
+        if self.in_place:
+            if self.gradients is None:  # all others are under way
+                self._allocate()
+            assert self.gradients is not None
+            self.gradients.zero_()
+            for parameter, held in self._held.items():
+                parameter.grad = held
+
+    def reduce(self) -> None:
+        """Begin to sum the gradients that have arrived over the data axis."""
+        if self.gradients is None:
+            self._allocate()
+        assert self.gradients is not None
+        for parameter, held in () if self.in_place else self._held.items():
+            if parameter not in self._filled:  # no loss depends on it
+                held.zero_()
+        self.wait()
+        if self.sharing is None:
+            if self.servers:
+                self._work = self.servers.push(self.gradients)
+            elif self.rounds and self.rounds.is_on:
+                self._work = self.rounds.begin()
+            elif self.copies:
+                self._work = dist.all_reduce(self.gradients, group=self.copies.handle, async_op=True)
+            return
+        self._scattered = self.gradients.new_empty(len(self.shard))
+        self._work = dist.reduce_scatter_tensor(self._scattered, self.gradients, group=self.sharing.handle, async_op=True)
+        if self.often:
+            self._sent, self.gradients, self._held = self.gradients, None, {}
+            self._filled.clear()
+
+    def wait(self) -> None:
+        """Wait for a sum under way."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        if self._scattered is None:
+            return
+        if self.often and self._summed is not None:
+            self._summed += self._scattered
+        else:
+            self._summed = self._scattered
+        self._scattered = self._sent = None
+
+    def set_sum_aside(self) -> SumUnderWay:
+        """Return the gradients whose sum is under way; the next ones get other memory."""
+        aside = SumUnderWay(self.gradients, self._held, self._scattered, self._work)
+        self.gradients, self._held, self._scattered, self._work = None, {}, None, None
+        return aside
+
+    def take_sum_back(self, aside: SumUnderWay) -> None:
+        """Take the gradients that were set aside as those of the step to come; their memory is used again after it."""
+        self.gradients, self._held, self._scattered, self._work = aside
+        self._summed = None
+
+    def sum_copies(self) -> None:
+        """Begin to sum the shard over the ranks that own the same one, after the last reduce-scatter of a step; where a sum takes several
+        messages, begin the second."""
+        if self.rounds and self.rounds.is_on:
+            self._work = self.rounds.go_on()
+        if self.sharing and self.copies:
+            self._work = dist.all_reduce(self.shard_gradient, group=self.copies.handle, async_op=True)
+
+    def complete_sum(self) -> None:
+        """Make gradients whole whose sum takes several messages."""
+        if self.rounds and self.rounds.is_on:
+            self._work = self.rounds.complete()
+
+    def own_gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Return this rank's gradient of a parameter of a late bucket, flat, which other axes sum before the data axis does."""
+        held = self._held[parameter]
+        if not self.in_place and parameter not in self._filled:
+            held.zero_()
+            self._filled.add(parameter)
+        return held.view(-1)
+
+    @property
+    def is_unsummed(self) -> bool:
+        """Whether no sum of this step's gradients has begun."""
+        return self._summed is None and self._work is None
+
+    @property
+    def shard_gradient(self) -> Tensor:
+        """This rank's shard of the global batch's gradients, once they are summed."""
+        if self._summed is not None:
+            return self._summed
+        assert self.gradients is not None
+        return self.gradients[self.shard.start : self.shard.stop] if self.servers else self.gradients
+
+    @property
+    def compute_copy(self) -> Tensor | None:
+        """This rank's shard of the weights that forward uses; None where they are the float32 weights that are stepped."""
+        return self.weights[self.shard.start : self.shard.stop] if self.weights.dtype != MASTER_DTYPE else None
+
+    def copy_master(self) -> None:
+        """Give the stepped float32 weights to the flat tensor that forward uses, as wide as that is."""
+        if (own := self.compute_copy) is not None:
+            own.copy_(self.master.data)
+
+    def move_weights(self, into: Tensor | None) -> None:
+        """Copy the flat weights to other memory, which is stepped from now on; parameters stay views of the memory before."""
+        is_stepped = self.weights.dtype == MASTER_DTYPE  # where it is, without a float32 copy
+        self.weights = torch.empty_like(self.weights).copy_(self.weights) if into is None else into.copy_(self.weights)
+        if is_stepped:
+            self.master.data = self.weights[self.shard.start : self.shard.stop]
+
+    def point_parameters_at(self, flat: Tensor) -> None:
+        """Make the parameters views of a flat tensor."""
+        for parameter, view in self._views(flat):
+            parameter.data = view
+
+    def gather(self) -> Any:
+        """Begin to gather the other ranks' stepped weights; return the message under way, or None where this rank has all."""
+        if self.servers:
+            return self.servers.pull(self.weights)
+        if self.sharing is None:
+            return None
+        own = self.weights[self.shard.start : self.shard.stop]
+        return dist.all_gather_into_tensor(self.weights, own, group=self.sharing.handle, async_op=True)
+
+    def held_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (kind, tensor) of all that the bucket holds."""
+        yield "weights", self.weights
+        yield "optimizer", self.master.data
+        for each in (self.gradients, self._summed):
+            if each is not None:
+                yield "gradients", each
+        for each in self.rounds.held_tensors() if self.rounds else ():
+            yield "buffers", each
+        for each in self._work.added if isinstance(self._work, ServerMessages) else ():
+            yield "buffers", each
+
+    def _allocate(self) -> None:
+        self.gradients = torch.zeros(self.bucket.elements, dtype=self._gradient_type, device=self.weights.device)
+        self._held = dict(self._views(self.gradients))
+
+    def _views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with the part of a flat tensor that is its own, in its shape."""
+        for parameter, start in self._starts.items():
+            yield parameter, flat[start : start + parameter.numel()].view(parameter.shape)
+
+
+class BucketReducer:
+    """Takes each weight's gradients of a step, and sums each bucket over the data axis as soon as it is complete.
+
+    `uses` is how often a weight gets a gradient in a micro-batch. A bucket is complete after the last micro-batch, or after each one if
+    it travels often. Late buckets wait until other axes have summed them.
+    """
+
+    def __init__(self, buckets: Sequence[WeightBucket], uses: Mapping[nn.Parameter, int], *, overlap: bool) -> None:
+        self._early = [each for each in buckets if not each.kind.late]
+        self._late = [each for each in buckets if each.kind.late]
+        self._uses, self._overlap = uses, overlap
+        self._bucket_of = {row.parameter: bucket for bucket in buckets for row in bucket.rows}
+        self._left: dict[nn.Parameter, int] = {}  # gradients of each weight that its bucket still waits for
+        self._open: dict[WeightBucket, int] = {}  # weights of each bucket that it waits for
+        self._next = 0
+        self._under_way: WeightBucket | None = None
+
+    def begin(self, micros: int) -> None:
+        """Begin a step of so many micro-batches."""
+        self._wanted = {weight: self._uses[weight] * (1 if bucket.often else micros) for weight, bucket in self._bucket_of.items()}
+        self._left = dict(self._wanted)
+        self._open = {bucket: len(bucket.rows) for bucket in (*self._early, *self._late)}
+        self._next, self._under_way = 0, None
+        for bucket in (*self._early, *self._late):
+            bucket.empty()
+
+    def take_gradient(self, parameter: nn.Parameter) -> None:
+        """Take the gradient that autograd has just given a parameter; none where its product was deferred."""
+        if parameter.grad is None:
+            return
+        bucket = self._bucket_of[parameter]
+        if not bucket.in_place:
+            bucket.add(parameter, parameter.grad)
+            parameter.grad = None
+        self._count(parameter, bucket)
+
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient of a parameter whose product was deferred."""
+        bucket = self._bucket_of[parameter]
+        bucket.add(parameter, gradient)
+        self._count(parameter, bucket)
+
+    def needs_hooks(self, bucket: WeightBucket) -> bool:
+        """Whether a hook must pass each gradient of a bucket's weights to `take`."""
+        return not bucket.in_place or (self._overlap and bool(bucket.sharing or bucket.copies or bucket.servers) and not bucket.kind.late)
+
+    def _count(self, parameter: nn.Parameter, bucket: WeightBucket) -> None:
+        self._left[parameter] -= 1
+        if self._left[parameter]:
+            return
+        self._open[bucket] -= 1
+        if self._open[bucket]:
+            return
+        if bucket.often:
+            self._reduce_round(bucket)
+        elif self._overlap:
+            while self._next < len(self._early) and not self._open[self._early[self._next]]:
+                self._reduce_next()
+
+    def before_backward(self, chunk: int) -> None:
+        """Do nothing: weights are always whole."""
+
+    def finish_backward(self) -> None:
+        """Send all early buckets that have not travelled, in their order."""
+        while self._next < len(self._early):
+            self._reduce_next()
+
+    def send_late(self) -> None:
+        """Send the late buckets, once other axes have summed their gradients."""
+        for bucket in self._late:
+            bucket.reduce()
+
+    def finish(self) -> None:
+        """Wait until every bucket is summed."""
+        for then in (WeightBucket.wait, WeightBucket.sum_copies, WeightBucket.wait, WeightBucket.complete_sum, WeightBucket.wait):
+            for bucket in (*self._early, *self._late):
+                then(bucket)
+
+    def _reduce_next(self) -> None:
+        bucket = self._early[self._next]
+        self._next += 1
+        if not bucket.often:
+            bucket.reduce()
+        elif bucket.is_unsummed or any(self._left[row.parameter] < self._wanted[row.parameter] for row in bucket.rows):
+            self._reduce_round(bucket)
+
+    def _reduce_round(self, bucket: WeightBucket) -> None:
+        for row in bucket.rows:
+            self._left[row.parameter] += self._wanted[row.parameter]
+        self._open[bucket] = sum(self._left[row.parameter] > 0 for row in bucket.rows)
+        if self._under_way is not None:
+            self._under_way.wait()  # and free its gradients: two buckets are held at most
+        bucket.reduce()
+        self._under_way = bucket

@@ -1,0 +1,123 @@
+"""Causal self-attention."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...spec.run import Model
+from ..dropout import Dropout
+from ..norms import HeadNorm
+from ..parameters_by_prefix import Parameters, sub_parameters
+from ..recompute import recompute
+from ..tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_linears
+from .context_parallel import AttentionCore, ContextParallel, context_attention
+from .core_attention import (
+    FlashCore,
+    FusedCore,
+    ScoresCore,
+    attention_weights,
+    flash_attention,
+    weighted_values,
+    window_mask,
+    windowed_attention,
+)
+from .rotary import rotate
+
+# B batch, S sequence, H hidden, A heads, N key and value heads, D head_dim; A and N as this rank has them
+
+
+class Attention(nn.Module):
+    """Causal attention; each key and value head serves a group of query heads (arXiv:2305.13245).
+
+    A rank's number of heads is read from the width of its own matrices. Attention dropout takes the path without a fused kernel,
+    because a fused kernel's dropout can't be keyed. `recompute_core`: backward computes the scores again (selective recomputation).
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        model: Model,
+        layer: int,
+        kernel: Literal["flash", "math"],
+        tp: TensorParallel | None,
+        *,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__()
+        scale = model.lora.scale
+        self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp, scale) for part in ("query", "key", "value"))
+        self.query_norm, self.key_norm = (
+            HeadNorm(sub_parameters(parameters, part), model.norm_eps, tp) if model.qk_norm else None for part in ("query_norm", "key_norm")
+        )
+        self.out = RowLinear(sub_parameters(parameters, "out"), tp, scale)
+        self.first_head, self.padded_heads = (tp.first_head, tp.padded_heads) if tp else (0, 0)
+        self.dropout = Dropout(model.dropout, layer, "attention")
+        self.head_dim = model.head_dim or model.hidden // model.heads
+        self.kernel, self.recompute_core = kernel, recompute_core
+        self.window = model.window if model.is_windowed(layer) else None
+
+    def forward(
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        mask: Tensor | None,
+        states: Tensor | None,
+        cp: ContextParallel | None = None,
+        band: Tensor | None = None,
+    ) -> Tensor:
+        """x [B, S, H] -> [B, S, H]; under context parallelism S are this rank's tokens.
+
+        `band` is the mask of a block of the model's window, where that does not cover S and the fused kernel computes in blocks.
+        """
+        band = band if self.window else None
+        projections = column_linears(x, self.query, self.key, self.value)
+        query, key, value = (torch.unflatten(each, -1, (-1, self.head_dim)) for each in projections)  # [B, S, A or N, D]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if angles is not None:
+            query, key = rotate(query, angles), rotate(key, angles)
+        if cp is not None:
+            values = self.core_across_ranks(query, key, value, mask, states, cp)  # [B, S, A, D]
+        elif self.recompute_core:
+            values = recompute(self.core, query, key, value, mask, states, band)
+        else:
+            values = self.core(query, key, value, mask, states, band)
+        if self.padded_heads:  # a padded head sees the key heads that it shares with its neighbours, and nothing may be learnt from it
+            values = F.pad(values[:, :, : -self.padded_heads], (0, 0, 0, self.padded_heads))
+        output: Tensor = self.out(values.flatten(2))  # [B, S, H]
+        return output
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, states: Tensor | None, band: Tensor | None) -> Tensor:
+        """Return the values weighted by the softmax of the scores, [B, S, A, D]."""
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, A or N, S, D]
+        if self.kernel == "flash" and not self.dropout.is_active(states):
+            if band is not None:
+                return windowed_attention(query, key, value, mask, band).transpose(1, 2)
+            return flash_attention(query, key, value, mask).transpose(1, 2)
+        if self.window and self.window < query.shape[2]:
+            windowed = window_mask(query.shape[2], self.window, query.dtype, query.device)
+            mask = windowed if mask is None else mask + windowed
+        weights = attention_weights(query, key, mask)  # [B, A, S, S]
+        return weighted_values(self.dropout(weights, states, self._heads(query)), value).transpose(1, 2)
+
+    def core_across_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, states: Tensor | None, cp: ContextParallel
+    ) -> Tensor:
+        """As `core`, where ranks share the sequence; the core's own backward does the selective recomputation."""
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        core: AttentionCore
+        if self.kernel == "flash" and not self.dropout.is_active(states):
+            core = FusedCore(cp) if query.is_cuda else FlashCore(cp)
+        else:
+            draw_mask = None if states is None or not self.dropout.p else partial(self.dropout.mask, states, self._heads(query))
+            core = ScoresCore(cp, self.dropout.p, draw_mask)
+        return context_attention(query, key, value, mask, core, cp, recompute=self.recompute_core)
+
+    def _heads(self, query: Tensor) -> range:
+        """Return the numbers, in the whole layer, of this rank's query heads: query [B, A, S, D]."""
+        return range(self.first_head, self.first_head + query.shape[1])

@@ -1,0 +1,239 @@
+"""A causal transformer in torch, with a norm before each half of a layer. Its parts follow from `model.*` and the op table's parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...spec.run import Run
+from ..counter_rng import DropoutKeys
+from ..cross_entropy import IGNORED, cross_entropy
+from ..dropout import Dropout
+from ..group import Group
+from ..norms import make_norm
+from ..parameters_by_prefix import Parameters, sub_parameters
+from ..recompute import recompute
+from ..tensor_parallel import TensorParallel
+from .attention import Attention
+from .context_parallel import ContextParallel
+from .core_attention import window_band
+from .embedding_and_head import Embedding, LMHead, VocabEmbedding
+from .feed_forward import FeedForward
+from .rotary import rotary_angles
+
+# B batch, S sequence, H hidden, D head_dim, V vocabulary; under context parallelism S are this rank's tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """The inputs of every layer in one micro-batch, besides the hidden states.
+
+    `dropout_states` key the dropout of attention, `sharded_dropout_states` that of the hidden states: under sequence parallelism
+    those of this rank's part of the sequence.
+    """
+
+    angles: Tensor | None  # [2, S, D/2] rotary angles
+    mask: Tensor | None  # [B, 1, S, all keys] of attention
+    starts: Tensor | None  # [B, S] where each token's document starts
+    dropout_states: Tensor | None  # [B, S]
+    sharded_dropout_states: Tensor | None  # [B, S or this rank's part of it]
+    cp: ContextParallel | None
+    band: Tensor | None = None  # [W, 2W] mask of a block of the window W, where it does not cover the sequence
+
+
+class AttentionHalf(nn.Module):
+    """The first half of a layer, x + attention(norm1(x)); with the second half's norm and dropout, which all families share."""
+
+    def __init__(self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None) -> None:
+        super().__init__()
+        model, train = run.model, run.train
+        selective = run.parallel.recompute == "selective"
+        attention = sub_parameters(parameters, "attention")
+        self.norm1 = make_norm(model, sub_parameters(parameters, "norm1"))
+        self.attention = Attention(attention, model, layer, train.attention, tp, recompute_core=selective)
+        self.dropout1 = Dropout(model.dropout, layer, "attention.residual")
+        self.norm2 = make_norm(model, sub_parameters(parameters, "norm2"))
+        self.dropout2 = Dropout(model.dropout, layer, "mlp.residual")
+
+    def attend(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [B, S, H] -> x + attention(norm1(x))."""
+        output = self.attention(self.norm1(x), inputs.angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band)
+        hidden: Tensor = x + self.dropout1(output, inputs.sharded_dropout_states)  # [B, S, H]
+        return hidden
+
+
+class TransformerLayer(AttentionHalf):
+    """x + attention(norm1(x)), then x + mlp(norm2(x))."""
+
+    def __init__(self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None) -> None:
+        super().__init__(parameters, run, layer, tp)
+        self.mlp = FeedForward(sub_parameters(parameters, "mlp"), run.model, tp)
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        x = self.attend(x, inputs)
+        hidden: Tensor = x + self.dropout2(self.mlp(self.norm2(x)), inputs.sharded_dropout_states)  # [B, S, H]
+        return hidden
+
+
+class Transformer(nn.Module):
+    """A whole model from tokens to loss, or a pipeline part of it: some of the layers, with the embedding if `first`, the head if `last`.
+
+    Its parameters have the op table's names; a tied head is the embedding's own parameter. `tp`, `cp` and `ep` are the groups that
+    split it: tensor parallelism its parameters, context parallelism the sequence, expert parallelism its experts.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        run: Run,
+        tp: TensorParallel | None = None,
+        *,
+        cp: ContextParallel | None = None,
+        ep: Group | None = None,
+        layers: range | None = None,
+        first: bool = True,
+        last: bool = True,
+    ) -> None:
+        super().__init__()
+        model = run.model
+        self.model, self.tp, self.cp, self.ep = model, tp, cp, ep
+        self.recompute = run.parallel.recompute == "full"
+        self.is_fused = run.train.attention == "flash"
+        self.first, self.last = first, last
+        self.compute_type: torch.dtype | None = None  # of activations, where it is not that of parameters
+        if first:
+            self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
+            self.positions = Embedding(sub_parameters(parameters, "positions")) if model.positions == "learned" else None
+            self.dropout = Dropout(model.dropout, -1, "embedding")
+        self.layers = nn.ModuleDict(  # keyed by the layer's number in the whole model: a pipeline stage does not begin at 0
+            {
+                str(index): self.make_layer(sub_parameters(parameters, f"layers.{index}"), run, index)
+                for index in (range(model.layers) if layers is None else layers)
+            }
+        )
+        if last:
+            if model.tied and not first:  # the head's own copy of the embedding, by the embedding's name
+                self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
+            self.norm = make_norm(model, sub_parameters(parameters, "norm"))
+            self.head = LMHead(sub_parameters(parameters, "embedding" if model.tied else "head"), tp, tied=model.tied)
+
+    def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
+        """Make layer number `index`; a family overrides this to have layers of its own."""
+        return TransformerLayer(parameters, run, index, self.tp)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        stream: Tensor | None = None,
+        documents: Tensor | None = None,
+        keys: DropoutKeys | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (sum of the losses, number of labels that count) of tokens [B, S] and labels [B, S]; -100 labels do not count.
+
+        A part that is not the first starts from the hidden states `stream` [B, S, H]; one that is not the last returns its hidden
+        states in place of the loss. `documents` [B, whole sequence] marks each token's document by any number that changes from one
+        document to the next: attention and learned positions stay inside a document. Without `keys` there is no dropout.
+        """
+        x = self.hidden(tokens, documents, keys, stream)
+        count = (labels != IGNORED).sum()
+        if not self.last:
+            return x, count
+        return cross_entropy(self.head(x), labels, self.model.vocab, self.tp), count  # of logits [B, S, V]
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits [B, S, V] of the token after each of `tokens`, without vocabulary padding; for a whole model."""
+        logits: Tensor = self.head(self.hidden(tokens, None, None))
+        return logits[..., : self.model.vocab]
+
+    def next_logits(self, tokens: Tensor, cache: None = None) -> tuple[Tensor, None]:
+        """Return the logits [V] of the token after `tokens` [1, S], with vocabulary padding; for a whole model, which keeps no cache."""
+        return self.head(self.hidden(tokens, None, None)[:, -1:])[0, 0], None
+
+    def hidden(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None, stream: Tensor | None = None) -> Tensor:
+        """Return the hidden states [B, S, H] after the layers and, in the last part, the final norm."""
+        inputs = self._layer_inputs(tokens, documents, keys)
+        x = self._embed(tokens, inputs) if stream is None else stream
+        x = self.run_layers(x, inputs)
+        return self.norm(x) if self.last else x
+
+    def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [B, S, H] -> the hidden states after the layers."""
+        for layer in self.layers.values():
+            x = self.run_layer(layer, x, inputs)
+        return x
+
+    def run_layer(self, layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Any:
+        """Return a layer's output; under full recomputation backward runs the layer again."""
+        if self.recompute:
+            return recompute(_call_layer, layer, x, inputs, inputs.angles, inputs.mask, inputs.dropout_states, inputs.band)
+        return layer(x, inputs)
+
+    def _layer_inputs(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None) -> LayerInputs:
+        model, dtype = self.model, self.compute_type or next(self.parameters()).dtype
+        angles, positions = None, self._positions(tokens)
+        if model.positions == "rope":
+            angles = rotary_angles(model, positions, tokens.shape[1] * (self.cp.group.size if self.cp else 1), dtype)
+        mask = starts = None
+        if documents is not None:
+            starts = document_starts(documents)[:, positions]
+            mask = document_mask(starts, positions, documents.shape[1], dtype)
+        band = None
+        if self.is_fused and (keys is None or not model.dropout) and (window := model.effective_window(tokens.shape[1])):
+            band = window_band(window, dtype, tokens.device)
+        states = None if keys is None else keys.states
+        return LayerInputs(
+            angles=angles,
+            mask=mask,
+            band=band,
+            starts=starts,
+            dropout_states=states,
+            sharded_dropout_states=self.tp.shard(states) if states is not None and self.tp else states,
+            cp=self.cp,
+        )
+
+    def _positions(self, tokens: Tensor) -> Tensor:
+        """Return the positions [S] of tokens [B, S] in the whole sequence."""
+        length = tokens.shape[1]
+        if self.cp is None:
+            return torch.arange(length, device=tokens.device)
+        return self.cp.positions(length * self.cp.group.size, tokens.device)
+
+    def _embed(self, tokens: Tensor, inputs: LayerInputs) -> Tensor:
+        x = self.embedding(tokens)  # [B, S, H]; under sequence parallelism this rank's part of S
+        if self.positions is not None:
+            positions = self._positions(tokens).unsqueeze(0)  # [1, S]
+            rows = positions if inputs.starts is None else positions - inputs.starts
+            x = x + self.positions(self.tp.shard(rows) if self.tp else rows)
+        embedded: Tensor = self.dropout(x, inputs.sharded_dropout_states)
+        if self.model.lora.rank and torch.is_grad_enabled():
+            embedded.requires_grad_()  # of a frozen embedding: the first layer saves and sends what the others do, as the plan says
+        return embedded
+
+
+def _call_layer(layer: nn.Module, x: Tensor, inputs: LayerInputs, *tensors: Tensor | None) -> Tensor:
+    """Call a layer. `tensors` are those of `inputs`, named again so that recomputation saves them and they are counted as saved."""
+    output: Tensor = layer(x, inputs)
+    return output
+
+
+def document_starts(documents: Tensor) -> Tensor:
+    """Return the position at which each token's document starts in its sequence, [B, S]."""
+    positions = torch.arange(documents.shape[1], device=documents.device)  # [S]
+    is_first = torch.ones_like(documents, dtype=torch.bool)
+    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return torch.cummax(torch.where(is_first, positions, 0), dim=1).values
+
+
+def document_mask(starts: Tensor, positions: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+    """Return the mask of 0 and -inf, [B, 1, S, keys], under which a token sees itself and the earlier tokens of its document.
+
+    The tokens are at `positions` [S]; their documents start at `starts` [B, S].
+    """
+    key_positions = torch.arange(keys, device=starts.device)
+    is_seen = (positions[:, None] >= key_positions) & (starts[:, :, None] <= key_positions)  # [B, S, keys]
+    return torch.zeros(is_seen.shape, dtype=dtype, device=starts.device).masked_fill_(~is_seen, -torch.inf).unsqueeze(1)

@@ -1,0 +1,1 @@
+"""Measurements around steps: bytes held, messages, profiles, timelines on one clock."""

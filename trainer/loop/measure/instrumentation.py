@@ -1,0 +1,201 @@
+"""Measurements around steps: bytes held, messages, traces, profiler, timeline, throughput, progress line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ...engines.held_bytes import ByteCounter
+from ...parallel.ledger import Ledger
+from ...parallel.world import World
+from ...plan.layout.schedule_of_run import delay_of
+from ...spec.run import Run
+from ...system.atomic_file import write_atomically
+from ..data.samples.sample_log import SampleLog
+from ..metrics.throughput import ThroughputMeter
+from ..state.training_setup import TrainingSetup
+from ..trace.tensor_recorder import requested_trace
+from .timeline_window import TimelineWindow
+
+TIMED_STEPS = 20  # of a pipeline without a flush whose actions are timed
+LINE_INTERVAL = 0.2  # seconds between two progress lines
+
+
+class Instruments:
+    """All measurements around steps `first` <= step < `last`, and their files."""
+
+    def __init__(self, run: Run, setup: TrainingSetup, first: int, last: int) -> None:
+        self.setup, self.last = setup, last
+        self.meter = ThroughputMeter(run, setup.plan, setup.world)
+        self.profiler = ProfilerWindow(run, setup.world, setup.folder)
+        self.timeline = TimelineWindow(run, setup)
+        self.progress = ProgressLine(run, first, last)
+        self.trace = requested_trace(run, setup.engine, setup.grid, setup.folder)
+        # Bytes are counted in the second step: all tensors that stay were allocated in the first, or as late as sums of gradients are used.
+        self._counted_step = first + max(1, run.parallel.staleness)
+        # Messages are recorded in the third, or the first that compresses gradients or uses a late sum: in the first two, engines send some
+        # of their set-up. Where workers step alone, it is the first then that they end together.
+        together, third = run.parallel.sync.every, max(first + 2, run.parallel.compress.start, first + run.parallel.staleness)
+        recorded = third + (-(third + 1) % together)
+        recorded = recorded if recorded < last else min(third, last - 1)
+        self._recorded_step, self._together = recorded if run.log.ledger else None, together
+        # Steps that flush are timed one by one; others go on from step to step, so that several are timed, without the ledger's cost.
+        timed = range(min(recorded + 1, last - 1), last)[:TIMED_STEPS] if delay_of(run.parallel) else [recorded]
+        self._timed_steps = timed if run.log.ledger else []
+        self._actions: list[dict[str, Any]] = []
+        self._count: ByteCounter | None = None
+        self._first = first
+        self.samples = SampleLog(setup.batches, setup.engine.micros) if run.log.ledger else None
+
+    @contextmanager
+    def measure(self, step: int) -> Iterator[ByteCounter | None]:
+        """Measure step `step` (from 0) while the block runs it. Yield the byte counter that the engine fills, in one step only."""
+        self._count = ByteCounter() if step == self._counted_step else None
+        self.profiler.start_step(step + 1)
+        self.timeline.start_step(step + 1)
+        ledger = Ledger(self.setup.grid) if step == self._recorded_step else None
+        start = perf_counter()
+        times = self.setup.engine.time_actions(self._actions) if step in self._timed_steps else nullcontext()
+        traced = self.trace.trace_step(step) if self.trace else nullcontext()
+        with ledger or nullcontext(), times, traced, self.timeline.record(step + 1):
+            yield self._count
+        self.meter.add_step(perf_counter() - start, self.setup.engine.clock)
+        if ledger:
+            self.setup.warn(write_ledger(ledger, self.setup, step + 1, averages=(step + 1) % self._together == 0))
+        if self._timed_steps and step == self._timed_steps[-1]:
+            self.setup.warn(write_actions(self._actions, self.setup, step + 1))
+
+    def ends_run(self, step: int) -> bool:
+        """Return whether `distrain prove` wants no step after this one."""
+        return self.trace is not None and step == self.trace.last
+
+    def report(self, done: int, loss: float | None) -> None:
+        """Write what was measured in step `done` (from 1), and show the progress line with the newest loss; None: there is none yet."""
+        if self._count is not None:
+            self.setup.warn(write_measured(self._count, self.setup, done))
+        if self.samples and done == self.last:
+            self.setup.warn(write_samples(self.samples, self.setup, self._first))
+        self.setup.warn(self.timeline.end_step(done, last=done == self.last))
+        if message := self.profiler.end_step(done, last=done == self.last):
+            self.setup.channel.say(message)
+        if line := self.progress.line(done, loss):
+            self.setup.channel.report_status(line)
+
+
+def write_measured(count: ByteCounter, setup: TrainingSetup, done: int) -> str:
+    """Write RUN_DIR/measured.json: "step", "unigram_entropy" of the training text (nats a token), "memory": bytes by kind on the rank
+    that holds most of that kind, "ranks": [bytes by kind]. Return why it could not be written, else "".
+    """
+    ranks = _gather(setup, count.bytes)
+    most = {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
+    facts = {"step": done, "unigram_entropy": setup.batches.corpus.entropy}
+    return _write(setup, "measured.json", {**facts, "memory": most, "ranks": ranks})
+
+
+def write_ledger(ledger: Ledger, setup: TrainingSetup, done: int, *, averages: bool) -> str:
+    """Write RUN_DIR/ledger.json: "step", "averages" (whether workers, if there are several, averaged their weights in it), "ranks":
+    [messages of that step by axis, verb and payload, with their number].
+
+    Return why it could not be written, else "".
+    """
+    rows = _gather(setup, [asdict(row) for row in ledger.rows])
+    return _write(setup, "ledger.json", {"step": done, "averages": averages, "ranks": rows})
+
+
+def write_actions(actions: list[dict[str, Any]], setup: TrainingSetup, done: int) -> str:
+    """Write RUN_DIR/actions.json: "step", "ranks": [actions of that step: kind, micro, part, and start, end and cpu in seconds].
+
+    Of a pipeline without a flush, "step" is the last of up to TIMED_STEPS, and U an update of the weights after a micro-batch. Engines
+    without actions write none. Return why it could not be written, else "".
+    """
+    ranks = _gather(setup, actions)
+    return _write(setup, "actions.json", {"step": done, "ranks": ranks}, indent=None) if any(ranks) else ""
+
+
+def write_samples(log: SampleLog, setup: TrainingSetup, first: int) -> str:
+    """Write RUN_DIR/samples.json: "first" (the first step, from 0), "windows" (of each source, in an epoch), "ranks": [steps: [samples:
+    number, source, window, CRC-32]]. Return why it could not be written, else "".
+    """
+    facts = {"first": first, "windows": list(setup.batches.windows)}
+    return _write(setup, "samples.json", {**facts, "ranks": _gather(setup, log.steps)}, indent=None)
+
+
+def _gather(setup: TrainingSetup, value: Any) -> list[Any]:
+    """Return every rank's value."""
+    values: list[Any] = [None] * setup.world.size
+    torch.distributed.all_gather_object(values, value, group=setup.host)
+    return values
+
+
+def _write(setup: TrainingSetup, name: str, content: dict[str, Any], indent: int | None = 1) -> str:
+    """On rank 0, write a file of RUN_DIR whole or not at all. Return why that failed, else ""."""
+    file = setup.folder / name
+    try:
+        if setup.world.is_rank0:
+            write_atomically(file, f"{json.dumps(content, indent=indent)}\n".encode())
+    except OSError as error:
+        return f"{file} could not be written: {error.strerror or error}"
+    return ""
+
+
+class ProfilerWindow:
+    """torch's profiler over the steps log.profile=[first, last], on rank 0: RUN_DIR/trace/steps_F_L.json, for Perfetto."""
+
+    def __init__(self, run: Run, world: World, folder: Path) -> None:
+        self.window = run.log.profile if world.is_rank0 else None
+        self.folder = folder / "trace"
+        self._open: torch.profiler.profile | None = None
+
+    def start_step(self, step: int) -> None:
+        """Start the profiler if step `step` (from 1), which is about to begin, is in the window."""
+        if self.window and self.window[0] <= step <= self.window[1] and self._open is None:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._first = step
+            self._open = torch.profiler.profile(activities=activities)
+            self._open.start()
+
+    def end_step(self, step: int, *, last: bool) -> str:
+        """After the last step of the window or the run, write the trace. Return a line that says where, or why not; else ""."""
+        if self._open is None or self.window is None or not (last or step >= self.window[1]):
+            return ""
+        profiler, self._open = self._open, None
+        profiler.stop()
+        file = self.folder / f"steps_{self._first}_{step}.json"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(file))
+        except (OSError, RuntimeError) as error:
+            return f"warning: the profiler's trace could not be written: {error}"
+        if not file.is_file():  # on a full disk torch leaves a temporary file and logs an error
+            file.with_name(f"{file.name}.tmp").unlink(missing_ok=True)
+            return f"warning: the profiler's trace could not be written: {file}"
+        return f"profiler trace, for ui.perfetto.dev: {file}"
+
+
+class ProgressLine:
+    """The progress line: steps done, tokens/s, time left."""
+
+    def __init__(self, run: Run, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.tokens = run.train.batch * run.train.seq  # a step
+        self._began = self._shown = perf_counter()
+
+    def line(self, done: int, loss: float | None) -> str | None:
+        """Return the line after `done` steps, or None until LINE_INTERVAL has passed."""
+        now = perf_counter()
+        if now - self._shown < LINE_INTERVAL:
+            return None
+        self._shown = now
+        seconds = (now - self._began) / (done - self.first)  # a step
+        left = round(seconds * (self.last - done))
+        clock = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}" if left >= 3600 else f"{left // 60}:{left % 60:02}"
+        words = [f"step {done}/{self.last}", *([] if loss is None else [f"loss {loss:.4f}"])]
+        return "  ".join([*words, f"{self.tokens / seconds:,.0f} tokens/s", f"{clock} left"])

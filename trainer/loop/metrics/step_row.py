@@ -1,0 +1,50 @@
+"""The metrics of a logged step: its row in metrics.jsonl and its line on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from ...engines.engine import StepResult
+from ..step.train_progress import TrainProgress
+from .throughput import ThroughputMeter
+
+Row = Mapping[str, Any]  # the metrics of a step by name; `step` is always there
+
+
+def step_row(progress: TrainProgress, result: StepResult, lr: float, meter: ThroughputMeter) -> dict[str, Any]:
+    """Return the metrics of the step that led to this progress, and the throughput since the last row."""
+    row = {
+        "step": progress.step,
+        "loss": finite_or_none(result.loss),
+        "grad_norm": finite_or_none(result.grad_norm),
+        "lr": lr,
+        "tokens": progress.tokens,
+    }
+    if result.near_ties is not None:
+        row["near_ties"] = result.near_ties
+    return row | meter.row()
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Return a number that JSON can hold: None for NaN and infinities."""
+    return value if value is not None and isfinite(value) else None
+
+
+def console_line(row: Row, last: int) -> str:
+    """Return a logged step as a line; `last` is the run's last step."""
+    parts = [f"step {row['step']:>{len(str(last))}}/{last}"]
+    if row.get("loss") is not None:
+        parts.append(f"loss {row['loss']:.4f}")
+    if row.get("validation_loss") is not None:
+        parts.append(f"validation {row['validation_loss']:.4f}")
+    if row.get("grad_norm") is not None:
+        parts.append(f"norm {row['grad_norm']:.3f}")
+    if "lr" in row:
+        parts += [f"lr {row['lr']:.2e}", f"{row['tokens_per_second']:,.0f} tokens/s"]
+    if "skipped" in row:
+        parts.append("skipped, weights unchanged: the loss or a gradient is not finite on samples {} to {}".format(*row["samples"]))
+    if "spike" in row:
+        parts.append(f"loss spike: {row['spike']} deviations above recent losses")
+    return "  ".join(parts)

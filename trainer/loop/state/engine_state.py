@@ -1,0 +1,120 @@
+"""The state of an engine to and from checkpoints, and from Hugging Face weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...engines.engine import Engine
+from ...engines.rank_parameter import ERROR
+from ...launch.rank.channel import OnProgress
+from ...models.families import is_made_by_transformers
+from ...models.hf_format.transformers_weights import read_published_weights
+from ...models.hf_format.weights import read_hf_weights
+from ...parallel.process_groups import Grid
+from ...plan.layout.workers import OUTER_MOMENTUM
+from ...rundir.run_in_manifest import run_record
+from ...spec.run import Run
+from ..checkpoint import CheckpointReader, SavedCheckpoint, SaveFailed, Shard, Slice, gather_over, save_shards
+from ..checkpoint.shard_positions import checkpoint_shards, is_saved_here, read_range, slice_values, weight_shapes
+from ..step.train_progress import TrainProgress
+from .resume_loss_check import resume_check_record
+from .training_setup import TrainingSetup
+
+UNTRAINED = {"optimizer_steps": 0, "skipped": 0, "scale": {}, "steps": 0}  # an engine's counters before its first step
+
+
+def save_checkpoint(run: Run, setup: TrainingSetup, progress: TrainProgress) -> int | None:
+    """Save the engine's state and the run's progress, and tell the user. Return the step, or None where that failed: training may go on.
+
+    The checkpoint records the loss of the samples that come next (resume_loss_check.py), at the cost of one forward of a micro-batch.
+    """
+    engine, channel, world = setup.engine, setup.channel, setup.world
+    engine.prepare_save()
+    extra = {"name": run.name, **progress.extra(), "engine": engine.counters(), **run_record(run)}
+    extra |= resume_check_record(run, engine, setup.grid, setup.batches, progress.sample)
+    try:
+        saved = save_shards(
+            setup.folder / "checkpoints",
+            progress.step,
+            owned_shards(run, engine, setup.grid),
+            extra=extra,
+            keep=run.checkpoint.keep,
+            rank=world.rank,
+            world=world.size,
+            gather=gather_over(setup.host),
+            on_progress=channel.report_progress,
+        )
+    except SaveFailed as error:
+        if world.is_rank0:
+            setup.warn(str(error))
+        return None
+    if world.is_rank0:
+        channel.say(f"saved step {progress.step} in {saved.seconds['total']:.1f} s ({saved.bytes / 2**20:,.1f} MiB)")
+        for note in saved.notes:
+            channel.say(f"warning: {note}")
+    return progress.step
+
+
+def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
+    """Yield the shards that this rank saves: views of the engine's float32 weights and optimizer states, without padding.
+
+    Of several ranks that hold the same elements one saves them; of a tied weight's two copies, the embedding's is saved.
+    """
+    turns = {name: turn for turn, name in enumerate(weight_shapes(run))}
+    for part in engine.optimizer_shards():
+        copies = {"replica": grid.coordinate(part.copies), "replicas": grid.size(part.copies)}
+        if part.tied or not is_saved_here(part.shard, turns[part.shard.name], **copies):
+            continue
+        errors = [(ERROR, part.error)] if part.error is not None else []
+        for kind, held in (("weight", part.weight), *part.states(), *errors):
+            yield from checkpoint_shards(part.shard, kind, part.start, held)
+
+
+def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Sequence[str], on_progress: OnProgress) -> None:
+    """Load a checkpoint of any layout into an engine; each rank reads its own slices. Raises LoadFailed.
+
+    Optimizer moments of the kinds in `new_moments`, which the checkpoint does not hold, start at zero; with those of the optimizer itself
+    Adam's step count does. So do errors of compressed gradients that it does not hold.
+    """
+    reader = CheckpointReader(checkpoint)
+
+    def read(part: Slice) -> Tensor:
+        on_progress("read")
+        is_new = part.kind in new_moments or (part.kind == ERROR and not reader.holds(part))
+        return torch.zeros(part.count) if is_new else reader.read(part)
+
+    counters = checkpoint.extra["engine"] | {"steps": checkpoint.step}
+    if any(kind != OUTER_MOMENTUM for kind in new_moments):
+        counters = counters | {"optimizer_steps": UNTRAINED["optimizer_steps"]}
+    engine.restore(partial(read_range, read=read), counters, engine.run.model.is_trained)
+
+
+def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
+    """Say that a checkpoint holds errors of compressed gradients, and that the engine compresses none; "" where it keeps them."""
+    is_there = any(row.kind == ERROR for row in checkpoint.manifest.tensors)
+    if not is_there or any(each.error is not None for each in engine.optimizer_shards()):
+        return ""
+    return "what compression has left out of gradients until then is dropped: gradients travel whole now"
+
+
+def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress) -> None:
+    """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that. LoRA's own
+    weights keep their initial values.
+
+    Files are memory-mapped: each rank reads only its own slices. Raises Unreadable where they hold another model.
+    """
+    assert run.model.weights is not None
+    mine = {placed.name for part in grid.position.parts for placed in grid.position.weight_shards(run, part)}
+    read_weights = read_published_weights if is_made_by_transformers(run.model) else read_hf_weights
+    there = {name: tensor for name, tensor in read_weights(Path(run.model.weights), run) if name in mine}
+
+    def read(part: Slice) -> Tensor:
+        on_progress("read")
+        return slice_values(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
+
+    engine.restore(partial(read_range, read=read), UNTRAINED, there.__contains__)

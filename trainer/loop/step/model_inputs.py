@@ -1,0 +1,44 @@
+"""The arguments of a model's forward on this rank, and the labels of a step that count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...layers.counter_rng import dropout_keys
+from ...layers.cross_entropy import IGNORED
+from ...models.families import has_experts
+from ...parallel.process_groups import Grid
+from ...parallel.rank_model import context_parallel_of
+from ...spec.run import Run
+from ..data.samples.batches import Batch
+
+
+def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return tokens, labels and keyword arguments of a model's forward, on the rank's device; without a step there is no dropout.
+
+    Under context parallelism tokens and labels are this rank's part of the sequence. Documents stay whole: an attention mask needs
+    the document starts of other ranks. So do the labels that an auxiliary loss of experts weighs each sequence by.
+    """
+    device, context, seq = grid.world.device, context_parallel_of(grid), batch.tokens.shape[1]
+    further: dict[str, Any] = {}
+    if batch.documents is not None:
+        further["documents"] = batch.documents.to(device, non_blocking=True)
+    if run.model.dropout and step is not None:
+        positions = torch.arange(seq, device=device) if context is None else context.positions(seq, device)
+        further["keys"] = dropout_keys(run.train.seed, step, batch.samples.to(device), positions)
+    if context is not None and has_experts(run.model) and run.model.aux_loss:
+        further["label_counts"] = (batch.labels != IGNORED).sum(1).to(device, non_blocking=True)
+    tokens, labels = (each if context is None else context.shard(each) for each in (batch.tokens, batch.labels))
+    return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True), further
+
+
+def count_labels(batches: Sequence[Batch], grid: Grid, host: dist.ProcessGroup) -> int:
+    """Return how many labels of the global batch count, not those that are IGNORED, from each rank's micro-batches."""
+    count = torch.tensor(sum(int((each.labels != IGNORED).sum()) for each in batches))
+    dist.all_reduce(count, group=host)
+    return int(count) * grid.size("dp") // grid.world.size  # the ranks of a replica count the same labels

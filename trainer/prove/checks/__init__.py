@@ -1,0 +1,1 @@
+"""What a proof compares of a layout with one process and with its plan: curve, samples, messages, actions."""
