@@ -38,8 +38,8 @@ class Instruments:
         self.timeline = TimelineWindow(run, setup)
         self.progress = ProgressLine(run, first, last)
         self.trace = requested_trace(run, setup.engine, setup.grid, setup.folder)
-        # Bytes are counted in the second step: all tensors that stay were allocated in the first, or as late as sums of gradients are used.
-        self._counted_step = first + max(1, run.parallel.staleness)
+        # Bytes are counted in the step after the first that updates weights, by then all tensors that stay are allocated.
+        self._counted_step = first + 1 + run.parallel.staleness
         # Messages are recorded in the third, or the first that compresses gradients or uses a late sum: in the first two, engines send some
         # of their set-up. Where workers step alone, it is the first then that they end together.
         together, third = run.parallel.sync.every, max(first + 2, run.parallel.compress.start, first + run.parallel.staleness)

@@ -59,14 +59,15 @@ class NativeCosts(CostModel):
         bucket = min(parallel.bucket, whole)
         casts = width.gradient < MASTER_BYTES and not steps_in_one_kernel(context.run)
         late = self._late_elements(context, layout, blocks, kind) if often else 0
-        aside = layout.gradient_sync.staleness * (whole + (stepped if zero == 1 else 0))
+        scattered = _scattered_elements(layout, held) if zero == 1 else 0
+        aside = layout.gradient_sync.staleness * (whole + scattered)
         return StateBytes(
             weights=width.weight * (held.dense + held.experts),
             gradients=width.gradient * (stepped + late - late // layout.shard if often else whole + aside),
             optimizer=(master + context.states + _outer_bytes(layout)) * stepped,
             buffers=width.gradient * (held_elements(context, layout, kind) + _route_elements(layout, whole, stepped)),
             passes=2 * bucket * width.gradient if often else 0,
-            step=(stepped * width.gradient if zero == 1 else 0) + (min(bucket, stepped) * MASTER_BYTES if casts else 0),
+            step=scattered * width.gradient + (min(bucket, stepped) * MASTER_BYTES if casts else 0),
         )
 
     def _stage3_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
@@ -254,6 +255,12 @@ def _steps_alone(layout: Layout) -> bool:
 
 def _outer_bytes(layout: Layout) -> int:
     return outer_state_bytes(layout.parallel) if _steps_alone(layout) else 0
+
+
+def _scattered_elements(layout: Layout, held: StageElements) -> int:
+    """Return the elements of a rank's shard of gradients that it sums with other ranks; no other has some experts."""
+    dense, experts = held.dense - held.frozen, held.experts if layout.expert_shard > 1 else 0
+    return sharded_elements(layout, dense, experts)
 
 
 def _route_elements(layout: Layout, whole: int, stepped: int) -> int:
