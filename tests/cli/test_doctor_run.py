@@ -62,7 +62,7 @@ def test_a_run_that_can_start_has_no_problem_and_exits_0(capsys: pytest.CaptureF
 TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("plan", ("parallel.tp=3",)),
     ("plan", ("model.hidden=65536", "model.heads=64", "model.layers=400")),
-    ("engine", ("parallel.reduce=server",)),
+    ("engine", ("parallel.reduce=tree",)),
     ("devices", ("cluster=dgx_h100", "train.precision=bf16", "train.batch=64")),
     ("devices", ("cluster=100x100", "train.batch=10000", "train.microbatch=1", "parallel.zero=0")),
     ("data", ("data=text",)),
@@ -93,7 +93,7 @@ def test_a_missing_thing_is_a_problem_of_its_subject(name: str, words: tuple[str
         ("checkpoint.accept=[optim.lrr]",),
         ("cluster=dgx_h100", "train.precision=bf16"),
         ("launch=deepspeed", "launch.hostfile=nowhere"),
-        ("parallel.reduce=server",),
+        ("parallel.reduce=tree",),
     ],
     ids=" ".join,
 )

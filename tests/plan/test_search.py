@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -181,15 +181,23 @@ def test_layers_as_the_user_gives_them_are_searched_as_brute_force_does() -> Non
     assert [(each.seconds, each.peak) for each in found.best] == [each for each in best if each[0] <= SLOWEST * best[0][0]]
 
 
-@pytest.mark.parametrize("across", ["all", "node"])
-def test_layouts_of_workers_that_step_alone_are_searched_as_brute_force_does(across: Literal["all", "node"]) -> None:
-    sync = Sync(every=4, across=across, outer=OuterOptimizer(momentum=0.9))
+ON_THE_DATA_AXIS: list[dict[str, Any]] = [
+    *({"sync": Sync(every=4, across=across, outer=OuterOptimizer(momentum=0.9))} for across in ("all", "node")),
+    {"staleness": 1},
+    {"reduce": "hierarchical"},
+    {"reduce": "server", "servers": 2, "staleness": 2},
+    {"reduce": "auto"},
+]
+
+
+@pytest.mark.parametrize("keys", ON_THE_DATA_AXIS, ids=lambda keys: ".".join(keys))
+def test_layouts_that_sum_gradients_otherwise_are_searched_as_brute_force_does(keys: dict[str, Any]) -> None:
     run = run_of("gpt")
-    run = replace(run, parallel=replace(run.parallel, sync=sync))
-    found = LayoutSearch(Space(run, frozenset({"parallel.sync.every"})), rows=100).run_all()
+    run = replace(run, parallel=replace(run.parallel, **keys), train=replace(run.train, steps=9))
+    found = LayoutSearch(Space(run, frozenset(f"parallel.{key}" for key in keys)), rows=100).run_all()
     expected: dict[MeshKey, list[Figures]] = {}
     for each in every_layout(run):
-        changed = replace(each, parallel=replace(each.parallel, sync=sync))
+        changed = replace(each, parallel=replace(each.parallel, **keys))
         if engine_for(changed, changed.parallel)[1]:
             continue
         estimate = Estimator(changed)(changed.parallel, changed.train.microbatch)

@@ -130,7 +130,32 @@ UNRUN: list[tuple[Keys, str]] = [
     (LATE | {"parallel.sync.every": 4},
         ("native does not run parallel.sync.every=4 with parallel.schedule=pipedream: "
          "set parallel.schedule=1f1b or parallel.sync.every=1")),
-    ({"parallel.reduce": "server"},                    "zero does not run parallel.reduce=server: set parallel.reduce=ring"),
+    ({"parallel.reduce": "tree"},                      "zero does not run parallel.reduce=tree: set parallel.reduce=auto or parallel.reduce=ring"),
+    ({"engine": "zero", "parallel.reduce": "server"},
+        "zero does not run parallel.reduce=server: set engine=auto or parallel.reduce=ring"),
+    ({"parallel.reduce": "server", "parallel.zero": 1},
+        "native does not run parallel.reduce=server with parallel.zero=1: set parallel.zero=0 or parallel.reduce=ring"),
+    ({"parallel.reduce": "hierarchical", "parallel.staleness": 1},
+        ("native does not run parallel.reduce=hierarchical with parallel.staleness=1: "
+         "set parallel.staleness=0 or parallel.reduce=ring")),
+    ({"parallel.reduce": "server", "parallel.sync.every": 4},
+        ("native does not run parallel.reduce=server with parallel.sync.every=4: "
+         "set parallel.sync.every=1 or parallel.reduce=ring")),
+    (MOE | {"parallel.ep": 4, "parallel.reduce": "server"},
+        "native does not run parallel.reduce=server with parallel.ep=4: set parallel.ep=1 or parallel.reduce=ring"),
+    ({"engine": "zero", "parallel.staleness": 1},
+        "zero does not run parallel.staleness=1: set engine=auto or parallel.staleness=0"),
+    ({"parallel.staleness": 1, "parallel.zero": 2},
+        "native does not run parallel.staleness=1 with parallel.zero=2: set parallel.zero=1 or parallel.staleness=0"),
+    ({"parallel.staleness": 1, "parallel.zero": 1, "parallel.shard": 2},
+        "native does not run parallel.staleness=1 with parallel.shard=2: set parallel.shard=all or parallel.staleness=0"),
+    ({"parallel.staleness": 1, "parallel.sync.every": 4},
+        "native does not run parallel.staleness=1 with parallel.sync.every=4: set parallel.sync.every=1 or parallel.staleness=0"),
+    ({"parallel.staleness": 1, "parallel.compress.name": "powersgd"},
+        ("native does not run parallel.compress.name=powersgd with parallel.staleness=1: "
+         "set parallel.staleness=0 or parallel.compress.name=none")),
+    (LATE | {"parallel.staleness": 1},
+        "native does not run parallel.staleness=1 with parallel.schedule=pipedream: set parallel.schedule=1f1b or parallel.staleness=0"),
     ({"parallel.tp": 2, "parallel.pp": 2, "parallel.scatter": True},
         "pipe does not run parallel.scatter=true: set parallel.scatter=false or parallel.scatter=false parallel.sequence=true"),
     ({"parallel.pp": 2, "parallel.zero": 1, "parallel.offload.optimizer": True},
@@ -167,11 +192,11 @@ def test_every_layout_shown_instead_of_one_that_no_engine_runs_is_run(keys: Keys
 
 
 def test_of_two_limits_each_is_reported_with_its_fix() -> None:
-    plan = make_plan(with_changes(BASE, [("parallel.pp", 2), ("parallel.zero", 2), ("parallel.reduce", "server")]))
+    plan = make_plan(with_changes(BASE, [("parallel.pp", 2), ("parallel.zero", 2), ("parallel.reduce", "tree")]))
     told = {each.says: each.mend for each in plan.warnings if each.rule == "engine"}
     assert told == {
         "engine pipe does not run parallel.zero=2": "set parallel.zero=1 or parallel.pp=1",
-        "engine pipe does not run parallel.reduce=server": "set parallel.reduce=ring",
+        "engine pipe does not run parallel.reduce=tree": "set parallel.reduce=auto or parallel.reduce=ring",
     }
 
 

@@ -72,9 +72,9 @@ ENGINES = {
 def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[EngineLimit, ...]]:
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
-    With `auto` that is `native` at one data-parallel rank on a GPU, for schedules without a flush, for replicas that step alone and for
-    sums that are used late, DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where none does,
-    there is no engine. `papers` is none that runs.
+    With `auto` that is `native` at one data-parallel rank on a GPU, for schedules without a flush, for replicas that step alone, for sums
+    that are used late, in two levels or by parameter servers, DeepSpeed's elsewhere, and another one for a layout that the first choice
+    does not run; where none does, there is no engine. `papers` is none that runs.
     """
     if run.engine == PAPERS_NAME:
         return None, (EngineLimit(PAPERS_NAME, "engine", PAPERS_NAME, ((("engine", "auto"),),)),)
@@ -92,11 +92,22 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[En
 
 
 def _first_choice(run: Run, parallel: Parallel) -> str:
-    if delay_of(parallel) or parallel.sync.every > 1 or parallel.staleness:
+    if _key_of_native(parallel):
         return "native"
     if run.cluster.device.kind == "cuda" and data_ranks(run, parallel) == 1:
         return "native"
     return "pipe" if parallel.pp > 1 else "zero"
+
+
+def _key_of_native(parallel: Parallel) -> str:
+    """A key and its value that only `native` runs, whatever else a layout has; "" where there is none."""
+    if delay_of(parallel):
+        return f"parallel.schedule={parallel.schedule}"
+    if parallel.sync.every > 1:
+        return f"parallel.sync.every={parallel.sync.every}"
+    if parallel.staleness:
+        return f"parallel.staleness={parallel.staleness}"
+    return f"parallel.reduce={parallel.reduce}" if parallel.reduce in ("hierarchical", "server") else ""
 
 
 def data_ranks(run: Run, parallel: Parallel) -> int:
@@ -108,12 +119,8 @@ def data_ranks(run: Run, parallel: Parallel) -> int:
 def engine_reason(run: Run, parallel: Parallel, chosen: str) -> str:
     """Why `engine: auto` takes an engine, in words."""
     first = _first_choice(run, parallel)
-    if chosen == first and delay_of(parallel):
-        return f"it alone runs parallel.schedule={parallel.schedule}"
-    if chosen == first and parallel.sync.every > 1:
-        return f"it alone runs parallel.sync.every={parallel.sync.every}"
-    if chosen == first and parallel.staleness:
-        return f"it alone runs parallel.staleness={parallel.staleness}"
+    if chosen == first and (key := _key_of_native(parallel)):
+        return f"it alone runs {key}"
     if chosen == first:
         return "one data-parallel rank on a GPU" if chosen == "native" else ""
     return next((limit.says for limit in exceeded_limits(ENGINES[first], run, parallel)), "")

@@ -161,7 +161,8 @@ def _route_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool
     messages, so they are not used late."""
     key, name, plain = "parallel.reduce", parallel.reduce, (("parallel.reduce", "ring"),)
     if not row.routes_sums:
-        yield EngineLimit(row.name, key, name, (*_any_engine(run), (("engine", "native"), *_change_to_zero_0(parallel)), plain))
+        others = tuple((*change, *_change_to_zero_0(parallel)) for change in _any_engine(run))
+        yield EngineLimit(row.name, key, name, (*others, plain))
         return
     late = parallel.staleness if name == "hierarchical" else 0
     conflicts: tuple[Conflict, ...] = (

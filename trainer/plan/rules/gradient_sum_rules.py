@@ -24,6 +24,6 @@ def staleness_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Br
 def servers_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """Parameter servers are data-parallel ranks."""
     dp = replicas(run, parallel)
-    if parallel.reduce == "server" and dp is not None and parallel.servers > dp * parallel.cp:
+    if parallel.reduce == "server" and dp is not None and parallel.servers > dp * parallel.cp > 1:
         says = f"parallel.servers={parallel.servers} is more than {plural(dp * parallel.cp, 'data-parallel rank')}"
         yield BrokenRule("servers", says, ((("parallel.servers", dp * parallel.cp),), (("parallel.reduce", "ring"),)))

@@ -272,10 +272,10 @@ def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (
     names_rule, folders_rule, model_rule, rotary_rule, window_rule, lora_rule, hugging_face_rule, pairs_rule, length_rule, rates_rule,
-    step_windows_rule, precision_rule, device_rule, agreement_rule, staleness_rule,
+    step_windows_rule, precision_rule, device_rule, agreement_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
-    hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, tensor_rule, context_rule,
+    hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule, context_rule,
     pipeline_rule, batch_rule, offload_rule, plannable_ranks_rule, timeline_rule,
 )  # fmt: skip
 # Those of a layout that read its micro-batch or its recomputation, and all keys of parallel that they read. The others read neither.
