@@ -130,7 +130,8 @@ UNRUN: list[tuple[Keys, str]] = [
     (LATE | {"parallel.sync.every": 4},
         ("native does not run parallel.sync.every=4 with parallel.schedule=pipedream: "
          "set parallel.schedule=1f1b or parallel.sync.every=1")),
-    ({"parallel.reduce": "tree"},                      "zero does not run parallel.reduce=tree: set parallel.reduce=auto or parallel.reduce=ring"),
+    ({"parallel.reduce": "tree"},
+        "zero does not run parallel.reduce=tree: set parallel.reduce=auto or parallel.reduce=ring"),
     ({"engine": "zero", "parallel.reduce": "server"},
         "zero does not run parallel.reduce=server: set engine=auto or parallel.reduce=ring"),
     ({"parallel.reduce": "server", "parallel.zero": 1},

@@ -275,8 +275,8 @@ OF_RUN: tuple[Rule, ...] = (
     step_windows_rule, precision_rule, device_rule, agreement_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
-    hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule, context_rule,
-    pipeline_rule, batch_rule, offload_rule, plannable_ranks_rule, timeline_rule,
+    hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,
+    context_rule, pipeline_rule, batch_rule, offload_rule, plannable_ranks_rule, timeline_rule,
 )  # fmt: skip
 # Those of a layout that read its micro-batch or its recomputation, and all keys of parallel that they read. The others read neither.
 OF_STEP: tuple[Rule, ...] = (hugging_face_layout_rule, pipeline_rule, batch_rule)
