@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ...trainer.machine.cluster_measurement import ClusterMeasurement
     from ...trainer.machine.measurement import DeviceMeasurement, Kind
     from ...trainer.spec.problem import Problem
+    from ..recipe_files.calibrated_files import CalibratedFiles
     from ..recipe_files.data_sheet import DataSheet
 
 FOLDER, NAME = "calibrated", "measured"
@@ -83,11 +84,7 @@ def calibrate(
     distrain plan conf=quickstart cluster=measured --config-dir calibrated
     """
     from ...trainer.launch.hosts.ssh import SshInterrupted
-    from ...trainer.machine.cluster_measurement import ClusterMeasurement
-    from ...trainer.machine.measurement import DeviceMeasurement
-    from ..recipe_files.calibrated_figures import cluster_figures, device_figures, figure_values
-    from ..recipe_files.calibrated_files import calibrated_files, write_files
-    from ..recipe_files.data_sheet import sheet_of_gpu
+    from ..recipe_files.calibrated_files import calibrated_files
 
     request = _read_arguments(arguments or (), devices, config_dir)
     files = calibrated_files(output, name, force=force)
@@ -96,19 +93,37 @@ def calibrate(
     except SshInterrupted as stop:
         print_error(f"distrain: {stop} while the hosts were measured")
         return 128 + stop.number
+    return _write_result(found, request.sheet, files, config_dir, as_json=as_json)
+
+
+def _write_result(
+    found: DeviceMeasurement | ClusterMeasurement | Sequence[Problem],
+    sheet: DataSheet | None,
+    files: CalibratedFiles,
+    config_dir: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Write the two files and print the result, or print the problems. Return the exit status."""
+    from ...trainer.machine.cluster_measurement import ClusterMeasurement
+    from ...trainer.machine.measurement import DeviceMeasurement
+    from ..recipe_files.calibrated_figures import cluster_figures, device_figures, figure_values
+    from ..recipe_files.calibrated_files import write_files
+    from ..recipe_files.data_sheet import sheet_of_gpu
+
     if not isinstance(found, DeviceMeasurement | ClusterMeasurement):
         print_problems(found)
         return FAILED
     hosts = found if isinstance(found, ClusterMeasurement) else None
     measured = found.slowest if isinstance(found, ClusterMeasurement) else found
-    sheet = sheet_of_gpu(measured.name, config_dir) if measured.kind == "cuda" and request.sheet is None else request.sheet
+    sheet = sheet_of_gpu(measured.name, config_dir) if measured.kind == "cuda" and sheet is None else sheet
     device, cluster = device_figures(measured, sheet), cluster_figures(measured, hosts)
     try:
         write_files(files, measured, device, cluster, hosts.slow_hosts if hosts else ())
     except OSError as error:
         return print_unwritten(str(error.filename or files.folder), error)
     written = {"device": (files.device, figure_values(device)), "cluster": (files.cluster, figure_values(cluster))}
-    return _print_result(measured, hosts, sheet, written, _plan_words(measured, name, output), as_json=as_json)
+    return _print_result(measured, hosts, sheet, written, _plan_words(measured, files.name, str(files.folder)), as_json=as_json)
 
 
 def _plan_words(measured: DeviceMeasurement, name: str, output: str) -> str:

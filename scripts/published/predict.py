@@ -174,10 +174,10 @@ def _logit_bytes(case: Case, tp: int) -> int:
     if tp > 1:
         return framework.split_loss
     since = framework.compiled_loss
-    return COMPILED_LOSS if since and case["compile"] and _written(case) >= since else framework.loss
+    return COMPILED_LOSS if since and case["compile"] and _source_month(case) >= since else framework.loss
 
 
-def _written(case: Case) -> int:
+def _source_month(case: Case) -> int:
     """Year and month of a case's source, 202504, as its reference names them; one that names none is as new as any."""
     found = re.search(r"20[0-3]\d-?[01]\d(?!\d)", case["source"]["ref"])
     return int(found.group().replace("-", "")) if found else 999912

@@ -195,12 +195,12 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_files(tmp_path
 
 
 def test_an_exception_of_the_shard_iterator_fails_the_save(tmp_path: Path) -> None:
-    def broken() -> Iterator[Shard]:
+    def failing_shards() -> Iterator[Shard]:
         yield shards(1)[0]
         raise RuntimeError("device lost")
 
     with pytest.raises(SaveFailed, match=r"^step 1 was not saved: RuntimeError: device lost$"):
-        save_shards(tmp_path, 1, broken(), extra={}, keep=1)
+        save_shards(tmp_path, 1, failing_shards(), extra={}, keep=1)
 
 
 def test_extra_that_is_not_json_is_refused(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 DTYPES = {"weight": [torch.float32, torch.float64], "exp_avg": [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]}
 
 
-def cut(whole: Tensor, part: Slice) -> Tensor:
+def slice_by_indexing(whole: Tensor, part: Slice) -> Tensor:
     """The values of a slice, by plain indexing."""
     held = whole[tuple(slice(start, start + length) for start, length in zip(part.offset, part.size, strict=True))]
     return held.reshape(-1)[part.flat[0] : part.flat[1]] if part.flat else held
@@ -93,7 +93,7 @@ def models(draw: st.DrawFn) -> list[tuple[Tensor, list[Slice], list[Slice]]]:
 @given(models(), st.integers(1, 3), st.randoms(use_true_random=False))
 @settings(max_examples=150)
 def test_any_slices_are_read_from_any_others(model, world, random) -> None:
-    shards = [Shard(slice=part, tensor=cut(values, part)) for values, stored, _ in model for part in stored]
+    shards = [Shard(slice=part, tensor=slice_by_indexing(values, part)) for values, stored, _ in model for part in stored]
     owners = [random.randrange(world) for _ in shards]
     wanted = [part for _, _, asked in model for part in asked]
     values = {part: tensor for tensor, _, asked in model for part in asked}
@@ -109,7 +109,7 @@ def test_any_slices_are_read_from_any_others(model, world, random) -> None:
         reader = CheckpointReader(found.checkpoint)
         for asked, tensor in read_slices(found.checkpoint, wanted):
             assert torch.equal(reader.read(asked), tensor)
-            expected = cut(values[asked], asked)
+            expected = slice_by_indexing(values[asked], asked)
             assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
             assert torch.equal(tensor, expected)
 
@@ -121,8 +121,8 @@ def test_boxes_make_up_a_slice_in_order(data) -> None:
     for part in data.draw(partitions(whole_slice("w", "weight", shape))):
         pieces = list(boxes(part))
         assert len(pieces) <= max(1, 2 * len(shape) - 1)
-        blocks = [cut(values, block_slice("w", "weight", shape, box.offset, box.size)).reshape(-1) for box in pieces]
-        assert torch.equal(torch.cat(blocks) if blocks else values.new_empty(0), cut(values, part).reshape(-1))
+        blocks = [slice_by_indexing(values, block_slice("w", "weight", shape, box.offset, box.size)).reshape(-1) for box in pieces]
+        assert torch.equal(torch.cat(blocks) if blocks else values.new_empty(0), slice_by_indexing(values, part).reshape(-1))
 
 
 @given(st.data())

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.keys import library
 from distrain.cli.recipe_files.recipe_copy import NewFile
+from distrain.tests.fakes.run_command import run_command
 from distrain.trainer.spec.problem import Unreadable
 
 RECIPES = list(library.recipes(None))
@@ -20,11 +20,6 @@ RECIPES = list(library.recipes(None))
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def run_command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    status = command(shlex.split(words))
-    return status, *capsys.readouterr()
 
 
 def plan_of(conf: str, capsys: pytest.CaptureFixture[str], *words: str) -> Any:

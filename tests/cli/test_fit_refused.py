@@ -40,7 +40,7 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def used(trained: Path, tmp_path: Path) -> Path:
+def logs(trained: Path, tmp_path: Path) -> Path:
     """Return a copy of that log folder, which a test may change."""
     shutil.copytree(trained, tmp_path / "runs")
     return tmp_path / "runs"
@@ -69,26 +69,26 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(("words", "says"), REFUSED, ids=[words for words, _ in REFUSED])
-def test_a_run_refused_by_the_command_line_changes_nothing(used: Path, capsys: pytest.CaptureFixture[str], words: str, says: str) -> None:
-    before = contents(used)
-    assert command([*WORDS, f"log.dir={used}", "train.steps=4", *words.split()]) == 1
+def test_a_run_refused_by_the_command_line_changes_nothing(logs: Path, capsys: pytest.CaptureFixture[str], words: str, says: str) -> None:
+    before = contents(logs)
+    assert command([*WORDS, f"log.dir={logs}", "train.steps=4", *words.split()]) == 1
     assert any(line.startswith(f"distrain: {says}") for line in capsys.readouterr().err.splitlines())
-    assert contents(used) == before
+    assert contents(logs) == before
 
 
-def test_a_run_refused_by_its_ranks_changes_nothing_and_prints_one_line(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (file,) = (used / "run" / "checkpoints" / "step_2").glob("weight.*")
+def test_a_run_refused_by_its_ranks_changes_nothing_and_prints_one_line(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = (logs / "run" / "checkpoints" / "step_2").glob("weight.*")
     damaged = bytearray(file.read_bytes())
     damaged[-1] ^= 1
     file.write_bytes(damaged)
-    before = contents(used)
-    assert command(without_repeats(*WORDS, f"log.dir={used}", "train.steps=4", "optim.lr=5e-4")) == 1
+    before = contents(logs)
+    assert command(without_repeats(*WORDS, f"log.dir={logs}", "train.steps=4", "optim.lr=5e-4")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        f"distrain: no checkpoint in {used}/run/checkpoints verifies (step_2: {file.name} is not as it was written (its hash differs)): "
+        f"distrain: no checkpoint in {logs}/run/checkpoints verifies (step_2: {file.name} is not as it was written (its hash differs)): "
         "restore one of them, or set name=NEW to train another run"
     )
-    assert contents(used) == before
+    assert contents(logs) == before
 
 
 def test_a_run_that_is_refused_makes_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,16 +97,16 @@ def test_a_run_that_is_refused_makes_no_folder(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "runs").exists()
 
 
-def test_fit_of_a_finished_run_keeps_its_run_json(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {name: (used / "run" / name).read_bytes() for name in ("run.json", "plan.json")}
-    assert command([*WORDS, f"log.dir={used}", "train.precision=bf16", "optim.lr=5e-4"]) == 0
+def test_fit_of_a_finished_run_keeps_its_run_json(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {name: (logs / "run" / name).read_bytes() for name in ("run.json", "plan.json")}
+    assert command([*WORDS, f"log.dir={logs}", "train.precision=bf16", "optim.lr=5e-4"]) == 0
     assert "nothing to train" in capsys.readouterr().out
-    assert {name: (used / "run" / name).read_bytes() for name in before} == before
+    assert {name: (logs / "run" / name).read_bytes() for name in before} == before
 
 
-def test_a_resumed_run_writes_its_new_run_json(used: Path) -> None:
-    assert command(without_repeats(*WORDS, f"log.dir={used}", "train.steps=3", "optim.lr=5e-4")) == 0
-    written = json.loads((used / "run" / "run.json").read_text())
+def test_a_resumed_run_writes_its_new_run_json(logs: Path) -> None:
+    assert command(without_repeats(*WORDS, f"log.dir={logs}", "train.steps=3", "optim.lr=5e-4")) == 0
+    written = json.loads((logs / "run" / "run.json").read_text())
     assert (written["train"]["steps"], written["optim"]["lr"]) == (3, 5e-4)
 
 
@@ -121,8 +121,8 @@ def test_metrics_jsonl_that_is_not_a_plain_file_is_refused_before_the_start(
     assert capsys.readouterr().err == says
 
 
-def test_plan_warns_of_files_that_fit_would_refuse(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*WORDS[1:], f"log.dir={used}", "train.steps=4"]
+def test_plan_warns_of_files_that_fit_would_refuse(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS[1:], f"log.dir={logs}", "train.steps=4"]
     assert command(["plan", *without_repeats(*words, "model.heads=2")]) == 0
     page = capsys.readouterr().out
     assert "; `fit` would refuse it on this machine" in " ".join(page.partition("\n\n")[0].split())
@@ -133,6 +133,6 @@ def test_plan_warns_of_files_that_fit_would_refuse(used: Path, capsys: pytest.Ca
     assert "refused: model.heads was 4 when step 2 was saved, and is 2 now" in page
 
 
-def test_show_warns_of_a_launch_script_that_fit_would_refuse(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["show", "--launch", *without_repeats(*WORDS[1:], f"log.dir={used}", "model.heads=2")]) == 0
+def test_show_warns_of_a_launch_script_that_fit_would_refuse(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["show", "--launch", *without_repeats(*WORDS[1:], f"log.dir={logs}", "model.heads=2")]) == 0
     assert capsys.readouterr().err.startswith("distrain: warning: `fit` would refuse this here: model.heads was 4 ")

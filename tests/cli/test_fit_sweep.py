@@ -97,7 +97,7 @@ def test_runs_that_would_share_a_folder_are_refused(tmp_path: Path) -> None:
 # Checks before the first run, and the sweep's exit status
 
 
-def swept(tmp_path: Path, fit: Callable[[Callable[[], Run]], TrainingResult], *words: str) -> int:
+def sweep(tmp_path: Path, fit: Callable[[Callable[[], Run]], TrainingResult], *words: str) -> int:
     return fit_sweep("quickstart", (*WORDS, f"log.dir={tmp_path}/runs", *words), None, fit)
 
 
@@ -136,7 +136,7 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_when_it_is_stopped(
         names.append(read().name)
         return TrainingResult(status=next(coming))
 
-    assert swept(tmp_path, fit, "train.seed=1,2,3") == status
+    assert sweep(tmp_path, fit, "train.seed=1,2,3") == status
     assert names == [f"quickstart.seed={seed}" for seed in (1, 2, 3)][: len(statuses)]
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("seed=")]
     assert [row.split(maxsplit=4)[4] for row in rows] == told
@@ -149,7 +149,7 @@ def test_a_run_that_finishes_after_a_stop_request_is_the_last(tmp_path: Path) ->
         started.append(read().name)
         return TrainingResult(status=0, stop_signals=(signal.SIGINT,))
 
-    assert swept(tmp_path, fit, "train.seed=1,2") == 130
+    assert sweep(tmp_path, fit, "train.seed=1,2") == 130
     assert started == ["quickstart.seed=1"]
 
 
@@ -157,7 +157,7 @@ def test_ctrl_c_between_runs_is_no_traceback(tmp_path: Path) -> None:
     def fit(read: Callable[[], Run]) -> TrainingResult:
         raise KeyboardInterrupt
 
-    assert swept(tmp_path, fit, "train.seed=1,2") == 130
+    assert sweep(tmp_path, fit, "train.seed=1,2") == 130
 
 
 # Whole sweeps

@@ -2,15 +2,14 @@
 
 import json
 import os
-import shlex
 from pathlib import Path
 
 import pytest
 
-from distrain.cli.app import command
 from distrain.cli.html import html_file
 from distrain.tests.cli.test_startup import loaded_modules
 from distrain.tests.fakes.html_page import HtmlPage
+from distrain.tests.fakes.run_command import run_command
 
 VERBS = ("plan conf=llama3_8b_1node", "plan -m conf=llama3_8b_1node train.microbatch=1,2", "report run", "report run run")
 
@@ -21,11 +20,6 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
     Path("run/run.json").write_text('{"name": "run"}')
-
-
-def run_command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    status = command(shlex.split(words))
-    return status, *capsys.readouterr()
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.drawings.plan_drawing import KINDS, PARTS
 from distrain.cli.html.plan_html import CONFIG, plan_html
@@ -20,6 +19,7 @@ from distrain.cli.recipe_files.config_text import config_text
 from distrain.tests.fakes.hf_models import NEOX, write_config
 from distrain.tests.fakes.hf_models import words as hf_words
 from distrain.tests.fakes.html_page import SVG, XHTML, HtmlPage, text_of
+from distrain.tests.fakes.run_command import run_command
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.format_numbers import (
     binary_unit,
@@ -37,11 +37,6 @@ from distrain.trainer.spec.format_numbers import (
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def run_command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    status = command(shlex.split(words))
-    return status, *capsys.readouterr()
 
 
 def page_and_json(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[HtmlPage, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -16,8 +15,8 @@ pytest.importorskip("torch")
 
 from msgspec import json as encoder
 
-from distrain.cli.app import command
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH
+from distrain.tests.fakes.run_command import run_command
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.files import write_outcome
 from distrain.trainer.rundir.lock import hold_run_folder, lock_holder
@@ -41,11 +40,6 @@ def trained_run(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(trained_run: Path, tmp_path: Path) -> Path:
     """A copy of it that a test may change."""
     return Path(copytree(trained_run, tmp_path / "runs" / "mine"))
-
-
-def run_command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    status = command(shlex.split(words))
-    return status, *capsys.readouterr()
 
 
 def keep_steps(run: Path, steps: int) -> None:

@@ -22,6 +22,7 @@ from distrain.cli.app import app, command
 from distrain.cli.keys.keys import config_keys
 from distrain.tests.fakes.folder_state import folder_state
 from distrain.tests.fakes.malformed_files import FILES, RAW, damaged_json, fifo, run_folder
+from distrain.tests.fakes.processes import children
 from distrain.tests.fakes.time_limits import limit_processor_time
 
 VERBS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -43,25 +44,13 @@ VALUES = ["1", "0", "-1", "-0", "1e400", "nan", "inf", "0x10", "1_000", ".5", "'
 # fmt: on
 
 
-def children() -> set[str]:
-    """Return the child processes of this one, zombies included."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(stat.parent.name)
-        except OSError:
-            continue
-    return found
-
-
 def check_command(argv: Sequence[str], kept: Path, *, adds: bool = False) -> str:
     """Run a command line in this process, check what must hold for any, and return its stderr.
 
     The files in `kept` must not change, and only a verb that `adds` files may create new ones there.
     """
     out, err = io.StringIO(), io.StringIO()
-    before, running = folder_state(kept), children()
+    before, running = folder_state(kept), children(os.getpid())
     with redirect_stdout(out), redirect_stderr(err), limit_processor_time(MOST_SECONDS):
         status = command(list(argv))
     said = err.getvalue()
@@ -72,7 +61,7 @@ def check_command(argv: Sequence[str], kept: Path, *, adds: bool = False) -> str
         assert line.startswith(("distrain: ", "wrote ")), said
         assert len(line) <= LONGEST
     assert said or status == 0 or out.getvalue(), f"{argv} exited with {status} without a message"
-    assert children() <= running
+    assert children(os.getpid()) <= running
     after = folder_state(kept)
     for name in re.findall(r"^wrote (\S+)", out.getvalue() + said, re.MULTILINE):  # a page of ours, which a new one replaces
         before.pop(name, None)

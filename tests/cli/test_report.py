@@ -1,7 +1,6 @@
 """`distrain report` on real runs: the plan agrees with the counted bytes, and the page shows both."""
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ pytest.importorskip("torch")
 
 from msgspec import json as encoder
 
-from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.loss_chart import HEIGHT
 from distrain.cli.pages.report_page import drift_sentences, incident_lines, report_text
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.cli.verbs.fit_run import closing_text
+from distrain.tests.fakes.run_command import run_command
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.measured import read_measured_run
 from distrain.trainer.spec.changed_run import with_changes
@@ -71,7 +70,7 @@ def test_planned_saved_activations_equal_counted_ones(words: tuple[str, ...], ra
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_run(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was resumed once, with validation and a profiled window of steps."""
     folder: Path = tmp_path_factory.mktemp("report") / "run"
     words = ("data=synthetic", *SMALL, "train.microbatch=2", "log.every=1", "train.evaluate={every: 4, batches: 1}")
@@ -81,13 +80,8 @@ def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    status = command(shlex.split(words))
-    return status, *capsys.readouterr()
-
-
-def test_the_page_of_a_run_is_plain_text_of_page_width(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run_command(f"report '{trained}'", capsys)
+def test_the_page_of_a_run_is_plain_text_of_page_width(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_command(f"report '{trained_run}'", capsys)
     assert (status, err) == (0, "")
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) <= DEFAULT_WIDTH
@@ -96,16 +90,16 @@ def test_the_page_of_a_run_is_plain_text_of_page_width(trained: Path, capsys: py
         assert f"  {kind} " in out
 
 
-def test_the_report_has_checkpoints_validation_and_every_step_of_both_attempts(trained: Path) -> None:
-    found = read_measured_run(trained)
+def test_the_report_has_checkpoints_validation_and_every_step_of_both_attempts(trained_run: Path) -> None:
+    found = read_measured_run(trained_run)
     assert found.saved == (6, 12)
     assert [step for step, _ in found.validation] == [4, 6, 8, 12]
     assert [step for step, _ in found.losses] == list(range(1, 13))
     assert "validation loss " in report_text(found, Style())
 
 
-def test_the_chart_is_labelled_with_the_highest_and_lowest_loss(trained: Path) -> None:
-    found = read_measured_run(trained)
+def test_the_chart_is_labelled_with_the_highest_and_lowest_loss(trained_run: Path) -> None:
+    found = read_measured_run(trained_run)
     losses = [loss for _, loss in (*found.losses, *found.validation)]
     for blocks, drawn in ((True, "│"), (False, "|")):
         lines = [line for line in report_text(found, Style(blocks=blocks)).splitlines() if drawn in line[:12]]
@@ -115,15 +109,15 @@ def test_the_chart_is_labelled_with_the_highest_and_lowest_loss(trained: Path) -
     assert report_text(found, Style(blocks=False)).isascii()
 
 
-def test_json_is_one_document_with_every_drift(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run_command(f"report '{trained}' --json", capsys)
+def test_json_is_one_document_with_every_drift(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_command(f"report '{trained_run}' --json", capsys)
     document = json.loads(out)
     assert (status, document["version"], document["steps"], document["whole"]) == (0, 1, 12, 12)
     assert [set(row) for row in document["memory"]] == [{"name", "unit", "planned", "measured", "drift"}] * 4
 
 
-def test_the_profiled_steps_are_a_chrome_trace(trained: Path) -> None:
-    (file,) = (trained / "trace").iterdir()
+def test_the_profiled_steps_are_a_chrome_trace(trained_run: Path) -> None:
+    (file,) = (trained_run / "trace").iterdir()
     events = json.loads(file.read_bytes())["traceEvents"]
     assert file.name == "steps_3_4.json"
     assert any("mm" in event.get("name", "") for event in events)
@@ -148,9 +142,9 @@ def test_the_time_of_the_first_steps_alone_is_no_drift(rows: int, is_warm: bool,
 
 
 @pytest.mark.parametrize("kept", ["run.json", "run.json metrics.jsonl"])
-def test_a_run_that_has_just_begun_has_a_page(kept: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_just_begun_has_a_page(kept: str, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in kept.split():
-        (tmp_path / name).write_bytes((trained / name).read_bytes()[: 100000 if name == "run.json" else -7])
+        (tmp_path / name).write_bytes((trained_run / name).read_bytes()[: 100000 if name == "run.json" else -7])
     status, out, err = run_command(f"report '{tmp_path}'", capsys)
     assert (status, err) == (0, "")
     assert out.startswith("run: ")

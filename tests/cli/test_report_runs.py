@@ -1,7 +1,6 @@
 """`distrain report A B ...`: runs side by side, their differences, losses at common steps, and one chart."""
 
 import json
-import shlex
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -14,10 +13,10 @@ pytest.importorskip("torch")
 
 from msgspec import json as encoder
 
-from distrain.cli.app import command
 from distrain.cli.pages.compare_page import MARKS, common_steps, compared_runs, comparison_text, config_differences
 from distrain.cli.pages.loss_chart import HEIGHT, LABEL_WIDTH, SHARED_CELL, comparison_chart
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
+from distrain.tests.fakes.run_command import run_command
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.measured import read_measured_run
 from distrain.trainer.spec.run import Run
@@ -37,11 +36,6 @@ def runs(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
         (top / name / "plan.json").write_bytes(encoder.encode(make_plan(run)))
         made.append(top / name)
     return made[0], made[1]
-
-
-def run_command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    status = command(shlex.split(words))
-    return status, *capsys.readouterr()
 
 
 def sections(page: str) -> dict[str, list[str]]:

@@ -184,13 +184,13 @@ def test_no_legal_layout_is_one_line_with_a_mend(words: str, why: str, capsys: p
     assert " ".join(out.split()) == f"gpt2_124m on 1 node x 4 A100-40G: {says}: {mend}"
 
 
-def planned(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def plan_output(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Run `distrain plan`; return (exit status, stdout)."""
     return command(["plan", *shlex.split(arguments)]), capsys.readouterr().out
 
 
 def test_a_plan_that_wastes_time_ends_with_the_best_layout_as_words(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out = planned("conf=llama3_70b cluster=8x8", capsys)
+    status, out = plan_output("conf=llama3_70b cluster=8x8", capsys)
     *_, words = out.split("\n\n")
     text = " ".join(words.split())
     step, best = (json.loads(call_json(verb, capsys)) for verb in ("plan", "search"))
@@ -201,7 +201,7 @@ def test_a_plan_that_wastes_time_ends_with_the_best_layout_as_words(capsys: pyte
     plan = make_plan(load_recipe("llama3_70b", best_words[1:]))
     assert plan.time
     assert plan.time.step == best["rows"][0]["step"]
-    assert "wastes" not in planned(shlex.join(best_words), capsys)[1]
+    assert "wastes" not in plan_output(shlex.join(best_words), capsys)[1]
 
 
 def call_json(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -228,7 +228,7 @@ def test_a_plan_tells_waste_that_is_worth_it(
     "words", ["conf=quickstart parallel.recompute=full", "conf=llama3_70b parallel.recompute=full", "conf=llama3_8b_1node"]
 )
 def test_a_plan_on_cpus_on_many_devices_or_without_waste_is_left_alone(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out = planned(words, capsys)
+    status, out = plan_output(words, capsys)
     assert status == 0
     assert "wastes" not in out
 

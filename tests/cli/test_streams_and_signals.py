@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.deadline import DEADLINE, wait_for
 from distrain.tests.fakes.folder_state import folder_state
 from distrain.tests.fakes.malformed_files import run_folder
+from distrain.tests.fakes.processes import marked_processes
 
 PYTHON = [sys.executable, "-m", "distrain"]
 
@@ -103,26 +104,6 @@ def wait_for_processor_time(process: subprocess.Popen[bytes], seconds: float) ->
         time.sleep(0.005)
 
 
-def processes_with_mark(mark: str) -> list[str]:
-    """Return the processes with a mark in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
-
-
-def wait_until(met: Callable[[], bool]) -> None:
-    """Wait until a condition holds; fail after a minute."""
-    until = time.monotonic() + 60
-    while not met():
-        assert time.monotonic() < until, "the deadline passed"
-        time.sleep(0.02)
-
-
 # A command line, the signal, and when it is sent: after this processor time, or once the verb has started a process (None).
 # fmt: off
 STOPPED = (
@@ -147,13 +128,13 @@ def test_a_signal_ends_a_verb_and_its_children(
 ) -> None:
     neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps({**neox, "vocab_size": 256, "max_position_embeddings": 128}))
-    before, mark = folder_state(whole), f"TEST_MARK={tmp_path}"
+    before = folder_state(whole)
     paths = {"RUN": str(whole), "NEOX": str(tmp_path / "config.json"), "OUT": str(tmp_path / "out")}
     given = [paths.get(word, word.replace("NEOX", paths["NEOX"]).replace("OUT", paths["OUT"])) for word in argv]
     environment = {**os.environ, "TEST_MARK": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*PYTHON, *given], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         if after is None:
-            wait_until(lambda: process.poll() is not None or len(processes_with_mark(mark)) > 1)
+            wait_for(lambda: process.poll() is not None or len(marked_processes("TEST_MARK", tmp_path)) > 1)
         else:
             wait_for_processor_time(process, after)
         process.send_signal(number)
@@ -163,5 +144,5 @@ def test_a_signal_ends_a_verb_and_its_children(
     assert "Traceback" not in said
     assert all(line.startswith("distrain: ") for line in said.splitlines())
     assert status in (128 + number, -number) or "no checkpoint" in said, said  # which `generate` may have found before the signal
-    wait_until(lambda: not processes_with_mark(mark))
+    wait_for(lambda: not marked_processes("TEST_MARK", tmp_path))
     assert folder_state(whole) == before

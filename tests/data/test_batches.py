@@ -26,7 +26,7 @@ SEQ = 8
 END = 9999  # ends a document of what is counted below
 
 
-def counted(folder: Path, name: str, first: int, documents: int, rng: np.random.Generator) -> Path:
+def write_counting_file(folder: Path, name: str, first: int, documents: int, rng: np.random.Generator) -> Path:
     """A nanoGPT file whose tokens are first, first + 1, ..., so that each names its place, and an END after each document."""
     tokens: list[int] = []
     for _ in range(documents):
@@ -36,7 +36,7 @@ def counted(folder: Path, name: str, first: int, documents: int, rng: np.random.
     return path
 
 
-def opened(data: Data, folder: Path, seq: int = SEQ, vocab: int = 10_000) -> Corpus:
+def open_corpus(data: Data, folder: Path, seq: int = SEQ, vocab: int = 10_000) -> Corpus:
     return prepare_corpus(data, vocab=vocab, seq=seq, cache=folder / "cache", progress=lambda *_: None)
 
 
@@ -48,21 +48,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def corpus(folder: Path) -> Corpus:
     """One source of 60 documents."""
-    path = counted(folder, "one.bin", 0, 60, np.random.default_rng(0))
-    return opened(Data(name="tokens", path=str(path), end=END, validation=0.1), folder)
+    path = write_counting_file(folder, "one.bin", 0, 60, np.random.default_rng(0))
+    return open_corpus(Data(name="tokens", path=str(path), end=END, validation=0.1), folder)
 
 
 @pytest.fixture(scope="module")
 def blend(folder: Path) -> Corpus:
     """Three sources, of 3, 2 and 1 parts."""
     rng = np.random.default_rng(1)
-    paths = tuple(str(counted(folder, f"part{index}.bin", 3000 * index, 40, rng)) for index in range(3))
-    return opened(Data(name="tokens", path=paths, weights=(3.0, 2.0, 1.0), end=END, validation=0.1), folder)
+    paths = tuple(str(write_counting_file(folder, f"part{index}.bin", 3000 * index, 40, rng)) for index in range(3))
+    return open_corpus(Data(name="tokens", path=paths, weights=(3.0, 2.0, 1.0), end=END, validation=0.1), folder)
 
 
 @pytest.fixture(scope="module", params=["corpus", "blend", "synthetic"])
 def batches(request: pytest.FixtureRequest, folder: Path) -> Batches:
-    made = opened(Data(), folder) if request.param == "synthetic" else request.getfixturevalue(request.param)
+    made = open_corpus(Data(), folder) if request.param == "synthetic" else request.getfixturevalue(request.param)
     return Batches(made, seed=7, seq=SEQ)
 
 
@@ -194,7 +194,7 @@ def test_prefetching_ends_when_the_reader_stops(batches: Batches) -> None:
 
 
 def test_synthetic_text_counts_up_in_phrases(folder: Path) -> None:
-    made = opened(Data(), folder, vocab=1000).sources[0].tokens
+    made = open_corpus(Data(), folder, vocab=1000).sources[0].tokens
     tokens = np.empty(50 * PHRASE, np.int64)
     made.copy(0, tokens)
     strides = np.diff(tokens.reshape(50, PHRASE)) % 1000
@@ -203,7 +203,7 @@ def test_synthetic_text_counts_up_in_phrases(folder: Path) -> None:
 
 
 def test_synthetic_tokens_are_uniform(folder: Path) -> None:
-    corpus = opened(Data(), folder, vocab=50)
+    corpus = open_corpus(Data(), folder, vocab=50)
     assert corpus.entropy == pytest.approx(log(50))
     tokens = np.empty(200_000, np.int64)
     corpus.sources[0].tokens.copy(0, tokens)
@@ -214,13 +214,13 @@ def test_synthetic_tokens_are_uniform(folder: Path) -> None:
 def test_batches_are_the_same_in_the_next_release(folder: Path) -> None:
     """A run may be resumed by another version: these figures change with the format of the cache only, and never by chance."""
     np.arange(2000, dtype=np.uint16).tofile(folder / "golden.bin")
-    corpus = opened(Data(name="tokens", path=str(folder / "golden.bin"), end=999, validation=0.1), folder)
+    corpus = open_corpus(Data(name="tokens", path=str(folder / "golden.bin"), end=999, validation=0.1), folder)
     assert corpus.key == "c60fb4ff0c6566e4ef8ebf436756b4e1"
     batches = Batches(corpus, seed=1234, seq=SEQ)
     assert batches.batch(0, 10).tokens[:, 0].tolist() == [344, 320, 1552, 664, 1480, 1240, 224, 1656, 1504, 992]
     assert batches.batch(10**6, 3).tokens[:, 0].tolist() == [848, 96, 1384]
     assert Batches(corpus, seed=1, seq=SEQ, split="validation").batch(0, 5).tokens[:, 0].tolist() == [1976, 1880, 1896, 1848, 1920]
-    made = Batches(opened(Data(), folder, vocab=256), seed=1234, seq=4)
+    made = Batches(open_corpus(Data(), folder, vocab=256), seed=1234, seq=4)
     assert made.batch(0, 3).tokens.tolist() == [[205, 207, 209, 211], [37, 45, 53, 61], [41, 47, 53, 59]]
 
 

@@ -31,7 +31,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def opened(text: Path, *, verify: bool = True, **words: Any) -> tuple[Corpus, Told]:
+def open_corpus(text: Path, *, verify: bool = True, **words: Any) -> tuple[Corpus, Told]:
     """Return the corpus, and the progress reported while it was prepared."""
     told: Told = []
     data = Data(name="text", path=str(text), **words)
@@ -54,29 +54,29 @@ def tokens(corpus: Corpus) -> list[list[int]]:
 
 
 def test_a_second_run_uses_the_cache_of_the_first(text: Path) -> None:
-    assert work(opened(text)[1]) == {"hash", "tokenize"}
-    assert work(opened(text)[1]) == {"hash"}
+    assert work(open_corpus(text)[1]) == {"hash", "tokenize"}
+    assert work(open_corpus(text)[1]) == {"hash"}
 
 
 def test_progress_counts_up_to_the_size_of_the_text(text: Path) -> None:
-    assert ("tokenize", 1900, 1900) in opened(text)[1]
+    assert ("tokenize", 1900, 1900) in open_corpus(text)[1]
 
 
 @pytest.mark.parametrize("words", [{"end": 1}, {"text_key": "content"}])
 def test_other_data_keys_use_another_cache(text: Path, words: dict[str, Any]) -> None:
-    opened(text)
-    assert "tokenize" in work(opened(text, **words)[1])
+    open_corpus(text)
+    assert "tokenize" in work(open_corpus(text, **words)[1])
 
 
 def test_another_validation_share_uses_the_same_cache(text: Path) -> None:
-    opened(text)
-    assert work(opened(text, validation=0.3)[1]) == {"hash"}
+    open_corpus(text)
+    assert work(open_corpus(text, validation=0.3)[1]) == {"hash"}
 
 
 def test_a_changed_text_is_tokenized_again(text: Path) -> None:
-    before = opened(text)[0]
+    before = open_corpus(text)[0]
     text.write_text("to be or not to bE\n" * 100)
-    after, told = opened(text)
+    after, told = open_corpus(text)
     assert "tokenize" in work(told)
     assert after.key != before.key
 
@@ -106,30 +106,30 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_cache_is_reported_and_rebuilt(name: str, text: Path) -> None:
     damage, reason = DAMAGE[name]
-    whole = tokens(opened(text)[0])
+    whole = tokens(open_corpus(text)[0])
     at = folder(text)
     damage(at)
-    corpus, told = opened(text)
+    corpus, told = open_corpus(text)
     assert (f"the cache {at} is damaged ({reason}): making it again", 0, 0) in told
     assert "tokenize" in work(told)
     assert tokens(corpus) == whole
-    assert work(opened(text)[1]) == {"hash"}
+    assert work(open_corpus(text)[1]) == {"hash"}
 
 
 def test_only_sizes_are_checked_if_another_process_verified_the_cache(text: Path) -> None:
-    opened(text)
+    open_corpus(text)
     os.truncate(folder(text) / "tokens", 100)
-    assert "tokenize" in work(opened(text, verify=False)[1])
+    assert "tokenize" in work(open_corpus(text, verify=False)[1])
     flip(folder(text) / "tokens")
-    assert work(opened(text, verify=False)[1]) == {"hash"}
+    assert work(open_corpus(text, verify=False)[1]) == {"hash"}
 
 
 def test_remains_of_a_killed_process_are_removed(text: Path) -> None:
-    opened(text)
+    open_corpus(text)
     at = folder(text)
     left = at.with_name(f"{at.name}.99999.new")
     at.rename(left)
-    opened(text)
+    open_corpus(text)
     assert folder(text) == at
     assert not left.exists()
 
@@ -209,5 +209,5 @@ def test_hashes_are_remembered_until_a_file_changes(tmp_path: Path) -> None:
 def test_an_unwritable_cache_is_refused_in_one_line(text: Path) -> None:
     (text.parent / "cache").write_text("a file")
     with pytest.raises(Unreadable) as refused:
-        opened(text)
+        open_corpus(text)
     assert str(refused.value) == f"the cache {text.parent}/cache cannot be written: File exists: set data.cache to a folder with free space"

@@ -40,7 +40,7 @@ def two_shares(at: Path) -> None:
     (at / "a.jsonl").write_text(row * (SHARE * 3 // 2 // 1000) + "{\n")
 
 
-def packed(at: Path, name: str, text: str, keep: int | None = None) -> None:
+def pack(at: Path, name: str, text: str, keep: int | None = None) -> None:
     (at / name).write_bytes(gzip.compress(text.encode(), mtime=0)[:keep])
 
 
@@ -96,9 +96,9 @@ WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         "AT/a.jsonl line 1 holds half of a character (a lone surrogate)"),
     "text that is not packed": (lambda at: lines(at, "a.txt.gz", "x"), {"name": "text", "path": "AT/a.txt.gz"},
         "AT/a.txt.gz is no .gz file: end its name in .txt"),
-    "packed text cut short": (lambda at: packed(at, "a.txt.gz", "x\n" * 10, 15), {"name": "text", "path": "AT/a.txt.gz"},
+    "packed text cut short": (lambda at: pack(at, "a.txt.gz", "x\n" * 10, 15), {"name": "text", "path": "AT/a.txt.gz"},
         "AT/a.txt.gz cannot be decompressed: Compressed file ended before the end-of-stream marker was reached"),
-    "packed lines cut short": (lambda at: packed(at, "a.jsonl.gz", '{"text": "x"}\n' * 10, -4), {"name": "text", "path": "AT/a.jsonl.gz"},
+    "packed lines cut short": (lambda at: pack(at, "a.jsonl.gz", '{"text": "x"}\n' * 10, -4), {"name": "text", "path": "AT/a.jsonl.gz"},
         "AT/a.jsonl.gz line 11 cannot be decompressed: Compressed file ended before the end-of-stream marker was reached"),
     "a tokenizer that is missing": (lambda at: lines(at, "a.txt", "x"), {"name": "text", "path": "AT/a.txt", "tokenizer": "AT/t.json"},
         "data.tokenizer=AT/t.json: No such file or directory: set it to bytes or to the path of a tokenizer.json"),

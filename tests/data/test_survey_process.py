@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from distrain.tests.fakes.processes import descendants
 from distrain.tests.fakes.small_tokenizer import LINE, write_tokenizer
 from distrain.trainer.system.child_process import end_child
 
@@ -57,18 +58,6 @@ answers.send(survey.answer(sys.stdin.buffer.read(), answers))
     done = subprocess.run([sys.executable, "-c", program], input=question, capture_output=True, text=True)
     assert done.stdout.splitlines()[0] == "[]", done.stderr
     assert list(json.loads(done.stdout.splitlines()[-1])) == ["facts"]
-
-
-def descendants(pid: int) -> set[int]:
-    """Return the children of a process, and their children."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
 
 
 def alive(pids: set[int]) -> set[int]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
+from distrain.tests.fakes.processes import children
 from distrain.trainer.loop.data import source_reader as sources
 from distrain.trainer.loop.data.files.find import DataFile
 from distrain.trainer.loop.data.prepare import prepare_corpus
@@ -21,16 +22,6 @@ from distrain.trainer.spec.run import Data
 from distrain.trainer.system.child_process import end_child
 
 SETTINGS = ("bytes", None, "text")
-
-
-def children() -> set[int]:
-    """The processes that this one has started and that are still there, dead or alive."""
-    found = set[int]()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(int(stat.parent.name))
-    return found
 
 
 def large(folder: Path) -> list[list[Span]]:
@@ -53,37 +44,37 @@ def with_unsent_words(child: Child) -> None:
 
 
 def test_processes_end_when_the_reader_stops(tmp_path: Path) -> None:
-    before = children()
+    before = children(os.getpid())
     reader = tokenize_turns(large(tmp_path), tmp_path, SETTINGS, 2)
     next(reader)
-    assert len(children() - before) == 2
+    assert len(children(os.getpid()) - before) == 2
     reader.close()
-    assert children() <= before
+    assert children(os.getpid()) <= before
 
 
 def test_processes_killed_before_the_reader_stops_are_reaped(tmp_path: Path) -> None:
-    before = children()
+    before = children(os.getpid())
     reader = tokenize_turns(large(tmp_path), tmp_path, SETTINGS, 2)
     next(reader)
-    for pid in children() - before:
+    for pid in children(os.getpid()) - before:
         os.kill(pid, signal.SIGKILL)
     reader.close()
-    assert children() <= before
+    assert children(os.getpid()) <= before
 
 
 def test_a_killed_child_is_reaped_even_if_closing_its_pipe_raises() -> None:
-    before = children()
+    before = children(os.getpid())
     with start_worker(SETTINGS) as child:
         with_unsent_words(child)
-    assert children() <= before
+    assert children(os.getpid()) <= before
 
 
 def test_every_child_ends_even_if_closing_pipes_raises() -> None:
-    before = children()
+    before = children(os.getpid())
     with ExitStack() as held:
         for child in [held.enter_context(start_worker(SETTINGS)) for _ in range(3)]:
             with_unsent_words(child)
-    assert children() <= before
+    assert children(os.getpid()) <= before
 
 
 def test_a_childs_pipes_are_closed_when_it_is_ended() -> None:
@@ -98,7 +89,7 @@ def test_a_childs_pipes_are_closed_when_it_is_ended() -> None:
 
 
 def test_children_end_when_the_reader_raises(tmp_path: Path) -> None:
-    before = children()
+    before = children(os.getpid())
 
     def read() -> None:
         for _ in tokenize_turns(large(tmp_path), tmp_path, SETTINGS, 2):
@@ -106,12 +97,12 @@ def test_children_end_when_the_reader_raises(tmp_path: Path) -> None:
 
     with pytest.raises(KeyError):
         read()
-    assert children() <= before
+    assert children(os.getpid()) <= before
 
 
 def test_children_end_before_the_partial_cache_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reference to the error keeps its traceback's frames alive, as happens while folders are removed."""
-    before = children()
+    before = children(os.getpid())
     large(tmp_path)
     monkeypatch.setattr(sources, "_ONE_PROCESS", (0, 0))
 
@@ -122,17 +113,17 @@ def test_children_end_before_the_partial_cache_is_removed(tmp_path: Path, monkey
     data = Data(name="text", path=str(tmp_path / "a.txt"))
     with pytest.raises(KeyError) as held:
         prepare_corpus(data, vocab=256, seq=8, cache=tmp_path / "cache", progress=progress)
-    assert children() <= before
+    assert children(os.getpid()) <= before
     assert not list((tmp_path / "cache").glob("*.new"))
     assert held.traceback
 
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
-    before = children()
+    before = children(os.getpid())
     os.mkfifo(tmp_path / "a.txt")  # nobody writes to it: whoever reads it waits
 
     def kill_all() -> None:
-        while len(pids := children() - before) < 2:
+        while len(pids := children(os.getpid()) - before) < 2:
             time.sleep(0.01)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -143,7 +134,7 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     with pytest.raises(Unreadable, match=r"^a tokenizer process ended with exit status -9 without an answer$"):
         list(tokenize_turns(turns, tmp_path, SETTINGS, 2))
     killer.join()
-    assert children() <= before
+    assert children(os.getpid()) <= before
 
 
 def test_tokenizer_problems_are_reported_by_the_processes_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -155,8 +146,8 @@ def test_tokenizer_problems_are_reported_by_the_processes_too(tmp_path: Path, ca
 
 
 def test_processes_that_cannot_be_started_are_reported_in_one_line(tmp_path: Path) -> None:
-    before = children()
+    before = children(os.getpid())
     turns = [[Span(str(tmp_path / "a.txt"), 0, 5, True)]] * 2
     with pytest.raises(Unreadable, match=r"^a tokenizer process can't be started: Argument list too long$"):
         list(tokenize_turns(turns, tmp_path, ("bytes", None, "k" * 10_000_000), 2))
-    assert children() <= before
+    assert children(os.getpid()) <= before

@@ -26,7 +26,7 @@ WORDS = (
 
 
 @cache
-def loaded(*words: str) -> Run:
+def attempt_run(*words: str) -> Run:
     return load_recipe("quickstart", [*WORDS, *words])
 
 
@@ -49,7 +49,7 @@ class Attempts:
                 os.kill(os.getpid(), number)
 
     def run(self, program: str, restarts: int = 1, *words: str) -> Outcome:
-        run = loaded("cluster=1x2", f"launch.restarts={restarts}", *words)
+        run = attempt_run("cluster=1x2", f"launch.restarts={restarts}", *words)
         command = [sys.executable, "-c", program, str(self.folder)]
         return run_attempts(run, make_plan(run), (), self.folder, self.show, self.show, command=command)
 

@@ -76,7 +76,7 @@ class LayoutMatrix:
         return tuple(legal), illegal
 
     @cached_property
-    def trained(self) -> tuple[MatrixLayout, ...]:
+    def trained_layouts(self) -> tuple[MatrixLayout, ...]:
         """A few legal layouts, in which every pair of choices and every mesh occurs."""
         return tuple(covering_rows(self.layouts[0], pairs_of=_pairs_in))
 

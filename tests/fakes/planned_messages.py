@@ -25,7 +25,7 @@ def run_of(model: Model = GPT, ranks: int = 8, **changes: Any) -> Run:
     return with_changes(run, ({"train.batch": ranks // others * B * steps} | keys).items())
 
 
-def planned(model: Model = GPT, ranks: int = 8, **changes: Any) -> Plan:
+def plan_of(model: Model = GPT, ranks: int = 8, **changes: Any) -> Plan:
     """Return the plan of such a run."""
     plan = make_plan(run_of(model, ranks, **changes))
     assert plan.problems == ()
@@ -45,6 +45,6 @@ def bytes_of(plan: Plan, axis: str) -> int:
 def of_a_layer(axis: str, **changes: Any) -> int:
     """Return the bytes that one more layer makes a rank send on an axis for one more micro-batch."""
     (one, two), (three, four) = (
-        [bytes_of(planned(model__layers=layers, micros=micros, **changes), axis) for layers in (1, 2)] for micros in (1, 2)
+        [bytes_of(plan_of(model__layers=layers, micros=micros, **changes), axis) for layers in (1, 2)] for micros in (1, 2)
     )
     return four - three - (two - one)

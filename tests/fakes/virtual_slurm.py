@@ -71,14 +71,14 @@ class VirtualSlurm:
             self.close()
             raise
 
-    def known(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    def command_environment(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return an environment in which Slurm's commands find it."""
         return {**environment, **self.environment}
 
     def output(self, *command: str) -> str:
         """Run a command of Slurm on the first host; return its output, "" where it fails."""
         words = self.hosts.hosts[0].command_line(command)
-        return subprocess.run(words, env=self.known(), capture_output=True, text=True, timeout=DEADLINE, check=False).stdout
+        return subprocess.run(words, env=self.command_environment(), capture_output=True, text=True, timeout=DEADLINE, check=False).stdout
 
     def exit_status(self, job: str) -> int:
         """Wait for a job to end; return its exit status."""
@@ -98,5 +98,7 @@ class VirtualSlurm:
     def _start(self, host: int, *command: str) -> None:
         none = subprocess.DEVNULL
         self._daemons.append(
-            subprocess.Popen(self.hosts.hosts[host].command_line(command), env=self.known(), stdin=none, stdout=none, stderr=none)
+            subprocess.Popen(
+                self.hosts.hosts[host].command_line(command), env=self.command_environment(), stdin=none, stdout=none, stderr=none
+            )
         )

@@ -250,11 +250,11 @@ def test_losses_that_differ_are_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def trained(runs: Sequence[FitRun], context: CheckContext) -> dict[str, FinishedFit]:
+    def finished_fits(runs: Sequence[FitRun], context: CheckContext) -> dict[str, FinishedFit]:
         rows = {run.name: [{"loss": loss} for loss in changed.get(run.name, LOSSES)] for run in runs}
         return {name: FinishedFit(folder=tmp_path, rows=tuple(each), plan={}) for name, each in rows.items()}
 
-    monkeypatch.setattr(losses, "fit_together", trained)
+    monkeypatch.setattr(losses, "fit_together", finished_fits)
     assert list(check(CheckContext(folder=tmp_path, on_gpu=True)).departures) == found
 
 

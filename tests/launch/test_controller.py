@@ -50,7 +50,7 @@ def children() -> list[int]:
     return [int(child) for file in Path("/proc/self/task").glob("*/children") for child in file.read_text().split()]
 
 
-def called(commands: FakeCommands, times: int) -> bool:
+def were_called(commands: FakeCommands, times: int) -> bool:
     """Return whether they were called so often; a call may be half written."""
     try:
         return len(commands.calls) == times
@@ -104,7 +104,7 @@ def test_a_signal_ends_an_attempt_whose_host_hangs(number: signal.Signals, ssh: 
     ssh.host("h1", HANGS)
 
     def send() -> None:
-        wait_for(lambda: called(ssh, 2))
+        wait_for(lambda: were_called(ssh, 2))
         os.kill(os.getpid(), number)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,7 +123,7 @@ def test_ctrl_c_while_hosts_are_checked_is_not_lost(ssh: FakeCommands) -> None:
     ssh.host("h0", HANGS)
 
     def send() -> None:
-        wait_for(lambda: called(ssh, 1))
+        wait_for(lambda: were_called(ssh, 1))
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -280,7 +280,7 @@ def test_deepspeeds_runner_kills_no_process_by_name_on_the_hosts(tmp_path: Path)
     environment = command.full_environment({**os.environ, "PATH": stand_ins.path(), "DS_ACCELERATOR": "cpu"})
     runner = subprocess.Popen(command.argv, cwd=command.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        wait_for(lambda: called(stand_ins, 1))
+        wait_for(lambda: were_called(stand_ins, 1))
         runner.send_signal(signal.SIGTERM)
         runner.communicate(timeout=DEADLINE)
     finally:

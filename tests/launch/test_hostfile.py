@@ -160,15 +160,15 @@ def test_a_good_hostfile_is_read(text: bytes, tmp_path: Path) -> None:
     assert found == (Host(name="h1", slots=(0, 1)), Host(name="h2.example.org", slots=(0,)))
 
 
-def selected(file: str, **how: Any) -> tuple[Host, ...]:
+def selected_hosts(file: str, **how: Any) -> tuple[Host, ...]:
     return select_hosts(read_hostfile(file), file, **how)
 
 
 def test_hosts_keep_the_order_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("b slots=2\na slots=3\nc slots=2\n")
-    chosen = selected(str(tmp_path / "hosts"), nodes=2, gpus=2, include="a:0,2@b")
+    chosen = selected_hosts(str(tmp_path / "hosts"), nodes=2, gpus=2, include="a:0,2@b")
     assert chosen == (Host(name="b", slots=(0, 1)), Host(name="a", slots=(0, 2)))
-    assert selected(str(tmp_path / "hosts"), nodes=2, gpus=2, exclude="a") == (
+    assert selected_hosts(str(tmp_path / "hosts"), nodes=2, gpus=2, exclude="a") == (
         Host(name="b", slots=(0, 1)),
         Host(name="c", slots=(0, 1)),
     )
@@ -191,7 +191,7 @@ def test_every_suggested_fix_works(
             drop.setdefault(host, []).append(slot)
     exclude = "@".join(f"h{host}:{','.join(map(str, slots))}" for host, slots in drop.items()) or None
     try:
-        found = selected(str(file), nodes=nodes, gpus=gpus, exclude=exclude)
+        found = selected_hosts(str(file), nodes=nodes, gpus=gpus, exclude=exclude)
     except Unreadable as error:
         (problem,) = error.problems
     else:
@@ -204,7 +204,7 @@ def test_every_suggested_fix_works(
         size = re.fullmatch(r"(\d+)x(\d+)", words.get("cluster", f"{nodes}x{gpus}"))
         assert size
         kept = None if words.get("launch.exclude") == "null" else exclude
-        left = selected(str(file), nodes=int(size[1]), gpus=int(size[2]), include=words.get("launch.include"), exclude=kept)
+        left = selected_hosts(str(file), nodes=int(size[1]), gpus=int(size[2]), include=words.get("launch.include"), exclude=kept)
         assert {host.name: len(host.slots) for host in left} == {host.name: int(size[2]) for host in left}
 
 

@@ -169,7 +169,7 @@ def test_runs_have_different_ports_below_the_ephemeral_ones() -> None:
 # The script starts a run
 
 
-def trained(folder: Path) -> list[float]:
+def losses_of_run(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -229,7 +229,7 @@ class ScriptRun:
 
 
 @pytest.fixture
-def made(
+def make_script(
     tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., ScriptRun]]:
     """Make the script of a run whose recipe, text, hostfile and folders are relative paths."""
@@ -264,37 +264,37 @@ def made(
 
 
 @pytest.mark.parametrize("launch", ["local", "torchrun", "slurm"])
-def test_a_script_trains_in_any_folder(launch: str, made: Callable[..., ScriptRun], tmp_path: Path, ranks: RankPool) -> None:
+def test_a_script_trains_in_any_folder(launch: str, make_script: Callable[..., ScriptRun], tmp_path: Path, ranks: RankPool) -> None:
     """torchrun on two names of this machine; Slurm with fake commands; both train the same losses as plain ranks."""
-    script = made(launch, "cluster=2x1")
+    script = make_script(launch, "cluster=2x1")
     started = [script.run(*([str(host)] if launch == "torchrun" else [])) for host in range(2 if launch == "torchrun" else 1)]
     said = script.outputs(tmp_path / launch / "quickstart")
     assert [each.returncode for each in started] == [0] * len(started), said
     losses = ranks.train(tmp_path / "plain", "quickstart", "data=text", f"data.path={tmp_path}/texts/*.txt", *SMALL).figures("loss")
-    assert trained(tmp_path / launch / "quickstart") == losses
+    assert losses_of_run(tmp_path / launch / "quickstart") == losses
     assert json.loads((tmp_path / launch / "quickstart" / "plan.json").read_text())["world"] == 2
     assert script.files_left() == []
 
 
-def test_a_script_for_several_hosts_needs_the_number_of_its_host(made: Callable[..., ScriptRun]) -> None:
-    script = made("torchrun", "cluster=2x1")
+def test_a_script_for_several_hosts_needs_the_number_of_its_host(make_script: Callable[..., ScriptRun]) -> None:
+    script = make_script("torchrun", "cluster=2x1")
     for words in ([], ["2"], ["h1"]):
         started = script.run(*words)
         assert started.communicate(timeout=DEADLINE)[1] == "give the number of this host: 0 on 127.0.0.1, 1 on localhost\n"
         assert started.returncode == 2
 
 
-def test_a_torchrun_script_for_one_host_starts_all_its_ranks(made: Callable[..., ScriptRun], here: Path, tmp_path: Path) -> None:
+def test_a_torchrun_script_for_one_host_starts_all_its_ranks(make_script: Callable[..., ScriptRun], here: Path, tmp_path: Path) -> None:
     here.write_text("localhost slots=2\n")
-    script = made("torchrun", "cluster=1x2")
+    script = make_script("torchrun", "cluster=1x2")
     started = script.run()
     _, wrong = started.communicate(timeout=DEADLINE)
     assert started.returncode == 0, wrong[-2000:]
-    assert len(trained(tmp_path / "torchrun" / "quickstart")) == 2
+    assert len(losses_of_run(tmp_path / "torchrun" / "quickstart")) == 2
 
 
-def test_ranks_of_a_terminated_script_save_and_exit(made: Callable[..., ScriptRun], tmp_path: Path) -> None:
-    script = made("local", "cluster=1x2", "train.steps=100000")
+def test_ranks_of_a_terminated_script_save_and_exit(make_script: Callable[..., ScriptRun], tmp_path: Path) -> None:
+    script = make_script("local", "cluster=1x2", "train.steps=100000")
     started = script.run()
     assert started.stdout is not None
     assert any("/100000  loss " in line for line in started.stdout)
@@ -306,8 +306,8 @@ def test_ranks_of_a_terminated_script_save_and_exit(made: Callable[..., ScriptRu
     assert not [each for each in Path("/proc").glob("[0-9]*/cmdline") if mine in _read(each)]
 
 
-def test_a_rank_that_fails_ends_the_script_and_the_other_ranks(made: Callable[..., ScriptRun], tmp_path: Path) -> None:
-    script = made("local", "cluster=1x2", "checkpoint.resume=must")
+def test_a_rank_that_fails_ends_the_script_and_the_other_ranks(make_script: Callable[..., ScriptRun], tmp_path: Path) -> None:
+    script = make_script("local", "cluster=1x2", "checkpoint.resume=must")
     started = script.run()
     _, wrong = started.communicate(timeout=DEADLINE)
     assert started.returncode == 1, wrong

@@ -26,7 +26,7 @@ def card(name: str, **facts: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def remember_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Keeps what a probe would have found of this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -50,8 +50,8 @@ def test_a_local_plan_on_an_unmeasured_machine_has_no_times_and_says_how_to_get_
     assert any("`distrain fit` measures this machine" in str(each) for each in plan.warnings)
 
 
-def test_a_process_has_its_share_of_the_cores(remembered: Any) -> None:
-    remembered()
+def test_a_process_has_its_share_of_the_cores(remember_facts: Any) -> None:
+    remember_facts()
     run = quickstart("train.precision=bf16")
     assert run.cluster.device.peak == {"fp32": 2e11, "bf16": 4e11}
     assert run.cluster.device.bandwidth == 2e10
@@ -59,14 +59,14 @@ def test_a_process_has_its_share_of_the_cores(remembered: Any) -> None:
     assert make_plan(run).time is not None
 
 
-def test_rates_stated_in_a_recipe_are_kept(remembered: Any) -> None:
-    remembered()
+def test_rates_stated_in_a_recipe_are_kept(remember_facts: Any) -> None:
+    remember_facts()
     device = quickstart("cluster.device.bandwidth=1e9", "cluster.device.peak.fp32=5e9").cluster.device
     assert (device.bandwidth, device.peak) == (1e9, {"fp32": 5e9})
 
 
-def test_a_known_gpu_gets_its_option_of_conf_device(remembered: Any) -> None:
-    remembered(cuda=[card("NVIDIA H200")])
+def test_a_known_gpu_gets_its_option_of_conf_device(remember_facts: Any) -> None:
+    remember_facts(cuda=[card("NVIDIA H200")])
     run = quickstart()
     known = load_recipe("quickstart", ["cluster=dgx_h200"]).cluster.device
     assert (run.cluster.device.kind, run.cluster.gpus, run.train.precision) == ("cuda", 1, "bf16")
@@ -74,29 +74,29 @@ def test_a_known_gpu_gets_its_option_of_conf_device(remembered: Any) -> None:
     assert run.cluster.device.memory == 150_000_000_000
 
 
-def test_an_unknown_gpu_has_no_times_in_the_plan(remembered: Any) -> None:
-    remembered(cuda=[card("Another GPU")] * 2)
+def test_an_unknown_gpu_has_no_times_in_the_plan(remember_facts: Any) -> None:
+    remember_facts(cuda=[card("Another GPU")] * 2)
     run = quickstart()
     assert (run.cluster.device.name, run.cluster.gpus, run.train.precision) == ("Another GPU", 2, "bf16")
     assert make_plan(run).time is None
 
 
-def test_a_gpu_without_bf16_trains_in_fp16(remembered: Any) -> None:
-    remembered(cuda=[card("Tesla V100-SXM2-32GB", bf16=False)])
+def test_a_gpu_without_bf16_trains_in_fp16(remember_facts: Any) -> None:
+    remember_facts(cuda=[card("Tesla V100-SXM2-32GB", bf16=False)])
     assert quickstart().train.precision == "fp16"
-    remembered(cuda=[card("An old GPU", bf16=False)])
+    remember_facts(cuda=[card("An old GPU", bf16=False)])
     assert quickstart().train.precision == "fp16"
 
 
-def test_a_given_cluster_size_is_kept(remembered: Any) -> None:
-    remembered(cuda=[card("NVIDIA H200")] * 8)
+def test_a_given_cluster_size_is_kept(remember_facts: Any) -> None:
+    remember_facts(cuda=[card("NVIDIA H200")] * 8)
     assert quickstart().cluster.gpus == 2
     assert quickstart("cluster=1x8").cluster.gpus == 8
     assert quickstart("cluster=1x4", "parallel.dp=auto").cluster.gpus == 4
 
 
-def test_a_given_cpu_is_not_replaced_by_a_gpu(remembered: Any) -> None:
-    remembered(cuda=[card("NVIDIA H200")])
+def test_a_given_cpu_is_not_replaced_by_a_gpu(remember_facts: Any) -> None:
+    remember_facts(cuda=[card("NVIDIA H200")])
     run = quickstart("device=cpu")
     assert (run.cluster.device.kind, run.cluster.gpus, run.train.precision) == ("cpu", 2, "fp32")
 
@@ -115,8 +115,8 @@ DAMAGED = (  # entries of another key, and, where the key is null, of this machi
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
-def test_a_damaged_cache_entry_is_ignored(damaged: bytes, remembered: Any) -> None:
-    file = remembered()
+def test_a_damaged_cache_entry_is_ignored(damaged: bytes, remember_facts: Any) -> None:
+    file = remember_facts()
     assert machine.cached_facts() is not None
     file.write_bytes(damaged.replace(b'"key": null', b'"key": ' + json.dumps(machine.measurement_key()).encode()))
     assert machine.cached_facts() is None
@@ -126,13 +126,13 @@ def test_a_damaged_cache_entry_is_ignored(damaged: bytes, remembered: Any) -> No
     assert machine.cached_facts() is None
 
 
-def test_an_intact_cache_entry_is_read(remembered: Any) -> None:
+def test_an_intact_cache_entry_is_read(remember_facts: Any) -> None:
     """What the damaged ones were made of."""
-    remembered().write_text(json.dumps(ENTRY | {"key": machine.measurement_key()}))
+    remember_facts().write_text(json.dumps(ENTRY | {"key": machine.measurement_key()}))
     assert machine.cached_facts() == FACTS
 
 
-def test_machines_with_a_shared_home_have_their_own_entries(remembered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_with_a_shared_home_have_their_own_entries(remember_facts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts, containers with other cores, other devices that may be seen: neither takes the other's place."""
     keys = [
         machine.measurement_key() | change
@@ -140,7 +140,7 @@ def test_machines_with_a_shared_home_have_their_own_entries(remembered: Any, mon
     ]
     for number, key in enumerate(keys, 1):
         monkeypatch.setattr(machine, "measurement_key", lambda key=key: key)
-        remembered(cpu=CPU | {"cores": number})
+        remember_facts(cpu=CPU | {"cores": number})
     for number, key in enumerate(keys, 1):
         monkeypatch.setattr(machine, "measurement_key", lambda key=key: key)
         facts = machine.cached_facts()
@@ -150,25 +150,25 @@ def test_machines_with_a_shared_home_have_their_own_entries(remembered: Any, mon
         assert json.loads(cache_file(key).read_text())["key"] == key, "it says what it is of"
 
 
-def test_entries_of_earlier_probes_are_removed_and_of_later_ones_kept(remembered: Any, tmp_path: Path) -> None:
+def test_entries_of_earlier_probes_are_removed_and_of_later_ones_kept(remember_facts: Any, tmp_path: Path) -> None:
     folder = tmp_path / "distrain" / "machines"
     folder.mkdir(parents=True)
     names = ["1-aa.json", f"{machine.PROBE - 1}-bb.json", f"{machine.PROBE}-cc.json", f"{machine.PROBE + 1}-dd.json"]
     for path in (tmp_path / "distrain" / OLD_FILE, *(folder / name for name in names)):
         path.write_text("{}")
-    own = remembered()
+    own = remember_facts()
     assert {each.name for each in folder.iterdir()} == {own.name, *names[2:]}
     assert not (tmp_path / "distrain" / OLD_FILE).exists()
 
 
-def test_the_oldest_entries_are_removed(remembered: Any, tmp_path: Path) -> None:
+def test_the_oldest_entries_are_removed(remember_facts: Any, tmp_path: Path) -> None:
     folder = tmp_path / "distrain" / "machines"
     folder.mkdir(parents=True)
     for number in range(2 * MOST_FILES):
         path = folder / f"{machine.PROBE}-{number}.json"
         path.touch()
         os.utime(path, (number, number))
-    own = remembered()
+    own = remember_facts()
     left = {each.name for each in folder.iterdir()}
     assert left == {own.name, *(f"{machine.PROBE}-{number}.json" for number in range(MOST_FILES + 1, 2 * MOST_FILES))}
 
@@ -183,8 +183,8 @@ for turn in range(60):
 """
 
 
-def test_concurrent_writers_leave_an_intact_entry(remembered: Any) -> None:
-    remembered()
+def test_concurrent_writers_leave_an_intact_entry(remember_facts: Any) -> None:
+    remember_facts()
     started = [subprocess.Popen([sys.executable, "-c", WRITER]) for _ in range(3)]
     assert [each.wait(timeout=DEADLINE) for each in started] == [0, 0, 0]
     assert machine.cached_facts() == FACTS
@@ -209,10 +209,10 @@ LOADS = (  # of a core: when it was measured, and now; whether it is measured ag
 
 @pytest.mark.parametrize(("before", "now", "again"), LOADS)
 def test_a_busy_machine_is_measured_again_once_it_is_idle(
-    remembered: Any, monkeypatch: pytest.MonkeyPatch, before: float, now: float, again: bool
+    remember_facts: Any, monkeypatch: pytest.MonkeyPatch, before: float, now: float, again: bool
 ) -> None:
     monkeypatch.setattr(machine, "load_per_core", lambda: now)
-    remembered(load=before)
+    remember_facts(load=before)
     assert machine.is_measured("cpu") == (not again)
 
 
@@ -257,14 +257,14 @@ def test_a_cache_that_can_not_be_written_is_one_problem(tmp_path: Path, monkeypa
     assert "can't be written" in problem.says
 
 
-def test_a_cpu_beside_gpus_is_measured_for_a_run_on_it_only(remembered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_beside_gpus_is_measured_for_a_run_on_it_only(remember_facts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first probe finds the GPUs; a run that asked for `auto` is on one then, and a run on the CPU has it measured."""
     gpu = card("NVIDIA H200")
     probes: list[bool] = []
 
     def measure(*, always_cpu: bool = False) -> None:
         probes.append(always_cpu)
-        remembered(cuda=[gpu], cpu=CPU if always_cpu else None)
+        remember_facts(cuda=[gpu], cpu=CPU if always_cpu else None)
 
     monkeypatch.setattr(machine, "measure_now", measure)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # never measured

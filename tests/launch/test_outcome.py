@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.processes import marked_processes
 from distrain.trainer.launch.rank.environment import RankEnvironment
 from distrain.trainer.launch.rank.log import RemoteLog
 from distrain.trainer.launch.single_host import launch_local_ranks
@@ -37,21 +38,9 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     """Check that no process that a test's ranks started outlives it."""
     yield
     deadline = time.monotonic() + DEADLINE
-    while (left := marked_processes(tmp_path)) and time.monotonic() < deadline:
+    while (left := marked_processes(MARK, tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
-
-
-def marked_processes(folder: Path) -> list[str]:
-    """Return the command lines of processes whose environment has the test's mark."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={folder}\0".encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_bytes().decode(errors="replace"))
-        except OSError:
-            continue
-    return found
 
 
 @dataclass

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from distrain.tests.fakes.attempts import Attempts, loaded, write_checkpoint
+from distrain.tests.fakes.attempts import Attempts, attempt_run, write_checkpoint
 from distrain.tests.fakes.path_commands import SSH, FakeCommands
 from distrain.trainer.launch import watchdog_times
 from distrain.trainer.launch.goodput import GoodputMeter
@@ -103,7 +103,7 @@ def test_a_run_without_a_checkpoint_would_restart_from_the_beginning(attempts: A
 )
 @pytest.mark.parametrize("most", [0, 3])
 def test_a_run_that_trained_or_was_stopped_says_nothing_of_restarts(ended: Outcome, most: int) -> None:
-    run = loaded("cluster=1x2", f"launch.restarts={most}")
+    run = attempt_run("cluster=1x2", f"launch.restarts={most}")
     assert no_restart_reason(run, ended, restarts=most, has_stepped=True, saved_step=5) == ""
 
 
@@ -179,14 +179,14 @@ def test_a_run_goes_on_where_goodput_can_not_be_written(tmp_path: Path) -> None:
 def test_a_run_folder_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in ("/proc/none", str(tmp_path / "file" / "runs")):
-        run = with_changes(loaded("cluster=1x2"), [("log.dir", folder)])
+        run = with_changes(attempt_run("cluster=1x2"), [("log.dir", folder)])
         result = train_run(run, make_plan(run), (), print, print)
         assert (result.status, "\n" in result.says) == (1, False)
         assert result.says.startswith(f"{run_folder(run)} can't be written (")
 
 
 def test_a_second_fit_in_a_folder_is_refused_and_writes_nothing(tmp_path: Path) -> None:
-    run = with_changes(loaded("cluster=1x2"), [("log.dir", str(tmp_path))])
+    run = with_changes(attempt_run("cluster=1x2"), [("log.dir", str(tmp_path))])
     folder = run_folder(run)
     folder.mkdir()
     with hold_run_folder(folder) as warning:
@@ -249,7 +249,7 @@ LIKE: tuple[tuple[str, object, bool], ...] = (  # a change, and whether phases t
 
 @pytest.mark.parametrize(("key", "value", "alike"), LIKE)
 def test_phase_times_are_used_by_runs_of_the_same_fingerprint(tmp_path: Path, key: str, value: object, alike: bool) -> None:
-    one = loaded("cluster=1x2")
+    one = attempt_run("cluster=1x2")
     other = with_changes(one, [(key, value)])
     taught = Watchdog(patience=1.0, seen={"start": 9.0, "first": 2.0}, timed_out={"step": (7, 30.0)})
     watchdog_times.save_phase_times(one, tmp_path, taught, resumed=True)
@@ -259,7 +259,7 @@ def test_phase_times_are_used_by_runs_of_the_same_fingerprint(tmp_path: Path, ke
 
 
 def test_the_time_of_a_start_without_a_checkpoint_is_not_kept(tmp_path: Path) -> None:
-    run = loaded("cluster=1x2")
+    run = attempt_run("cluster=1x2")
     watchdog_times.save_phase_times(run, tmp_path, Watchdog(seen={"start": 9.0, "first": 2.0}), resumed=False)
     assert watchdog_times.load_watchdog(run, tmp_path).seen == {"first": 2.0}
     for spoilt in ("", "{}", '{"first": 2.0}'):
@@ -267,7 +267,7 @@ def test_the_time_of_a_start_without_a_checkpoint_is_not_kept(tmp_path: Path) ->
         assert watchdog_times.load_watchdog(run, tmp_path).seen == {}
 
 
-def failed(rank: int, where: str, fate: Fate = "hung", **more: str) -> Outcome:
+def failed_outcome(rank: int, where: str, fate: Fate = "hung", **more: str) -> Outcome:
     """The outcome of a run that failed by this rank."""
     ends = [RankOutcome(rank=rank, where=where, code=-9, log=RemoteLog(Path("x")), fate=fate, **more)]  # type: ignore[arg-type]
     return Outcome(status=1, ranks=tuple(ends), rank=rank)
@@ -281,13 +281,13 @@ def test_hosts_that_could_not_be_used_are_a_machine_fault() -> None:
 
 # fmt: off
 AVOIDED: tuple[tuple[list[Outcome], dict[str, str]], ...] = (
-    ([failed(1, "b (device 0)")],                                            {}),
-    ([failed(1, "b (device 0)"), failed(2, "b (device 1)")],                 {"b": "at fault 2 times"}),
-    ([failed(1, "b (device 0)"), failed(2, "c (device 1)")],                 {}),
-    ([failed(1, "b (device 0)", problem="Connection reset by peer")] * 2,    {}),
-    ([failed(1, "b (device 0)", "stuck")],                                   {"b": "at fault 2 times"}),
-    ([failed(1, "(device 0)")] * 2,                                          {}),
-    ([Outcome(status=1, ranks=(), hosts=("c",))],                              {"c": "it could not be used"}),
+    ([failed_outcome(1, "b (device 0)")],                                         {}),
+    ([failed_outcome(1, "b (device 0)"), failed_outcome(2, "b (device 1)")],      {"b": "at fault 2 times"}),
+    ([failed_outcome(1, "b (device 0)"), failed_outcome(2, "c (device 1)")],      {}),
+    ([failed_outcome(1, "b (device 0)", problem="Connection reset by peer")] * 2, {}),
+    ([failed_outcome(1, "b (device 0)", "stuck")],                                {"b": "at fault 2 times"}),
+    ([failed_outcome(1, "(device 0)")] * 2,                                       {}),
+    ([Outcome(status=1, ranks=(), hosts=("c",))],                                 {"c": "it could not be used"}),
 )
 # fmt: on
 
@@ -308,7 +308,7 @@ def over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     made.put("pdsh", SSH)
     monkeypatch.setenv("PATH", made.path())
     (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\nc slots=1\n")
-    return with_changes(loaded("cluster=3x1"), [("launch.name", "deepspeed"), ("launch.hostfile", str(tmp_path / "hostfile"))])
+    return with_changes(attempt_run("cluster=3x1"), [("launch.name", "deepspeed"), ("launch.hostfile", str(tmp_path / "hostfile"))])
 
 
 def shrunk(run: Run, avoid: dict[str, str]) -> tuple[Run, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distrain.tests.fakes.deadline import DEADLINE, wait_for
+from distrain.tests.fakes.processes import marked_processes
 
 MARK = "LAUNCH_TEST"
 LAUNCHER = """
@@ -70,23 +71,11 @@ class LaunchedRanks:
         return self.process.returncode, output.splitlines()
 
 
-def marked_processes(folder: Path) -> list[str]:
-    """Return the command lines of processes whose environment has the test's mark."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={folder}\0".encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_bytes().decode(errors="replace"))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     """Check that no process that a test started outlives it."""
     yield
-    wait_for(lambda: not marked_processes(tmp_path))
+    wait_for(lambda: not marked_processes(MARK, tmp_path))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -155,7 +144,7 @@ def test_a_signal_that_the_launching_process_ignores_stays_ignored(tmp_path: Pat
 def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path: Path, program: str) -> None:
     """The fixture looks for the ranks and the processes that they started, including those in sessions of their own."""
     launched = LaunchedRanks(tmp_path, program)
-    assert len(marked_processes(tmp_path)) == 1 + 3 * 4  # the controller; agent, rank and two children
+    assert len(marked_processes(MARK, tmp_path)) == 1 + 3 * 4  # the controller; agent, rank and two children
     launched.send(signal.SIGKILL)
     assert launched.end()[0] == -signal.SIGKILL
 
@@ -176,7 +165,7 @@ def test_ranks_watch_their_parent_where_their_agents_can_not(tmp_path: Path) -> 
     try:
         launched.send(signal.SIGKILL)
         launched.end()
-        wait_for(lambda: not [line for line in marked_processes(tmp_path) if line and "pipe_agent.py" not in line])
+        wait_for(lambda: not [line for line in marked_processes(MARK, tmp_path).values() if line and "pipe_agent.py" not in line])
     finally:
         for agent in agents:
             os.kill(agent, signal.SIGCONT)

@@ -53,12 +53,12 @@ LAYOUT = (RANKS, ZEROS, MICROS, RECOMPUTES)
 Row = tuple[Words, ...]
 
 
-def joined(row: Row) -> Words:
+def joined_words(row: Row) -> Words:
     return tuple(word for words in row for word in words)
 
 
 def row_id(row: Row) -> str:
-    return " ".join(word.rpartition(".")[2] for word in joined(row) if not word.startswith(("model.layer", "optim.", "data.end")))
+    return " ".join(word.rpartition(".")[2] for word in joined_words(row) if not word.startswith(("model.layer", "optim.", "data.end")))
 
 
 ROWS = tuple(covering_rows(product(*CURVE, *LAYOUT)))  # every pair of choices of two factors occurs
@@ -83,7 +83,7 @@ def test_the_text_has_documents_that_begin_inside_sequences(text: Words) -> None
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
 def test_a_layout_trains_the_curve_of_one_process_without_deepspeed(ranks: RankPool, tmp_path: Path, text: Words, row: Row) -> None:
-    curve, layout = joined(row[: len(CURVE)]), joined(row[len(CURVE) :])
+    curve, layout = joined_words(row[: len(CURVE)]), joined_words(row[len(CURVE) :])
     job = ranks.train(tmp_path / "run", *curve_arguments(curve, text), *layout)
     losses, norms = reference_curve(curve_arguments(curve, text))
     assert job.figures("loss") == pytest.approx(losses, abs=5e-6, rel=0)  # 1e-6, two roundings of a loss of 5.5, except with SGD

@@ -29,7 +29,7 @@ PUBLIC = {
 }
 
 
-def written(folder: Path, config: object) -> Path:
+def write_config(folder: Path, config: object) -> Path:
     file = folder / "config.json"
     file.write_text(config if isinstance(config, str) else json.dumps(config), encoding="utf-8")
     return file
@@ -43,7 +43,7 @@ def refusal(file: Path) -> str:
 
 @pytest.mark.parametrize(("config", "count"), PUBLIC.values(), ids=PUBLIC)
 def test_a_public_file_has_the_parameters_of_its_model(config: dict[str, Any], count: int, tmp_path: Path) -> None:
-    model = read(read_hf_config(written(tmp_path, config)), Model)
+    model = read(read_hf_config(write_config(tmp_path, config)), Model)
     assert parameter_count(FAMILIES[model.family].table(model, Train(batch=1, seq=128)), model.layers) == count
 
 
@@ -52,7 +52,7 @@ def test_every_model_type_is_tested_with_a_public_file() -> None:
 
 
 def test_gpt2_is_read_key_by_key(tmp_path: Path) -> None:
-    file = written(tmp_path, GPT2)
+    file = write_config(tmp_path, GPT2)
     assert read_hf_config(file) == {
         "family": "gpt",
         "layers": 12,
@@ -72,7 +72,7 @@ def test_gpt2_is_read_key_by_key(tmp_path: Path) -> None:
 
 
 def test_qwen2_is_read_key_by_key(tmp_path: Path) -> None:
-    file = written(tmp_path, QWEN25_7B)
+    file = write_config(tmp_path, QWEN25_7B)
     assert read_hf_config(file) == {
         "family": "llama",
         "layers": 28,
@@ -96,46 +96,46 @@ def test_qwen2_is_read_key_by_key(tmp_path: Path) -> None:
 
 
 def test_the_experts_of_mixtral_are_read(tmp_path: Path) -> None:
-    read_keys = read_hf_config(written(tmp_path, MIXTRAL_8X7B))
+    read_keys = read_hf_config(write_config(tmp_path, MIXTRAL_8X7B))
     assert [read_keys[key] for key in ("family", "experts", "top_k", "expert_ffn")] == ["moe", 8, 2, 14336]
 
 
 def test_the_rotary_base_is_read_from_the_keys_of_transformers_5(tmp_path: Path) -> None:
     rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
     config = {key: value for key, value in LLAMA2_7B.items() if key != "rope_scaling"} | rope
-    assert read_hf_config(written(tmp_path, config))["rope_base"] == 500000.0
+    assert read_hf_config(write_config(tmp_path, config))["rope_base"] == 500000.0
 
 
 def test_a_folder_can_be_named_in_place_of_its_config_json(tmp_path: Path) -> None:
-    written(tmp_path, GPT2)
+    write_config(tmp_path, GPT2)
     assert read_hf_config(tmp_path)["hidden"] == 768
 
 
 def test_the_architecture_is_read_where_model_type_is_missing(tmp_path: Path) -> None:
     config = {key: value for key, value in MIXTRAL_8X7B.items() if key != "model_type"}
-    assert read_hf_config(written(tmp_path, config))["family"] == "moe"
+    assert read_hf_config(write_config(tmp_path, config))["family"] == "moe"
 
 
 def test_head_dim_and_tied_embeddings_are_read(tmp_path: Path) -> None:
-    keys = read_hf_config(written(tmp_path, LLAMA31_8B | {"head_dim": 64, "tie_word_embeddings": True}))
+    keys = read_hf_config(write_config(tmp_path, LLAMA31_8B | {"head_dim": 64, "tie_word_embeddings": True}))
     assert (keys["head_dim"], keys["tied"]) == (64, True)
 
 
 def test_attention_and_mlp_bias_must_agree(tmp_path: Path) -> None:
-    assert read_hf_config(written(tmp_path, LLAMA31_8B | {"attention_bias": True, "mlp_bias": True}))["bias"] is True
-    assert "attention_bias=true, mlp_bias=false differ" in refusal(written(tmp_path, LLAMA31_8B | {"attention_bias": True}))
+    assert read_hf_config(write_config(tmp_path, LLAMA31_8B | {"attention_bias": True, "mlp_bias": True}))["bias"] is True
+    assert "attention_bias=true, mlp_bias=false differ" in refusal(write_config(tmp_path, LLAMA31_8B | {"attention_bias": True}))
 
 
 def test_a_null_number_of_key_heads_means_as_many_as_heads(tmp_path: Path) -> None:
-    assert "kv_heads" not in read_hf_config(written(tmp_path, LLAMA2_7B | {"num_key_value_heads": None}))
+    assert "kv_heads" not in read_hf_config(write_config(tmp_path, LLAMA2_7B | {"num_key_value_heads": None}))
 
 
 def test_windows_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
     """Mistral has no switch; Qwen2's is off unless it is said to be on, and without layer_types its first layers have no window."""
-    mistral = read_hf_config(written(tmp_path, MISTRAL_7B | {"sliding_window": 4096, "use_sliding_window": False}))
+    mistral = read_hf_config(write_config(tmp_path, MISTRAL_7B | {"sliding_window": 4096, "use_sliding_window": False}))
     assert (mistral["window"], "layer_types" in mistral) == (4096, False)
-    assert "window" not in read_hf_config(written(tmp_path, QWEN25_7B))
-    qwen = read_hf_config(written(tmp_path, QWEN25_7B | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}))
+    assert "window" not in read_hf_config(write_config(tmp_path, QWEN25_7B))
+    qwen = read_hf_config(write_config(tmp_path, QWEN25_7B | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}))
     assert (qwen["window"], qwen["layer_types"]) == (4096, ["full_attention"] * 20 + ["sliding_attention"] * 8)
 
 
@@ -166,12 +166,12 @@ def test_windows_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
     ],
 )
 def test_an_unsupported_value_is_refused_by_its_key_and_value(config: dict[str, Any], says: str, tmp_path: Path) -> None:
-    assert says in refusal(written(tmp_path, config))
+    assert says in refusal(write_config(tmp_path, config))
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     config = {key: value for key, value in LLAMA31_8B.items() if key not in ("hidden_size", "vocab_size")}
-    lines = refusal(written(tmp_path, config | {"hidden_act": "relu"})).splitlines()
+    lines = refusal(write_config(tmp_path, config | {"hidden_act": "relu"})).splitlines()
     assert [line.split(": ")[1] for line in lines] == [
         "hidden_size is missing",
         "vocab_size is missing",
@@ -181,7 +181,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "deepseek_v3", 7])
 def test_the_refusal_of_an_unknown_model_type_lists_the_known_ones(name: object, tmp_path: Path) -> None:
-    says = refusal(written(tmp_path, {"model_type": name}))
+    says = refusal(write_config(tmp_path, {"model_type": name}))
     assert f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2, qwen3" in says
     assert "any other model type of transformers is family hf" in says
 
@@ -197,7 +197,7 @@ def test_the_refusal_of_an_unknown_model_type_lists_the_known_ones(name: object,
     ids=["cut off", "a list", "empty", "deep"],
 )
 def test_a_file_that_is_not_a_config_is_refused(text: str, says: str, tmp_path: Path) -> None:
-    assert says in refusal(written(tmp_path, text))
+    assert says in refusal(write_config(tmp_path, text))
 
 
 def test_a_binary_file_is_refused(tmp_path: Path) -> None:

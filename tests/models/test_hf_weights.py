@@ -75,7 +75,7 @@ def tokens_of(run: Run) -> Any:
     return torch.randint(run.model.vocab, (2, S), generator=torch.Generator().manual_seed(7))
 
 
-def saved(folder: Path, name: str, **changes: Any) -> Run:
+def save_weights(folder: Path, name: str, **changes: Any) -> Run:
     """Write one of OURS to a folder and return its run."""
     run = run_of(OURS[name])
     write_hf_folder(named_weights(module_of(run), run), run, folder, **changes)
@@ -107,7 +107,7 @@ def test_weights_of_transformers_give_the_same_logits_here(name: str, tmp_path: 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("max_file_bytes", [20_000, 10**9])
 def test_our_weights_give_the_same_logits_in_transformers(name: str, max_file_bytes: int, tmp_path: Path, transformers: Any) -> None:
-    run = saved(tmp_path, name, max_file_bytes=max_file_bytes)
+    run = save_weights(tmp_path, name, max_file_bytes=max_file_bytes)
     theirs, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(said[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_weights_survive_a_round_trip_bit_for_bit(name: str, dtype: Any, tmp_pat
 
 
 def test_files_stay_within_their_maximum_size(tmp_path: Path) -> None:
-    saved(tmp_path, "llama", max_file_bytes=20_000)
+    save_weights(tmp_path, "llama", max_file_bytes=20_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(tmp_path.glob("*.safetensors"))
     assert sorted(set(index["weight_map"].values())) == [file.name for file in files]
@@ -141,7 +141,7 @@ def test_files_stay_within_their_maximum_size(tmp_path: Path) -> None:
 
 
 def test_gpt_2_of_the_hub_is_read_without_the_transformer_prefix(tmp_path: Path) -> None:
-    run = saved(tmp_path, "gpt")
+    run = save_weights(tmp_path, "gpt")
     file = tmp_path / "model.safetensors"
     bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, S, S)}, file)  # its causal mask, too
@@ -150,7 +150,7 @@ def test_gpt_2_of_the_hub_is_read_without_the_transformer_prefix(tmp_path: Path)
 
 
 def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
-    run = saved(tmp_path, "llama")
+    run = save_weights(tmp_path, "llama")
     said = problems(tmp_path, with_changes(run, [("model.ffn", 96), ("model.rope_base", 5e5), ("model.tied", True)]))
     assert said.count("\n") == 2
     assert f"{tmp_path} has model.ffn=72, this run 96: set model.ffn=72" in said
@@ -159,14 +159,14 @@ def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
 
 
 def test_another_family_is_reported_as_a_single_problem(tmp_path: Path) -> None:
-    saved(tmp_path, "llama")
+    save_weights(tmp_path, "llama")
     assert problems(tmp_path, run_of(OURS["gpt"])) == (
         f"{tmp_path} is a model of family llama, but model.family=gpt: set model.hf={tmp_path} to take its sizes"
     )
 
 
 def test_a_file_that_was_cut_short_is_refused_before_a_tensor_is_read(tmp_path: Path) -> None:
-    run = saved(tmp_path, "llama")
+    run = save_weights(tmp_path, "llama")
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-10])
@@ -178,13 +178,13 @@ def test_a_file_that_was_cut_short_is_refused_before_a_tensor_is_read(tmp_path: 
 
 
 def test_a_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
-    run = saved(tmp_path, "llama")
+    run = save_weights(tmp_path, "llama")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "model.safetensors"}}))
     assert problems(tmp_path, run).startswith(f"{tmp_path} lacks one.safetensors, which model.safetensors.index.json names")
 
 
 def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
-    run = saved(tmp_path, "llama")
+    run = save_weights(tmp_path, "llama")
     save_file({"lm_head.weight": torch.zeros(101, 48)}, tmp_path / "model.safetensors")
     lines = problems(tmp_path, run).splitlines()
     assert len(lines) == 7
@@ -192,7 +192,7 @@ def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
 
 
 def test_other_rotary_frequencies_are_refused(tmp_path: Path) -> None:
-    run = saved(tmp_path, "llama")
+    run = save_weights(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -200,7 +200,7 @@ def test_other_rotary_frequencies_are_refused(tmp_path: Path) -> None:
 
 
 def test_missing_and_misshapen_weights_are_reported_before_any_is_read(tmp_path: Path) -> None:
-    run = saved(tmp_path, "llama")
+    run = save_weights(tmp_path, "llama")
     held = load_file(tmp_path / "model.safetensors")
     del held["model.norm.weight"]
     held["lm_head.weight"] = torch.zeros(100, 48)
@@ -211,13 +211,13 @@ def test_missing_and_misshapen_weights_are_reported_before_any_is_read(tmp_path:
 
 
 def test_a_folder_of_pickles_is_refused(tmp_path: Path) -> None:
-    run = saved(tmp_path, "llama")
+    run = save_weights(tmp_path, "llama")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     assert "holds no .safetensors" in problems(tmp_path, run)
 
 
 def test_existing_weights_are_not_overwritten(tmp_path: Path) -> None:
-    run = saved(tmp_path, "llama")
+    run = save_weights(tmp_path, "llama")
     with pytest.raises(Unreadable, match="holds weights: name a folder"):
         write_hf_folder(named_weights(module_of(run), run), run, tmp_path)
 

@@ -141,7 +141,7 @@ def summed_imbalance(module: Any, tokens: Any) -> Any:
 
     hooks = [layer.router.register_forward_hook(look) for layer in module.layers.values()]
     recompute, module.recompute = module.recompute, False
-    module.hidden(tokens, None, None)
+    module.hidden_states(tokens, None, None)
     module.recompute = recompute
     for hook in hooks:
         hook.remove()

@@ -61,7 +61,7 @@ def words_of(row: tuple[str, int, str, str]) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def train_ranks(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("moe")
 
     @cache
@@ -72,9 +72,9 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @ROWS
-def test_every_layout_trains_as_one_process_does(trained: Any, row: tuple[str, int, str, str]) -> None:
+def test_every_layout_trains_as_one_process_does(train_ranks: Any, row: tuple[str, int, str, str]) -> None:
     losses, norms = reference_curve((*BASE, *CURVES[row[0]]))
-    job = trained(row)
+    job = train_ranks(row)
     assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
     assert all(0 <= close < 8 for close in job.figures("near_ties"))  # of 512 tokens and layers a step
@@ -82,11 +82,11 @@ def test_every_layout_trains_as_one_process_does(trained: Any, row: tuple[str, i
 
 @ROWS
 def test_ranks_send_the_planned_bytes_and_between_experts_those_of_even_routing_in_sum(
-    trained: Any, row: tuple[str, int, str, str]
+    train_ranks: Any, row: tuple[str, int, str, str]
 ) -> None:
     words = words_of(row)
     run = load_recipe(words[0], words[1:])
-    counted = json.loads((trained(row).folder / "ledger.json").read_text())["ranks"]
+    counted = json.loads((train_ranks(row).folder / "ledger.json").read_text())["ranks"]
     audits = [compare_rank_messages(run, rank, rows) for rank, rows in enumerate(counted)]
     assert [line for audit in audits for line in audit if line.verdict == "differs"] == []
     exchanged = [line for audit in audits for line in audit if line.axis == "ep"]
@@ -97,13 +97,13 @@ def test_ranks_send_the_planned_bytes_and_between_experts_those_of_even_routing_
 
 
 @ROWS
-def test_ranks_hold_the_planned_bytes(trained: Any, row: tuple[str, int, str, str]) -> None:
+def test_ranks_hold_the_planned_bytes(train_ranks: Any, row: tuple[str, int, str, str]) -> None:
     """Activations are compared only where they do not depend on routing."""
     words = words_of(row)
     run = load_recipe(words[0], words[1:])
     memory = make_plan(run).memory
     assert memory is not None
-    for rank, held in enumerate(json.loads((trained(row).folder / "measured.json").read_text())["ranks"]):
+    for rank, held in enumerate(json.loads((train_ranks(row).folder / "measured.json").read_text())["ranks"]):
         planned = memory.stages[mesh_position(run, rank).coordinates["pp"]].bytes
         if run.parallel.zero != 3:
             assert held["weights"] == planned.weights

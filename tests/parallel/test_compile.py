@@ -28,7 +28,7 @@ LAYOUTS = (
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, dict[str, Any]]:
+def compile_answers() -> dict[str, dict[str, Any]]:
     """The answers of a process of its own: the tests' own one has put torch's compiler out of use."""
     known = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0"}
     done = subprocess.run([sys.executable, str(PROGRAM), *LAYOUTS], env=known, capture_output=True, text=True, timeout=900)
@@ -38,10 +38,10 @@ def compiled() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layers_are_one_graph_without_breaks(layout: str, compiled: dict[str, dict[str, Any]]) -> None:
+def test_layers_are_one_graph_without_breaks(layout: str, compile_answers: dict[str, dict[str, Any]]) -> None:
     """A second graph for dropout, whose layer number is a variable of the graph from the second layer on; one more for evaluation."""
     graphs = 2 if "dropout" in layout else 1
-    found = compiled[layout]
+    found = compile_answers[layout]
     assert found["breaks"] == []
     assert (found["trained"], found["evaluated"]) == (graphs, graphs + 1)
     assert found["apart"] < 1e-5

@@ -92,7 +92,7 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, text: Words) -> Callable[[Words, str], Trained]:
+def train_ranks(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, text: Words) -> Callable[[Words, str], Trained]:
     folder = tmp_path_factory.mktemp("context")
 
     @cache
@@ -104,13 +104,13 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, text: Wor
     return of
 
 
-def named(row: tuple[Words, str]) -> str:
+def name_of(row: tuple[Words, str]) -> str:
     words, layout = row
     return f"{' '.join(words[:1] + words[3:])} {layout}"
 
 
 def row_test(rows: Sequence[tuple[Words, str]]) -> Any:
-    return pytest.mark.parametrize("row", rows, ids=named)
+    return pytest.mark.parametrize("row", rows, ids=name_of)
 
 
 def test_the_text_has_documents_that_begin_inside_sequences(text: Words) -> None:
@@ -119,16 +119,16 @@ def test_the_text_has_documents_that_begin_inside_sequences(text: Words) -> None
 
 
 @row_test(ROWS)
-def test_context_ranks_train_what_one_process_does(trained: Callable[[Words, str], Trained], row: tuple[Words, str]) -> None:
-    words, _, job = trained(*row)
+def test_context_ranks_train_what_one_process_does(train_ranks: Callable[[Words, str], Trained], row: tuple[Words, str]) -> None:
+    words, _, job = train_ranks(*row)
     losses, norms = reference_curve(words)
     assert job.figures("loss") == pytest.approx(losses, abs=2e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
 
 
 @row_test(ROWS)
-def test_context_ranks_send_what_is_planned(trained: Callable[[Words, str], Trained], row: tuple[Words, str]) -> None:
-    _, run, job = trained(*row)
+def test_context_ranks_send_what_is_planned(train_ranks: Callable[[Words, str], Trained], row: tuple[Words, str]) -> None:
+    _, run, job = train_ranks(*row)
     counted = json.loads((job.folder / "ledger.json").read_text())["ranks"]
     for rank, rows in enumerate(counted):
         audit = compare_rank_messages(run, rank, rows)
@@ -138,8 +138,8 @@ def test_context_ranks_send_what_is_planned(trained: Callable[[Words, str], Trai
 
 # Not to the byte: masks of documents; angles, which recomputed layers hold but autograd does not save; what a folded pipeline keeps.
 @row_test([row for row in ROWS if not set(APART) <= set(row[0]) and "full" not in row[1] and "dualpipev" not in row[1]])
-def test_context_ranks_keep_what_is_planned(trained: Callable[[Words, str], Trained], row: tuple[Words, str]) -> None:
-    _, run, job = trained(*row)
+def test_context_ranks_keep_what_is_planned(train_ranks: Callable[[Words, str], Trained], row: tuple[Words, str]) -> None:
+    _, run, job = train_ranks(*row)
     counted = json.loads((job.folder / "measured.json").read_text())["ranks"]
     memory = make_plan(run).memory
     assert memory is not None

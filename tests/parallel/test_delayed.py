@@ -88,13 +88,13 @@ def test_each_delay_trains_a_curve_of_its_own() -> None:
         *((PIPEDREAM, *two), (PIPEDREAM, *four), (PIPEDREAM, *four, "parallel.vertical=true"), (TWO_VERSIONS, *four)),
         *((PIPEDREAM, *four, "checkpoint.every=2"), (PIPEDREAM, *four, "train.clip=0")),
     ]
-    curves = [simulated((*layout, SHORT)).losses for layout in layouts]
+    curves = [simulated_curve((*layout, SHORT)).losses for layout in layouts]
     curves.append(reference_curve((*BASE, SHORT))[0])
     for at, one in enumerate(curves):
         assert all(max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-3 for other in curves[:at])
 
 
-def simulated(words: Words) -> ReferenceCurve:
+def simulated_curve(words: Words) -> ReferenceCurve:
     return delayed_curve(load_recipe(BASE[0], [*BASE[1:], *words]))
 
 
@@ -138,7 +138,7 @@ def test_a_resume_trains_as_the_run_that_saved_does(ranks: RankPool, tmp_path: P
     shutil.rmtree(whole.folder / "checkpoints" / "step_10")
     resumed = ranks.train(tmp_path / "run", *words, "checkpoint.resume=must")
     assert any("resumes from step 5" in line for line in resumed.lines)
-    losses = simulated(words[len(BASE) :]).losses
+    losses = simulated_curve(words[len(BASE) :]).losses
     assert len(resumed.rows) == 15
     for rows in (resumed.rows[:10], [*resumed.rows[:5], *resumed.rows[10:]]):
         assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=0)

@@ -49,7 +49,7 @@ KINDS = {
 
 
 @cache
-def seen() -> dict[str, list[tuple[Any, ...]]]:
+def seen_messages() -> dict[str, list[tuple[Any, ...]]]:
     script, environment = Path(__file__).parents[1] / "rank_programs" / "ledger_ranks.py", {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=DEADLINE, env=environment)
     assert ended.returncode == 0, ended.stderr
@@ -58,18 +58,18 @@ def seen() -> dict[str, list[tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_ledger_sees_every_kind_of_message(kind: str) -> None:
-    assert seen()[kind] == KINDS[kind]
+    assert seen_messages()[kind] == KINDS[kind]
 
 
 def test_objects_are_control() -> None:
-    assert {axis for axis, *_ in seen()["objects"]} == {"control"}
-    assert seen().keys() == {*KINDS, "objects"}
+    assert {axis for axis, *_ in seen_messages()["objects"]} == {"control"}
+    assert seen_messages().keys() == {*KINDS, "objects"}
 
 
 # The audit.
 
 
-def planned(axis: str, verb: str, payload: int, count: int) -> Message:
+def planned_message(axis: str, verb: str, payload: int, count: int) -> Message:
     return Message(axis=axis, verb=verb, payload=payload, count=count, sent=0, link="inside", seconds=None, exposed=None)
 
 
@@ -81,11 +81,11 @@ def row(axis: str, verb: str, payload: int, count: int) -> MessageRow:
 def test_messages_inside_a_replica_are_as_planned_or_differ(axis: str) -> None:
     """Whatever the bytes: two of 100 are not one of 200."""
     (same,) = compare_with_plan(
-        [row(axis, "send", 100, 2)], [planned(axis, "send", 100, 2)], [TrafficTerm(verb="send", bytes=200, says="so")]
+        [row(axis, "send", 100, 2)], [planned_message(axis, "send", 100, 2)], [TrafficTerm(verb="send", bytes=200, says="so")]
     )
     assert (same.verdict, same.why) == ("equal", "")
     found = compare_with_plan(
-        [row(axis, "send", 200, 1)], [planned(axis, "send", 100, 2)], [TrafficTerm(verb="send", bytes=200, says="so")]
+        [row(axis, "send", 200, 1)], [planned_message(axis, "send", 100, 2)], [TrafficTerm(verb="send", bytes=200, says="so")]
     )
     assert [(each.payload, each.verdict, each.why) for each in found] == [
         (100, "differs", "planned, and never sent"),
@@ -95,20 +95,20 @@ def test_messages_inside_a_replica_are_as_planned_or_differ(axis: str) -> None:
 
 def test_messages_of_the_data_axis_are_equal_in_bytes_however_they_are_cut() -> None:
     rows = [row("dp", "all_reduce", 100, 2), row("dp", "all_reduce", 50, 1)]
-    (found,) = compare_with_plan(rows, [planned("dp", "all_reduce", 250, 1)])
+    (found,) = compare_with_plan(rows, [planned_message("dp", "all_reduce", 250, 1)])
     assert (found.verdict, found.payload, found.counted_count, found.counted_bytes) == ("equal", None, 3, 250)
 
 
 @pytest.mark.parametrize(("bytes_told", "verdict"), [(260, "explained"), (261, "differs")])
 def test_other_bytes_of_the_data_axis_are_explained_to_the_byte_or_differ(bytes_told: int, verdict: str) -> None:
     terms = [TrafficTerm(verb="all_gather", bytes=200, says="once"), TrafficTerm(verb="all_gather", bytes=bytes_told - 200, says="padded")]
-    (found,) = compare_with_plan([row("dp", "all_gather", 130, 2)], [planned("dp", "all_gather", 250, 1)], terms)
+    (found,) = compare_with_plan([row("dp", "all_gather", 130, 2)], [planned_message("dp", "all_gather", 250, 1)], terms)
     assert found.verdict == verdict
     assert found.why == ("once; padded" if verdict == "explained" else "more or fewer than planned")
 
 
 def test_the_first_and_the_last_stage_are_planned_as_the_pipeline_and_counted_as_ends() -> None:
-    (found,) = compare_with_plan([row("ends", "all_reduce", 100, 1)], [planned("pp", "all_reduce", 100, 1)])
+    (found,) = compare_with_plan([row("ends", "all_reduce", 100, 1)], [planned_message("pp", "all_reduce", 100, 1)])
     assert (found.axis, found.verdict) == ("ends", "equal")
 
 
@@ -169,11 +169,11 @@ LAYOUTS: tuple[Words, ...] = (
 SHOWN = ("parallel.", "train.precision", "train.gradients", "model.lora", "engine")
 
 
-def named(words: Words) -> str:
+def name_of(words: Words) -> str:
     return " ".join(word.rpartition(".")[2] for word in words if word.startswith(SHOWN))
 
 
-def audited(ranks: RankPool, folder: Path, words: Words) -> list[list[ComparedMessages]]:
+def audit_of_ranks(ranks: RankPool, folder: Path, words: Words) -> list[list[ComparedMessages]]:
     """The audit of each rank of a run."""
     job = ranks.train(folder, *BASE, *words)
     run = load_recipe(BASE[0], [*BASE[1:], *words])
@@ -182,9 +182,9 @@ def audited(ranks: RankPool, folder: Path, words: Words) -> list[list[ComparedMe
     return [compare_rank_messages(run, rank, rows) for rank, rows in enumerate(told["ranks"])]
 
 
-@pytest.mark.parametrize("words", LAYOUTS, ids=named)
+@pytest.mark.parametrize("words", LAYOUTS, ids=name_of)
 def test_every_rank_sends_what_its_plan_says(ranks: RankPool, tmp_path: Path, words: Words) -> None:
-    for audit in audited(ranks, tmp_path / "run", words):
+    for audit in audit_of_ranks(ranks, tmp_path / "run", words):
         assert {line.axis for line in audit} - {"control"}, "it speaks"
         assert [line for line in audit if line.verdict == "differs" or line.axis == "world"] == []
         assert {line.verdict for line in audit if line.axis not in ("dp", "ep", "control")} <= {"equal"}
@@ -192,7 +192,7 @@ def test_every_rank_sends_what_its_plan_says(ranks: RankPool, tmp_path: Path, wo
 
 def test_control_is_small(ranks: RankPool, tmp_path: Path) -> None:
     words = (*STAGES, "cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.zero=1")
-    for audit in audited(ranks, tmp_path / "run", words):
+    for audit in audit_of_ranks(ranks, tmp_path / "run", words):
         assert audit[-1].axis == "control"
         assert sum(line.counted_bytes for line in audit if line.axis == "control") <= 100
 

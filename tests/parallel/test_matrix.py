@@ -106,7 +106,7 @@ MATRICES = {
 )
 def test_a_mesh_trains_the_curves_of_one_process(ranks: RankPool, tmp_path: Path, engines: str, mesh: str) -> None:
     """bf16 is looser because a weight has 8 bits: 2e-4 of a loss and 0.13 % of a norm were seen."""
-    layouts = [layout for layout in MATRICES[engines].trained if layout.choices[0] == MESHES[mesh]]
+    layouts = [layout for layout in MATRICES[engines].trained_layouts if layout.choices[0] == MESHES[mesh]]
     assert layouts
     for at, layout in enumerate(layouts):
         losses, norms = reference_curve(layout.curve)
@@ -118,9 +118,9 @@ def test_a_mesh_trains_the_curves_of_one_process(ranks: RankPool, tmp_path: Path
 
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
 def test_every_choice_of_the_matrix_is_trained(matrix: LayoutMatrix) -> None:
-    run = {choice for layout in matrix.trained for choice in layout.choices}
+    run = {choice for layout in matrix.trained_layouts for choice in layout.choices}
     assert run == {choice for choices in matrix.factors for choice in choices}
-    assert {layout.shape for layout in matrix.trained} == {name for name, _ in matrix.shapes}
+    assert {layout.shape for layout in matrix.trained_layouts} == {name for name, _ in matrix.shapes}
 
 
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
@@ -143,11 +143,12 @@ def test_the_plan_refuses_every_other_layout_with_its_reason(matrix: LayoutMatri
 def test_every_trained_layout_is_planned_as_runnable(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     matrix = MATRICES[name]
     legal, illegal = matrix.layouts
-    for layout in matrix.trained:
+    for layout in matrix.trained_layouts:
         plan = make_plan(layout.run())
         assert plan.runnable, layout
         assert plan.engine in ENGINES
-    worlds = Counter(make_plan(layout.run()).world for layout in matrix.trained)
+    trained = matrix.trained_layouts
+    worlds = Counter(make_plan(layout.run()).world for layout in trained)
     with capsys.disabled():
         counts = ", ".join(f"{many} on {world} ranks" for world, many in sorted(worlds.items()))
-        print(f"\nmatrix {name}: {len(matrix.trained)} of {len(legal)} legal layouts are trained ({counts}); {len(illegal)} are refused")
+        print(f"\nmatrix {name}: {len(trained)} of {len(legal)} legal layouts are trained ({counts}); {len(illegal)} are refused")

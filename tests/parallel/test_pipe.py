@@ -128,7 +128,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="module")
-def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def train_row(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The results of the ranks that train a row; each row trains once."""
 
     @cache
@@ -183,34 +183,34 @@ def without_padding(tensor: Any, shard: Any) -> Any:
 
 
 @EVERY
-def test_losses_and_norms_equal_those_of_one_process(trained: Any, row: Row) -> None:
+def test_losses_and_norms_equal_those_of_one_process(train_row: Any, row: Row) -> None:
     one = reference(row.curve, sum(row.layers))
-    for rank in trained(row):
+    for rank in train_row(row):
         assert rank["losses"] == pytest.approx(one.losses, abs=2e-6, rel=0)  # two roundings of a loss of 4.6
         assert rank["norms"] == pytest.approx(one.norms, abs=0, rel=1e-6)
 
 
 @EVERY
-def test_all_ranks_report_the_same_loss_to_the_bit(trained: Any, row: Row) -> None:
-    assert len({tuple(rank["losses"]) for rank in trained(row)}) == 1
+def test_all_ranks_report_the_same_loss_to_the_bit(train_row: Any, row: Row) -> None:
+    assert len({tuple(rank["losses"]) for rank in train_row(row)}) == 1
 
 
 @EVERY
-def test_weights_of_every_stage_equal_those_of_one_process(trained: Any, row: Row) -> None:
+def test_weights_of_every_stage_equal_those_of_one_process(train_row: Any, row: Row) -> None:
     """The gradient of key biases is rounding only."""
     after = weights(reference(row.curve, sum(row.layers)).after)
-    for rank in trained(row):
+    for rank in train_row(row):
         rows = [each for each in rank["weights"] if not each[0].endswith("key.bias")]
         ours = {name: without_padding(held, placed) for name, placed, held in rows}
         torch.testing.assert_close(ours, {name: block(after[name], placed) for name, placed, _ in rows}, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "optim=sgd" in row.curve], ids=lambda row: row.name)
-def test_every_stage_steps_as_far_as_one_process(trained: Any, row: Row) -> None:
+def test_every_stage_steps_as_far_as_one_process(train_row: Any, row: Row) -> None:
     """DeepSpeed before 0.19.3 divided gradients by the accumulation steps once per stage: with SGD a step shows it."""
     one = reference(row.curve, sum(row.layers))
     before, after = weights(one.before), weights(one.after)
-    for rank in trained(row):
+    for rank in train_row(row):
         ours, theirs = [], []
         for name, placed, held in rank["weights"]:
             ours.append((without_padding(held, placed) - block(before[name], placed)).flatten())
@@ -219,7 +219,7 @@ def test_every_stage_steps_as_far_as_one_process(trained: Any, row: Row) -> None
 
 
 @EVERY
-def test_evaluation_returns_the_loss_before_and_after_training(trained: Any, row: Row) -> None:
+def test_evaluation_returns_the_loss_before_and_after_training(train_row: Any, row: Row) -> None:
     """ReferenceCurve micro-batch a replica; only ranks with the head return it."""
     one, run = reference(row.curve, sum(row.layers)), row.run()
     tokens, labels, _ = batch(run, STEPS)
@@ -227,7 +227,7 @@ def test_evaluation_returns_the_loss_before_and_after_training(trained: Any, row
     for at, module in enumerate((one.before, one.after)):
         with torch.no_grad():
             loss, counted = module(tokens[rows], labels[rows])
-        evaluations = [rank["evaluations"][at] for rank in trained(row) if rank["evaluations"][at] != (0.0, 0)]
+        evaluations = [rank["evaluations"][at] for rank in train_row(row) if rank["evaluations"][at] != (0.0, 0)]
         assert len(evaluations) == row.ranks // row.axes[0]
         assert sum(each for each, _ in evaluations) / sum(each for _, each in evaluations) == pytest.approx(
             float(loss / counted), abs=2e-6, rel=0
@@ -235,24 +235,24 @@ def test_evaluation_returns_the_loss_before_and_after_training(trained: Any, row
 
 
 @EVERY
-def test_a_stage_holds_as_many_micro_batches_as_planned(trained: Any, row: Row) -> None:
+def test_a_stage_holds_as_many_micro_batches_as_planned(train_row: Any, row: Row) -> None:
     planned, (pp, dp, _) = SCHEDULES[row.schedule].in_flight, row.axes
     run = row.run()
     micros = run.train.batch // (dp * run.train.microbatch)
-    for rank in trained(row):
+    for rank in train_row(row):
         assert rank["held"] == planned(rank["coordinates"]["pp"], pp, micros, 1)
 
 
 @EVERY
-def test_after_a_step_no_micro_batch_is_kept(trained: Any, row: Row) -> None:
-    assert [rank["kept"] for rank in trained(row)] == [0] * row.ranks
+def test_after_a_step_no_micro_batch_is_kept(train_row: Any, row: Row) -> None:
+    assert [rank["kept"] for rank in train_row(row)] == [0] * row.ranks
 
 
 @EVERY
-def test_a_tied_gradient_is_summed_once_a_step_and_hidden_states_are_sent_once_a_micro_batch(trained: Any, row: Row) -> None:
+def test_a_tied_gradient_is_summed_once_a_step_and_hidden_states_are_sent_once_a_micro_batch(train_row: Any, row: Row) -> None:
     run, (pp, dp, _) = row.run(), row.axes
     micros = run.train.batch // (dp * run.train.microbatch)
-    for rank in trained(row):
+    for rank in train_row(row):
         stage = rank["coordinates"]["pp"]
         ties = sum(each.count for each in rank["rows"] if each.axis == "ends")
         assert ties == (run.model.tied and len(row.layers) == pp and stage in (0, pp - 1))
@@ -262,10 +262,10 @@ def test_a_tied_gradient_is_summed_once_a_step_and_hidden_states_are_sent_once_a
 
 @pytest.mark.parametrize("gradients", ["bf16", "fp32"])
 @pytest.mark.parametrize("row", HALVES, ids=lambda row: row.name)
-def test_bf16_trains_as_float32_does_within_its_precision(trained: Any, row: Row, gradients: str) -> None:
+def test_bf16_trains_as_float32_does_within_its_precision(train_row: Any, row: Row, gradients: str) -> None:
     """The tolerance is that of 8-bit mantissas: 1.3e-4 of a loss and 0.13 % of a norm were measured."""
     one = reference(row.curve, sum(row.layers))
-    for rank in trained(row, "train.precision=bf16", f"train.gradients={gradients}"):
+    for rank in train_row(row, "train.precision=bf16", f"train.gradients={gradients}"):
         assert rank["losses"] == pytest.approx(one.losses, abs=5e-4, rel=0)
         assert rank["norms"] == pytest.approx(one.norms, abs=0, rel=3e-3)
 

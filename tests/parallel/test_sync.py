@@ -73,7 +73,7 @@ def test_workers_train_by_local_steps(ranks: RankPool, tmp_path: Path, words: Wo
     check_memory(job.folder)
 
 
-def simulated(words: Words) -> ReferenceCurve:
+def simulated_curve(words: Words) -> ReferenceCurve:
     return local_steps_curve(load_recipe(BASE[0], [*BASE[1:], *words]))
 
 
@@ -84,11 +84,11 @@ def test_each_choice_trains_a_curve_of_its_own() -> None:
         *(two, (THREE, "cluster.gpus=2"), (TWO, "cluster.gpus=4"), (*two, "train.clip=0")),
         *((*two, HEAVY[0]), (*two, *HEAVY), (*two, *NESTEROV), (*two, "checkpoint.every=4")),
     ]
-    curves = [simulated(words).losses for words in choices]
+    curves = [simulated_curve(words).losses for words in choices]
     curves.append(reference_curve(BASE)[0])
     for at, one in enumerate(curves):
         assert all(max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-4 for other in curves[:at])
-    assert simulated((TWO, *NODES, "cluster.gpus=4")).losses == curves[0]  # two workers too
+    assert simulated_curve((TWO, *NODES, "cluster.gpus=4")).losses == curves[0]  # two workers too
 
 
 RESUMED_IN = [
@@ -101,7 +101,7 @@ def test_any_layout_of_as_many_workers_resumes(ranks: RankPool, tmp_path: Path) 
     """A checkpoint holds the mean of the optimizer's states, in the run that goes on as in the one that begins from it."""
     words = (*BASE, TWO, *NESTEROV, "train.steps=8", "checkpoint.every=4", "checkpoint.keep=9", "log.ledger=false")
     whole = ranks.train(tmp_path / "run", *words, "cluster.gpus=2")
-    losses = simulated(("cluster.gpus=2", *words[len(BASE) :])).losses
+    losses = simulated_curve(("cluster.gpus=2", *words[len(BASE) :])).losses
     assert whole.figures("loss") == pytest.approx(losses, abs=1e-5, rel=0)
     shutil.rmtree(whole.folder / "checkpoints" / "step_8")
     for at, layout in enumerate(RESUMED_IN):

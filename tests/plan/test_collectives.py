@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from distrain.trainer.plan.axes.collectives import ALGORITHMS, Wire, collective_cost, server_inflow, server_seconds
 
 
-def sent(verb: str, payload: int, size: int, algorithm: str = "ring") -> int:
+def sent_bytes(verb: str, payload: int, size: int, algorithm: str = "ring") -> int:
     """Bytes that a rank sends."""
     return collective_cost(verb, payload, Wire(size, size, 1.0, 0.0), algorithm)[0]
 
@@ -23,9 +23,12 @@ def hops(verb: str, size: int, algorithm: str) -> float:
 def test_a_ring_sends_all_but_one_part_twice(size: int, part: int) -> None:
     """2(n - 1)/n S in 2(n - 1) hops (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002); half of it for each half."""
     payload = part * size
-    assert sent("all_reduce", payload, size) == 2 * (size - 1) * part
+    assert sent_bytes("all_reduce", payload, size) == 2 * (size - 1) * part
     assert (
-        sent("all_gather", payload, size) == sent("reduce_scatter", payload, size) == sent("all_to_all", payload, size) == (size - 1) * part
+        sent_bytes("all_gather", payload, size)
+        == sent_bytes("reduce_scatter", payload, size)
+        == sent_bytes("all_to_all", payload, size)
+        == (size - 1) * part
     )
     assert hops("all_reduce", size, "ring") == 2 * hops("all_gather", size, "ring") == 2 * (size - 1)
 
@@ -34,14 +37,14 @@ def test_a_ring_sends_all_but_one_part_twice(size: int, part: int) -> None:
 def test_recursive_halving_sends_the_rings_bytes_in_fewer_hops(doublings: int, part: int) -> None:
     size = 2**doublings
     for verb in ("all_reduce", "all_gather", "reduce_scatter"):
-        assert sent(verb, part * size, size, "halving") == sent(verb, part * size, size, "ring")
+        assert sent_bytes(verb, part * size, size, "halving") == sent_bytes(verb, part * size, size, "ring")
     assert hops("all_reduce", size, "halving") == 2 * log2(size)
     assert hops("reduce_scatter", size, "halving") == log2(size)
 
 
 def test_recursive_halving_beyond_a_power_of_two_sends_whole_tensors_first_and_last() -> None:
     """Thakur et al. 2005, doi:10.1177/1094342005051521: ranks 4 and 5 first add their tensors to a partner's."""
-    assert sent("all_reduce", 1200, 6, "halving") == 2 * 1200 * 3 // 4 + 1200
+    assert sent_bytes("all_reduce", 1200, 6, "halving") == 2 * 1200 * 3 // 4 + 1200
     assert hops("all_reduce", 6, "halving") == 2 * log2(4) + 2
 
 

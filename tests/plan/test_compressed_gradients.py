@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.tests.fakes.planned_messages import GPT, MOE, messages, planned, run_of
+from distrain.tests.fakes.planned_messages import GPT, MOE, messages, plan_of, run_of
 from distrain.trainer.plan.axes.low_rank import FactorElements, MatrixStack, compressed_stack, factor_elements
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.plan.mesh_position import mesh_position
@@ -63,7 +63,7 @@ def by_hand(run: Run) -> tuple[int, FactorElements]:
 @pytest.mark.parametrize("changes", [{}, {"parallel__tp": 2}, {"parallel__cp": 2}, {"parallel__compress__rank": 1}])
 def test_a_rank_sends_two_factors_of_each_matrix_and_the_rest_whole(changes: dict[str, Any]) -> None:
     run = run_of(GPT, **COMPRESSED, **changes)
-    plan = planned(GPT, **COMPRESSED, **changes)
+    plan = plan_of(GPT, **COMPRESSED, **changes)
     whole, found = by_hand(run)
     assert sent_payload(plan) == BF16 * (whole + found.left + found.right)
     assert found.matrices > 0.98 * (found.matrices + whole)
@@ -82,7 +82,7 @@ def test_experts_are_compressed_one_by_one_where_several_ranks_hold_the_same() -
         stacks = [stack for each in experts if (stack := compressed_stack(each.size, RANK))]
         assert len(stacks) == len(experts)
         assert {stack.matrices for stack in stacks} == {16 // ep}
-        sent[ep] = sent_payload(planned(MOE, parallel__ep=ep, **COMPRESSED)), sum(sum(factor_elements(each, RANK)[1:]) for each in stacks)
+        sent[ep] = sent_payload(plan_of(MOE, parallel__ep=ep, **COMPRESSED)), sum(sum(factor_elements(each, RANK)[1:]) for each in stacks)
     assert sent[4][0] - sent[8][0] == BF16 * sent[4][1]
 
 
@@ -113,7 +113,7 @@ def test_a_step_is_faster_on_a_slow_link_and_slower_without_need() -> None:
 
 def test_left_factors_hide_under_backward_and_right_ones_under_nothing() -> None:
     bucket = 2_000_000
-    rows = messages(planned(GPT, **COMPRESSED, parallel__bucket=bucket), "dp")
+    rows = messages(plan_of(GPT, **COMPRESSED, parallel__bucket=bucket), "dp")
     _, found = by_hand(run_of(GPT, **COMPRESSED))
     parts = -(-found.matrices // bucket)
     left, right = (next(row for row in rows if row.payload == -(-BF16 * each // parts)) for each in (found.left, found.right))
@@ -153,7 +153,7 @@ def test_engines_that_do_not_compress_say_so(changes: dict[str, Any], engine: st
 
 
 def warnings_of(**changes: Any) -> list[str]:
-    return [each.says for each in planned(GPT, **changes).warnings if each.rule == "compress"]
+    return [each.says for each in plan_of(GPT, **changes).warnings if each.rule == "compress"]
 
 
 def test_a_plan_warns_of_another_curve_and_of_a_rank_that_compresses_nothing() -> None:
@@ -169,14 +169,14 @@ def test_a_plan_warns_of_another_curve_and_of_a_rank_that_compresses_nothing() -
 
 def test_one_data_parallel_rank_compresses_nothing() -> None:
     alone: dict[str, Any] = {"parallel__tp": 2, "engine": "native"}
-    one, other = planned(GPT, 2, **alone, parallel__compress__name="powersgd"), planned(GPT, 2, **alone)
+    one, other = plan_of(GPT, 2, **alone, parallel__compress__name="powersgd"), plan_of(GPT, 2, **alone)
     assert (one.memory, one.time, one.traffic) == (other.memory, other.time, other.traffic)
 
 
 def test_a_checkpoint_keeps_an_error_for_each_compressed_element() -> None:
     layouts: tuple[dict[str, Any], ...] = ({}, {"parallel__tp": 2}, {"parallel__pp": 2})
     for changes in layouts:
-        plans = [planned(GPT, engine="native", parallel__compress__name=name, **changes) for name in ("none", "powersgd")]
+        plans = [plan_of(GPT, engine="native", parallel__compress__name=name, **changes) for name in ("none", "powersgd")]
         sizes = [plan.run.checkpoint_bytes if plan.run else 0 for plan in plans]
         _, found = by_hand(run_of(GPT, 2, **COMPRESSED))  # of one rank that has all weights
         assert sizes[1] - sizes[0] == BF16 * found.matrices

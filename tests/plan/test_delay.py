@@ -93,15 +93,15 @@ def test_as_many_micro_batches_are_in_flight_as_the_continued_actions_have(stage
 def test_data_messages_travel_at_each_update() -> None:
     """Of 8 micro-batches: eight times as often as in 1F1B, and once under 2BW."""
 
-    def sent(schedule: str, zero: int) -> dict[str, int]:
+    def sent_counts(schedule: str, zero: int) -> dict[str, int]:
         keys = {"parallel__pp": 2, "parallel__dp": 2, "parallel__zero": zero, "train__batch": 16, "parallel__schedule": schedule}
         run = with_changes(run_of(gpt(4, 64, 4, tied=False), 4, **keys, train__precision="fp32"), [("engine", "native")])
         return {each.verb: each.sent for each in make_plan(run).traffic if each.axis == "dp"}
 
     for zero in (0, 1):
-        once = sent("1f1b", zero)
-        assert sent("pipedream", zero) == {verb: 8 * many for verb, many in once.items()}
-        assert sent("pipedream_2bw", zero) == once
+        once = sent_counts("1f1b", zero)
+        assert sent_counts("pipedream", zero) == {verb: 8 * many for verb, many in once.items()}
+        assert sent_counts("pipedream_2bw", zero) == once
 
 
 def test_a_clip_is_said_to_be_each_stages_own() -> None:

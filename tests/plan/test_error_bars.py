@@ -32,7 +32,7 @@ def gpt(*overrides: str) -> Run:
     return load_recipe("gpt3_175b", ["engine=papers", "cluster=96x8", "parallel.dp=auto", *overrides])
 
 
-def planned(run: Run, engine: str | None = None, peak: int = 40 * 2**30) -> Planned:
+def plan_case(run: Run, engine: str | None = None, peak: int = 40 * 2**30) -> Planned:
     return Planned(run, run.parallel, engine, peak)
 
 
@@ -68,7 +68,7 @@ WIDER = {  # an override -> the words of the rule that it brings
 
 @pytest.mark.parametrize("override", WIDER)
 def test_the_bar_of_a_step_is_wider_where_few_runs_are_near(override: str) -> None:
-    plain, wider = step_bar(planned(gpt()), 1.0), step_bar(planned(gpt(override)), 1.0)
+    plain, wider = step_bar(plan_case(gpt()), 1.0), step_bar(plan_case(gpt(override)), 1.0)
     assert plain.rule.says == "like most measured runs"
     assert wider.rule.says == WIDER[override]
     assert wider.low < plain.low < plain.high < wider.high
@@ -76,16 +76,16 @@ def test_the_bar_of_a_step_is_wider_where_few_runs_are_near(override: str) -> No
 
 def test_experts_and_engines_of_ours_widen_the_bar_of_a_step() -> None:
     experts = load_recipe("mixtral_8x7b", ["engine=papers"])
-    assert step_bar(planned(experts), 1.0).rule.says == "experts"
-    assert step_bar(planned(gpt(), "native"), 1.0).rule.says == error_bars.OF_ENGINES
-    assert step_bar(planned(gpt("train.precision=fp8"), "native"), 1.0).rule.says == "fp8 or fp4"
+    assert step_bar(plan_case(experts), 1.0).rule.says == "experts"
+    assert step_bar(plan_case(gpt(), "native"), 1.0).rule.says == error_bars.OF_ENGINES
+    assert step_bar(plan_case(gpt("train.precision=fp8"), "native"), 1.0).rule.says == "fp8 or fp4"
 
 
 def test_each_end_of_a_bar_is_that_of_the_widest_rule() -> None:
-    small, ours = memory_bar(planned(gpt(), peak=2**30)), memory_bar(planned(gpt(), "native"))
+    small, ours = memory_bar(plan_case(gpt(), peak=2**30)), memory_bar(plan_case(gpt(), "native"))
     assert (small.low, small.high) == (2**30 / MEMORY_BARS[1].low, 2**30 * MEMORY_BARS[1].high)
-    assert ours.low > memory_bar(planned(gpt())).low  # the tensors of our modules are traced
-    assert ours.high > memory_bar(planned(gpt())).high  # and their allocator's cached pieces are not planned
+    assert ours.low > memory_bar(plan_case(gpt())).low  # the tensors of our modules are traced
+    assert ours.high > memory_bar(plan_case(gpt())).high  # and their allocator's cached pieces are not planned
 
 
 def test_the_page_says_probably_where_the_capacity_lies_inside_the_bar() -> None:
@@ -142,7 +142,7 @@ def test_layouts_that_a_search_finds_have_the_bars_of_their_plans() -> None:
 
 def evidence(ratios: list[float], sources: list[str]) -> calibrate_error_bars.Calibration:
     values = np.array(ratios)
-    return calibrate_error_bars.Calibration([planned(gpt())] * len(ratios), sources, values, values, values)
+    return calibrate_error_bars.Calibration([plan_case(gpt())] * len(ratios), sources, values, values, values)
 
 
 def any_rule(runs: int, low: float = 1.5, high: float = 1.5) -> BarRule:

@@ -36,13 +36,13 @@ MOST_SECONDS = 10  # of processor time: what grows with such counts takes hours
 
 
 @pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
+def stop_counting() -> Iterator[None]:
     """Stop code that counts layers or ranks one by one."""
     with limit_processor_time(MOST_SECONDS):
         yield
 
 
-def planned(recipe: str, words: list[str]) -> str:
+def page_or_problems(recipe: str, words: list[str]) -> str:
     """Return the page of a plan, or the problems of its overrides."""
     try:
         plan = make_plan(LOADER.load(recipe, words))
@@ -55,7 +55,7 @@ def planned(recipe: str, words: list[str]) -> str:
 def test_a_huge_count_is_planned_or_refused_quickly(key: str) -> None:
     recipe = "mixtral_8x7b" if "expert" in key or key in ("model.top_k", "parallel.ep", "parallel.cp") else "llama3_8b"
     for value in HUGE:
-        assert planned(recipe, [f"{key}={value}", "parallel.dp=auto"])
+        assert page_or_problems(recipe, [f"{key}={value}", "parallel.dp=auto"])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -65,7 +65,7 @@ def test_several_huge_counts_are_planned_or_refused_quickly(seed: int) -> None:
     words = [f"{key}={drawn.choice([1, 2, 7, 64, 10**4, 2**20, 10**5, 2**40, 10**18, *HUGE])}" for key in several]
     ways = [f"parallel.zero={drawn.randint(0, 3)}", f"parallel.sequence={drawn.choice(['true', 'false'])}", "parallel.dp=auto"]
     ways += [f"parallel.schedule={drawn.choice(['1f1b', 'gpipe', 'interleaved', 'dualpipev', 'pipedream'])}"]
-    assert planned(drawn.choice(["quickstart", "llama3_70b", "mixtral_8x7b", "megatron_1t"]), words + ways)
+    assert page_or_problems(drawn.choice(["quickstart", "llama3_70b", "mixtral_8x7b", "megatron_1t"]), words + ways)
 
 
 def test_ten_huge_counts_at_once_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,9 +75,9 @@ def test_ten_huge_counts_at_once_are_answered(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_billion_layers_take_no_more_memory_than_a_few() -> None:
-    planned("llama3_8b", ["model.layers=32"])
+    page_or_problems("llama3_8b", ["model.layers=32"])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    planned("llama3_8b", ["model.layers=1000000000", "cluster.nodes=1000000000", "train.batch=1000000000000", "parallel.zero=1"])
+    page_or_problems("llama3_8b", ["model.layers=1000000000", "cluster.nodes=1000000000", "train.batch=1000000000000", "parallel.zero=1"])
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * (1 if sys.platform == "darwin" else 1024) < 50 << 20
 

@@ -23,7 +23,7 @@ def llama(*words: str) -> Plan:
     return make_plan(load_recipe("llama3_405b", list(words)))
 
 
-def saved(plan: Plan) -> Saving:
+def saving(plan: Plan) -> Saving:
     assert plan.saving is not None
     return plan.saving
 
@@ -34,7 +34,7 @@ def saving_warnings(plan: Plan) -> list[str]:
 
 def test_llama_3_was_interrupted_as_often_as_the_default_mtbf_says() -> None:
     """arXiv:2407.21783 table 5: 419 unexpected interruptions in 54 days on 16,384 GPUs, one in 3.1 hours."""
-    found = saved(llama("cluster.nodes=2048", "parallel.dp=128"))
+    found = saving(llama("cluster.nodes=2048", "parallel.dp=128"))
     assert found.mtbf == pytest.approx(54 * DAY / 419)
     assert found.mtbf / HOUR == pytest.approx(3.09, abs=0.005)
 
@@ -72,7 +72,7 @@ def test_no_interval_keeps_more_than_the_best(save: float, between: float) -> No
 def test_a_plan_tells_the_best_interval() -> None:
     """4.43 TiB over 2e12 bytes/s; one fault in 54 days x 16384 / (419 x 8192); Daly's interval in steps."""
     plan = llama()
-    found = saved(plan)
+    found = saving(plan)
     assert plan.run is not None
     assert plan.time is not None
     assert plan.run.seconds is not None
@@ -90,14 +90,14 @@ def test_a_plan_tells_the_best_interval() -> None:
 
 def test_without_cluster_storage_no_interval_is_planned() -> None:
     plan = llama("cluster.storage=null")
-    found = saved(plan)
+    found = saving(plan)
     assert (found.seconds, found.interval, found.every, found.goodput) == (None, None, None, None)
     assert "set cluster.storage (bytes/s) to see how often to save" in " ".join(plan_text(plan, Style()).split())
 
 
 def test_a_run_too_short_to_be_interrupted_is_not_warned() -> None:
     plan = make_plan(load_recipe("gpt2_124m", ["cluster.storage=1e9"]))
-    assert saved(plan).interruptions is not None
+    assert saving(plan).interruptions is not None
     assert "interrupt" not in plan_text(plan, Style())
     assert saving_warnings(plan) == []
 

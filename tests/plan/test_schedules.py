@@ -84,7 +84,7 @@ def makespan(pipeline: Pipeline, weights: list[int] | None = None) -> Fraction:
     return max(free)
 
 
-def planned(pipeline: Pipeline, weights: list[int] | None = None) -> float:
+def closed_form_seconds(pipeline: Pipeline, weights: list[int] | None = None) -> float:
     """The planner's closed form, in the same seconds: the busiest stage's micro-batches, the others' one, less what hides."""
     name, stages, micros, chunks = pipeline
     each = weights or [1] * stages
@@ -170,7 +170,7 @@ def test_no_stage_of_zb_v_waits_once_it_has_begun(stages: int, more: int) -> Non
 
 @given(pipelines(FLUSHING))
 def test_a_simulated_step_takes_the_planned_time(pipeline: Pipeline) -> None:
-    assert float(makespan(pipeline)) == pytest.approx(planned(pipeline), rel=1e-12)
+    assert float(makespan(pipeline)) == pytest.approx(closed_form_seconds(pipeline), rel=1e-12)
 
 
 @given(pipelines(FLUSHING))
@@ -231,7 +231,7 @@ def instructions(stages: int, micros: int) -> list[list[Any]]:
     return [[each for step in schedule.DualPipeVSchedule(micros, stages, stage).steps() for each in step] for stage in range(stages)]
 
 
-def committed(stages: int, micros: int) -> Fraction:
+def instruction_seconds(stages: int, micros: int) -> Fraction:
     """Seconds of a step of DeepSpeed's instructions, where a part's forward takes 1/2, its backward 1, and messages no time."""
     steps = {"SendActivation": ("F", 0), "RecvActivation": ("F", -1), "SendGrad": ("B", 0), "RecvGrad": ("B", 1)}
     todo = [list(reversed(each)) for each in instructions(stages, micros)]
@@ -271,8 +271,8 @@ def test_dualpipev_has_deepspeeds_order_and_time(stages: int, more: int) -> None
         for row in instructions(stages, micros)
     ]
     assert [list(map(tuple, actions)) for actions in actions_of(pipeline)] == theirs
-    seconds = committed(stages, micros)
-    assert float(seconds) == pytest.approx(planned(pipeline), rel=1e-12)
+    seconds = instruction_seconds(stages, micros)
+    assert float(seconds) == pytest.approx(closed_form_seconds(pipeline), rel=1e-12)
     assert bubble_share(SCHEDULES["dualpipev"], stages, micros, 1) == pytest.approx(float(1 - 3 * micros / seconds), rel=1e-9, abs=1e-12)
     assert makespan(pipeline) <= seconds < makespan(("1f1b", stages, micros, 1)) or stages == 1
 
@@ -321,11 +321,11 @@ def test_the_bubble_over_ideal_time_is_the_papers(name: str, p: int, m: int, v: 
 @given(pipelines(["gpipe"]), st.data())
 def test_uneven_stages_of_gpipe_wait_for_the_busiest_one(pipeline: Pipeline, data: st.DataObject) -> None:
     weights = [data.draw(st.integers(1, 9)) for _ in range(pipeline[1])]
-    assert float(makespan(pipeline, weights)) == pytest.approx(planned(pipeline, weights), rel=1e-12)
+    assert float(makespan(pipeline, weights)) == pytest.approx(closed_form_seconds(pipeline, weights), rel=1e-12)
 
 
 @given(pipelines(["1f1b", "interleaved"]), st.data())
 def test_uneven_stages_of_1f1b_take_at_most_the_planned_time(pipeline: Pipeline, data: st.DataObject) -> None:
     """A bound only: actions of light stages fit into the waits of others."""
     weights = [data.draw(st.integers(1, 9)) for _ in range(pipeline[1])]
-    assert 3 * pipeline[2] * max(weights) <= float(makespan(pipeline, weights)) <= planned(pipeline, weights) * (1 + 1e-12)
+    assert 3 * pipeline[2] * max(weights) <= float(makespan(pipeline, weights)) <= closed_form_seconds(pipeline, weights) * (1 + 1e-12)

@@ -90,7 +90,7 @@ def brute_force(name: str) -> dict[MeshKey, list[Figures]]:
 
 
 @cache
-def searched(name: str, rows: int, by_memory: bool) -> SearchResult:
+def search_result(name: str, rows: int, by_memory: bool) -> SearchResult:
     return LayoutSearch(Space(run_of(name)), rows=rows, by_memory=by_memory).run_all()
 
 
@@ -102,7 +102,7 @@ def fitting(name: str) -> dict[MeshKey, list[Figures]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_space_has_as_many_layouts_as_plain_loops_find(name: str) -> None:
-    assert searched(name, 10, False).legal == sum(map(len, brute_force(name).values()))
+    assert search_result(name, 10, False).legal == sum(map(len, brute_force(name).values()))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -110,13 +110,13 @@ def test_the_space_has_as_many_layouts_as_plain_loops_find(name: str) -> None:
 def test_the_best_of_each_mesh_are_those_of_brute_force(name: str, rows: int) -> None:
     best = sorted(min(figures) for figures in fitting(name).values())
     expected = [each for each in best if each[0] <= SLOWEST * best[0][0]][:rows]
-    assert [(each.seconds, each.peak) for each in searched(name, rows, False).best] == expected
+    assert [(each.seconds, each.peak) for each in search_result(name, rows, False).best] == expected
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_smallest_of_each_mesh_are_those_of_brute_force(name: str) -> None:
     expected = sorted((min((peak, seconds) for seconds, peak in figures)) for figures in fitting(name).values())[:5]
-    assert [(each.peak, each.seconds) for each in searched(name, 5, True).best] == expected
+    assert [(each.peak, each.seconds) for each in search_result(name, 5, True).best] == expected
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -126,14 +126,14 @@ def test_the_front_is_that_of_brute_force(name: str) -> None:
         if not expected or each[1] < expected[-1][1]:
             expected.append(each)
     expected = [each for each in expected if each[0] <= SLOWEST * expected[0][0]]
-    assert [(each.seconds, each.peak) for each in searched(name, 10, False).front] == expected
+    assert [(each.seconds, each.peak) for each in search_result(name, 10, False).front] == expected
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_some_layouts_are_too_large_and_most_are_discarded(name: str) -> None:
     layouts, fit = sum(map(len, brute_force(name).values())), sum(map(len, fitting(name).values()))
     assert 0.05 * layouts < fit < 0.95 * layouts
-    assert searched(name, 10, False).costed < layouts
+    assert search_result(name, 10, False).costed < layouts
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,9 @@ def test_every_known_path_is_a_lower_bound_of_every_partition(schedule: str) -> 
     paths = StepPaths(layout, layout_cost(context, layout).blocks)
     every = list(partitions(run.model.layers, len(layout.partition.parts)))
     seconds = [paths.step_seconds(stages) for stages in every]
-    assert paths.known()
+    assert paths.found_paths()
     for stages, step in zip(every, seconds, strict=True):
-        assert max(path.seconds(stages) for path in paths.known()) == pytest.approx(step, rel=1e-12)
+        assert max(path.seconds(stages) for path in paths.found_paths()) == pytest.approx(step, rel=1e-12)
 
 
 def test_a_search_that_was_cut_short_says_what_no_partition_is_below(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_a_search_that_was_cut_short_says_what_no_partition_is_below(monkeypatch
             assert found.least <= fastest * (1 + 1e-9) <= found.seconds * (1 + 2e-9)
 
 
-def limited(random: Random) -> tuple[StageLimits, list[tuple[int, ...]]]:
+def limits_and_partitions(random: Random) -> tuple[StageLimits, list[tuple[int, ...]]]:
     """Limits of a few stages, and every partition within them."""
     stages, chunks = random.choice([(2, 1), (3, 1), (2, 2), (3, 2), (2, 3)])
     layers = random.randint(stages * chunks, stages * chunks + 6)
@@ -158,7 +158,7 @@ def random_path(random: Random, limits: StageLimits) -> Path:
 @pytest.mark.parametrize("case", range(20))
 def test_bounds_of_paths_are_their_least_over_all_partitions(case: int) -> None:
     random = Random(case)
-    limits, inside = limited(random)
+    limits, inside = limits_and_partitions(random)
     assert limits.admit_any() == bool(inside)
     paths = [random_path(random, limits) for _ in range(4)]
     for path in paths if inside else []:
@@ -176,7 +176,7 @@ def test_bounds_of_paths_are_their_least_over_all_partitions(case: int) -> None:
 def test_the_ways_to_go_on_from_a_beginning_are_bounded_by_their_best(case: int) -> None:
     """Some paths become known while the partition is being made, as in a search, more than the arrays have rows at first."""
     random = Random(case)
-    limits, inside = next(each for each in iter(lambda: limited(random), None) if each[1])
+    limits, inside = next(each for each in iter(lambda: limits_and_partitions(random), None) if each[1])
     bounds, paths, partition = PathBounds(limits), list[Path](), random.choice(inside)
     for at, many in enumerate(partition):
         for _ in range(random.choice((1, 3, 20))):

@@ -67,7 +67,7 @@ class EveryLayout(LayoutSearch):
         self.current = states
         super()._search_pass(each, states, zeros)
 
-    def shared(self) -> tuple[float, float]:
+    def bounded_layout_counts(self) -> tuple[float, float]:
         """For how many layouts a bound of bytes and one of seconds stand on average."""
         return self.seen / len(self._least_bytes), self.seen / len(self._least_seconds)
 
@@ -102,7 +102,7 @@ def test_no_layout_costs_less_than_its_bounds(name: str, runnable: bool) -> None
     search.capacity = 1 << 60
     search.run_all()
     assert search.held > 500
-    assert min(search.shared()) > 4
+    assert min(search.bounded_layout_counts()) > 4
 
 
 @pytest.mark.parametrize(("kept", "least"), [((50, 1), 160), ((1, 50), 165), ((0, 0), 130)])

@@ -20,7 +20,7 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> Model:
     return Model(family="gpt", layers=layers, hidden=hidden, heads=heads, vocab=vocab, bias=True, tied=True, dropout=0.1)
 
 
-def planned(model: Model, ranks: int, **changes: Any) -> Plan:
+def plan_of(model: Model, ranks: int, **changes: Any) -> Plan:
     """A plan in Megatron's way of 2021 and 2022 (fp16, attention unfused, kernels fused by hand), keys changed: parallel__tp=8."""
     gpus = min(8, ranks)
     cluster = Cluster(nodes=ranks // gpus, gpus=gpus, device=A100, inside=NVLINK, between=HDR)
@@ -29,7 +29,7 @@ def planned(model: Model, ranks: int, **changes: Any) -> Plan:
     return make_plan(with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()]))
 
 
-def timed(plan: Plan) -> tuple[StepTime, Throughput, WholeRun]:
+def known_times(plan: Plan) -> tuple[StepTime, Throughput, WholeRun]:
     assert plan.time is not None
     assert plan.throughput is not None
     assert plan.run is not None
@@ -39,13 +39,13 @@ def timed(plan: Plan) -> tuple[StepTime, Throughput, WholeRun]:
 # arXiv:2104.04473 table 1 and section 5.1: 1T parameters on 384 nodes of 8, 502 PFLOP/s of hardware FLOPs, 84 days for 450e9 tokens.
 def trillion(**changes: Any) -> Plan:
     keys = {"parallel__tp": 8, "parallel__pp": 64, "parallel__dp": 6, "parallel__recompute": "full", "train__batch": 3072}
-    return planned(gpt(128, 25600, 160), 3072, **keys | {"train__tokens": 450e9, "train__steps": None} | changes)
+    return plan_of(gpt(128, 25600, 160), 3072, **keys | {"train__tokens": 450e9, "train__steps": None} | changes)
 
 
 def test_a_trillion_parameters_on_3072_a100s_run_at_narayanans_rate() -> None:
     """Within 10 %: the machine is modelled from its data sheets."""
     plan = trillion()
-    _, throughput, whole = timed(plan)
+    _, throughput, whole = known_times(plan)
     assert plan.problems == ()
     assert throughput.hardware_flops_per_second_per_gpu * 3072 == pytest.approx(502e15, rel=0.1)
     assert whole.days == pytest.approx(84, rel=0.1)
@@ -64,7 +64,7 @@ EQUATION_4 = pytest.mark.parametrize(("model", "tokens", "devices", "rate", "day
 def test_eight_passes_of_two_flops_a_parameter_take_narayanans_days(
     model: Model, tokens: float, devices: int, rate: float, days: int
 ) -> None:
-    plan = planned(model, 8, train__flops="parameters", train__tokens=tokens, train__steps=None)
+    plan = plan_of(model, 8, train__flops="parameters", train__tokens=tokens, train__steps=None)
     assert plan.run is not None
     assert round(plan.run.flops * 8 / 6 / (devices * rate) / DAY) == days
 
@@ -75,7 +75,7 @@ def test_the_plans_own_flops_take_narayanans_days_at_the_measured_rate(
 ) -> None:
     """Within 3 %: the equation leaves out attention's products and counts the vocabulary's four times, not three."""
     keys: dict[str, Any] = {"parallel__tp": 8, "parallel__zero": 3, "parallel__recompute": "full"}
-    _, throughput, whole = timed(planned(model, devices, train__tokens=tokens, train__steps=None, train__batch=1536, **keys))
+    _, throughput, whole = known_times(plan_of(model, devices, train__tokens=tokens, train__steps=None, train__batch=1536, **keys))
     hardware = whole.flops * throughput.hfu / throughput.mfu
     assert hardware / (devices * rate) / DAY == pytest.approx(days, rel=0.03)
 
@@ -96,7 +96,7 @@ def korthikanti(L: int, h: int, a: int, p: int, v: int, b: int, B: int, **change
     schedule = "interleaved" if v > 1 else "1f1b"
     keys: dict[str, Any] = {"parallel__tp": 8, "parallel__pp": p, "parallel__chunks": v, "parallel__schedule": schedule}
     keys |= {"parallel__scatter": True, "train__microbatch": b, "train__batch": B}
-    return planned(gpt(L, h, a), 8 * p, **keys | changes)
+    return plan_of(gpt(L, h, a), 8 * p, **keys | changes)
 
 
 @KORTHIKANTI
@@ -104,8 +104,8 @@ def test_a_step_takes_korthikantis_seconds(
     L: int, h: int, a: int, p: int, v: int, b: int, B: int, selective: float, full: float, mfu: float
 ) -> None:
     """Within 10 %: one rate of matrix products stands for every shape and month of driver."""
-    fast, _, _ = timed(korthikanti(L, h, a, p, v, b, B, parallel__sequence=True, parallel__recompute="selective"))
-    slow, _, _ = timed(korthikanti(L, h, a, p, v, b, B, parallel__recompute="full"))
+    fast, _, _ = known_times(korthikanti(L, h, a, p, v, b, B, parallel__sequence=True, parallel__recompute="selective"))
+    slow, _, _ = known_times(korthikanti(L, h, a, p, v, b, B, parallel__recompute="full"))
     assert fast.step == pytest.approx(selective, rel=0.1)
     assert slow.step == pytest.approx(full, rel=0.1)
 
@@ -116,14 +116,14 @@ def test_korthikantis_seconds_give_its_share_of_the_peak(
 ) -> None:
     """Within 1 %: seconds and shares are printed to three digits."""
     plan = korthikanti(L, h, a, p, v, b, B, parallel__sequence=True, parallel__recompute="selective")
-    time, throughput, _ = timed(plan)
+    time, throughput, _ = known_times(plan)
     assert 100 * throughput.mfu * time.step / selective == pytest.approx(mfu, rel=0.01)
 
 
 def test_gpt_3_takes_its_papers_flops_and_148_years_of_one_device() -> None:
     """3.14e23: arXiv:2005.14165 table D.1, of 174.6e9 parameters and 300e9 tokens; 148.5 years at 67e12 FLOP/s."""
     keys: dict[str, Any] = {"cluster__device__peak": {"fp16": 67e12}, "train__flops": "parameters", "train__batch": 1536}
-    plan = planned(gpt(96, 12288, 96, vocab=50257), 1, **keys, train__tokens=300e9, train__steps=None)
+    plan = plan_of(gpt(96, 12288, 96, vocab=50257), 1, **keys, train__tokens=300e9, train__steps=None)
     assert plan.run is not None
     assert plan.model is not None
     assert plan.model.parameters == pytest.approx(174.6e9, rel=1e-4)
@@ -151,7 +151,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("keys", LAYOUTS)
 def test_the_parts_of_a_step_add_up_to_it(keys: dict[str, Any]) -> None:
-    time, _, _ = timed(planned(SMALL, 32, **keys))
+    time, _, _ = known_times(plan_of(SMALL, 32, **keys))
     assert time.compute + time.exposed + time.bubble + time.optimizer == pytest.approx(time.step, rel=1e-12)
     assert min(time.compute, time.exposed, time.bubble, time.optimizer) >= 0
     assert time.compute > 0
@@ -160,14 +160,14 @@ def test_the_parts_of_a_step_add_up_to_it(keys: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("keys", [keys for keys in LAYOUTS if "parallel__pp" not in keys])
 def test_exposed_seconds_of_a_step_are_those_of_its_messages(keys: dict[str, Any]) -> None:
-    plan = planned(SMALL, 32, **keys)
-    assert timed(plan)[0].exposed == pytest.approx(sum(each.exposed or 0.0 for each in plan.traffic), rel=1e-9)
+    plan = plan_of(SMALL, 32, **keys)
+    assert known_times(plan)[0].exposed == pytest.approx(sum(each.exposed or 0.0 for each in plan.traffic), rel=1e-9)
 
 
 @pytest.mark.parametrize("keys", LAYOUTS)
 def test_rates_are_tokens_and_flops_over_the_step(keys: dict[str, Any]) -> None:
-    plan = planned(SMALL, 32, **keys)
-    time, rates, whole = timed(plan)
+    plan = plan_of(SMALL, 32, **keys)
+    time, rates, whole = known_times(plan)
     assert plan.model is not None
     tokens = whole.tokens / whole.steps
     assert rates.tokens_per_second == pytest.approx(tokens / time.step, rel=1e-12)
@@ -178,22 +178,22 @@ def test_rates_are_tokens_and_flops_over_the_step(keys: dict[str, Any]) -> None:
 
 
 def test_hardware_flops_are_the_models_without_recomputation() -> None:
-    _, rates, _ = timed(planned(SMALL, 8))
+    _, rates, _ = known_times(plan_of(SMALL, 8))
     assert rates.hfu == rates.mfu
-    _, again, _ = timed(planned(SMALL, 8, parallel__recompute="full"))
+    _, again, _ = known_times(plan_of(SMALL, 8, parallel__recompute="full"))
     assert again.mfu < again.hfu < again.mfu * 4 / 3
 
 
 def test_flops_by_parameters_are_six_a_parameter_and_token() -> None:
-    plan = planned(SMALL, 8, train__flops="parameters")
+    plan = plan_of(SMALL, 8, train__flops="parameters")
     assert plan.model is not None
     assert plan.model.flops_per_token == 6 * plan.model.parameters
 
 
 def test_steps_are_given_or_enough_for_the_tokens() -> None:
-    _, _, whole = timed(planned(SMALL, 8, train__steps=None, train__tokens=100_000))
+    _, _, whole = known_times(plan_of(SMALL, 8, train__steps=None, train__tokens=100_000))
     assert (whole.steps, whole.tokens) == (7, 7 * 8 * 2048)
-    time, _, ten = timed(planned(SMALL, 8, train__steps=10))
+    time, _, ten = known_times(plan_of(SMALL, 8, train__steps=10))
     assert (ten.steps, ten.tokens) == (10, 10 * 8 * 2048)
     assert ten.seconds == pytest.approx(10 * time.step, rel=1e-12)
     assert ten.days == pytest.approx(10 * time.step / DAY, rel=1e-12)
@@ -202,8 +202,8 @@ def test_steps_are_given_or_enough_for_the_tokens() -> None:
 def test_the_bubble_is_the_schedules_share_of_even_stages() -> None:
     """Stages of a pipeline of one layer each, without messages, differ by embedding and head alone: almost 3/11."""
     keys: dict[str, Any] = {"parallel__pp": 4, "train__batch": 8, "parallel__overlap__pipeline": True, "train__seq": 512}
-    plan = planned(gpt(32, 8192, 64, vocab=64), 4, **keys)
-    time, _, _ = timed(plan)
+    plan = plan_of(gpt(32, 8192, 64, vocab=64), 4, **keys)
+    time, _, _ = known_times(plan)
     assert plan.bubble_fraction == pytest.approx(time.bubble / (time.compute + time.exposed + time.bubble), rel=0.01)
     assert plan.bubble_fraction == pytest.approx(3 / 11, rel=0.01)
 
@@ -224,8 +224,8 @@ UNTIMED = pytest.mark.parametrize("missing", [
 def test_times_are_null_and_memory_is_planned_where_a_rate_is_missing(missing: dict[str, Any]) -> None:
     keys: dict[str, Any] = {"parallel__tp": 2, "parallel__pp": 2, "train__microbatch": 2} | missing
     known, unknown = (
-        planned(SMALL, 16, **keys | {"cluster__device": A100, "cluster__inside": NVLINK, "cluster__between": HDR}),
-        planned(SMALL, 16, **keys),
+        plan_of(SMALL, 16, **keys | {"cluster__device": A100, "cluster__inside": NVLINK, "cluster__between": HDR}),
+        plan_of(SMALL, 16, **keys),
     )
     assert (unknown.time, unknown.throughput) == (None, None)
     assert unknown.run is not None
@@ -238,12 +238,12 @@ def test_times_are_null_and_memory_is_planned_where_a_rate_is_missing(missing: d
 
 
 def test_a_run_without_a_peak_has_no_ideal_seconds() -> None:
-    plan = planned(SMALL, 8, cluster__device__peak={})
+    plan = plan_of(SMALL, 8, cluster__device__peak={})
     assert plan.run is not None
     assert plan.run.ideal_seconds is None
     assert plan.run.flops > 0
 
 
 def test_an_unused_link_need_not_be_stated() -> None:
-    assert planned(SMALL, 8, cluster__between=None).time is not None
-    assert planned(SMALL, 1, cluster__inside=None, cluster__between=None).time is not None
+    assert plan_of(SMALL, 8, cluster__between=None).time is not None
+    assert plan_of(SMALL, 1, cluster__inside=None, cluster__between=None).time is not None

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from distrain.tests.fakes.planned_messages import MOE, B, D, H, S, V, bytes_of, messages, of_a_layer, planned, run_of
+from distrain.tests.fakes.planned_messages import MOE, B, D, H, S, V, bytes_of, messages, of_a_layer, plan_of, run_of
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.traffic import rank_traffic, stage_traffic
 from distrain.trainer.spec.run import Device, Run
@@ -28,7 +28,7 @@ def test_sequence_parallelism_sends_as_much_and_gathers_each_column_layers_input
 
 def test_sequence_parallelism_sums_gradients_of_replicated_weights_once_a_step() -> None:
     """arXiv:2205.05198 leaves them out; norms and biases of rows of a layer are 6h, the last norm 2h, the positions sh."""
-    plan = planned(parallel__tp=8, parallel__sequence=True, micros=3)
+    plan = plan_of(parallel__tp=8, parallel__sequence=True, micros=3)
     (added,) = (each for each in messages(plan, "tp", "all_reduce") if each.count == 1)
     assert added.payload == (4 * 6 + 2 + S) * H * 2
 
@@ -36,7 +36,7 @@ def test_sequence_parallelism_sums_gradients_of_replicated_weights_once_a_step()
 REPLICATED = (4 * 6 + 2 + S) * H  # elements that the tensor axis does not split
 
 
-def replicated(run: Run, rank: int) -> int:
+def replicated_bytes(run: Run, rank: int) -> int:
     """Bytes of a rank's message of once a step over the tensor axis; 0 where it sends none."""
     return sum(each.payload for each in rank_traffic(run, rank) if (each.axis, each.verb, each.count) == ("tp", "all_reduce", 1))
 
@@ -58,7 +58,7 @@ def test_a_rank_sums_the_replicated_weights_gradients_that_it_steps(zero: int, p
     """Each rank all of them at ZeRO 0 in float32, and where bf16 adds up in float32 at stage 1; else each of 4 ranks its part."""
     keys: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence": True, "parallel__zero": zero, "train__gradients": gradients}
     run = run_of(**keys, train__precision=precision, cluster__device__peak={"bf16": 1e14, "fp32": 1e13})
-    sizes = [replicated(run, rank) for rank in range(8)]
+    sizes = [replicated_bytes(run, rank) for rank in range(8)]
     assert sizes[::2] == sizes[1::2]
     whole = (zero, precision) == (0, "fp32") or (zero, gradients) == (1, "fp32")
     assert sum(sizes[::2]) == (4 if whole else 1) * REPLICATED * width
@@ -69,7 +69,7 @@ def test_a_rank_sums_the_replicated_weights_gradients_that_it_steps(zero: int, p
 def test_pipeline_stages_sum_the_gradients_of_all_replicated_weights() -> None:
     run = run_of(parallel__tp=2, parallel__pp=2, parallel__sequence=True, parallel__zero=1, micros=2)
     first, last = (2 * 6 + S) * H * 2, (2 * 6 + 2) * H * 2
-    assert [replicated(run, rank) for rank in range(8)] == [first] * 4 + [last] * 4
+    assert [replicated_bytes(run, rank) for rank in range(8)] == [first] * 4 + [last] * 4
 
 
 @pytest.mark.parametrize("keys", [{}, {"parallel__zero": 3}, {"parallel__pp": 2}])
@@ -108,7 +108,7 @@ def test_torchs_checkpoint_stops_before_a_layers_last_sum_unless_dropout_follows
 
 def test_embedding_and_head_are_summed_over_the_vocabularys_shards() -> None:
     """The embedding's sum forward, the head's input gradient backward, and three numbers a token for the loss."""
-    plan = planned(parallel__tp=8)
+    plan = plan_of(parallel__tp=8)
     whole = [each for each in messages(plan, "tp", "all_reduce") if each.payload == B * S * H * 2]
     assert sum(each.count for each in whole) == 4 * 4 + 2
     assert [each.count for each in messages(plan, "tp") if each.payload == B * S * 4] == [3]
@@ -129,7 +129,7 @@ PAPERS =    [(0, 1, 2), (0, 4, 2), (1, 1, 2), (1, 4, 2), (2, 1, 2), (2, 4, 1 * 4
 
 @pytest.mark.parametrize(("zero", "micros", "times"), DEEPSPEED)
 def test_traffic_of_a_deepspeed_engine_is_deepspeeds(zero: int, micros: int, times: int) -> None:
-    plan = planned(parallel__zero=zero, micros=micros)
+    plan = plan_of(parallel__zero=zero, micros=micros)
     assert plan.engine == "zero"
     assert plan.model is not None
     assert bytes_of(plan, "dp") == times * plan.model.parameters * 2 * (D - 1) // D
@@ -137,7 +137,7 @@ def test_traffic_of_a_deepspeed_engine_is_deepspeeds(zero: int, micros: int, tim
 
 @pytest.mark.parametrize(("zero", "micros", "times"), PAPERS)
 def test_traffic_without_an_engine_is_the_papers(zero: int, micros: int, times: int) -> None:
-    plan = planned(parallel__zero=zero, micros=micros, train__precision="fp8", parallel__bucket=10**9)
+    plan = plan_of(parallel__zero=zero, micros=micros, train__precision="fp8", parallel__bucket=10**9)
     assert plan.engine is None
     assert plan.model is not None
     weights, gradients = (3, 2)  # bytes of a parameter's bf16 and fp8 copies, and of its gradient
@@ -146,7 +146,7 @@ def test_traffic_without_an_engine_is_the_papers(zero: int, micros: int, times: 
 
 
 def test_traffic_of_an_interleaved_pipeline_is_the_papers() -> None:
-    plan = planned(ranks=16, parallel__pp=2, parallel__schedule="interleaved", parallel__chunks=2, parallel__zero=1, micros=2)
+    plan = plan_of(ranks=16, parallel__pp=2, parallel__schedule="interleaved", parallel__chunks=2, parallel__zero=1, micros=2)
     assert plan.memory is not None
     assert plan.engine == "native"
     assert bytes_of(plan, "dp") in [2 * stage.parameters * 2 * (D - 1) // D for stage in plan.memory.stages]
@@ -154,7 +154,7 @@ def test_traffic_of_an_interleaved_pipeline_is_the_papers() -> None:
 
 def test_float32_gradients_are_sent_in_float32_except_by_deepspeed() -> None:
     """It casts them to the model's own type, as was counted."""
-    ours, papers = planned(train__gradients="fp32"), planned(train__gradients="fp32", parallel__reduce="halving")
+    ours, papers = plan_of(train__gradients="fp32"), plan_of(train__gradients="fp32", parallel__reduce="halving")
     assert ours.model is not None
     assert papers.engine is None
     assert bytes_of(ours, "dp") == 3 * ours.model.parameters * 2 * (D - 1) // D
@@ -162,7 +162,7 @@ def test_float32_gradients_are_sent_in_float32_except_by_deepspeed() -> None:
 
 
 def test_gradients_travel_in_buckets() -> None:
-    plan = planned(parallel__bucket=1_000_000)
+    plan = plan_of(parallel__bucket=1_000_000)
     assert plan.model is not None
     (reduced,) = messages(plan, "dp", "all_reduce")
     assert reduced.count == -(-plan.model.parameters // 1_000_000)
@@ -171,7 +171,7 @@ def test_gradients_travel_in_buckets() -> None:
 
 def test_a_hybrid_shard_gathers_inside_nodes_and_sums_across_them() -> None:
     """Shards of 8 ranks in a node, 4 nodes: 3 Psi inside for each micro-batch, and an eighth of the gradients between."""
-    plan = planned(ranks=32, parallel__zero=3, parallel__shard=8, micros=2)
+    plan = plan_of(ranks=32, parallel__zero=3, parallel__shard=8, micros=2)
     assert plan.model is not None
     (far,) = messages(plan, "dp", "all_reduce")
     near = [each for each in messages(plan, "dp") if each is not far]
@@ -183,18 +183,18 @@ def test_a_hybrid_shard_gathers_inside_nodes_and_sums_across_them() -> None:
 @pytest.mark.parametrize("ep", [2, 4, 8])
 def test_tokens_travel_to_their_experts_and_back_twice(ep: int) -> None:
     """Two all-to-alls forward and two backward, each of top_k copies of a token (arXiv:2006.16668 section 3.2)."""
-    (exchanged,) = messages(planned(MOE, parallel__ep=ep), "ep")
+    (exchanged,) = messages(plan_of(MOE, parallel__ep=ep), "ep")
     assert (exchanged.verb, exchanged.count, exchanged.payload) == ("all_to_all", 4, B * S * H * 2 * 2)
     assert exchanged.sent == 4 * B * S * H * 2 * 2 * (ep - 1) // ep
 
 
 def test_expert_gradients_are_summed_only_over_their_copies() -> None:
     experts = 16 * 3 * H * 1024
-    whole, split = (planned(MOE, parallel__ep=ep, engine="papers") for ep in (1, 8))
+    whole, split = (plan_of(MOE, parallel__ep=ep, engine="papers") for ep in (1, 8))
     assert whole.model is not None
     assert bytes_of(whole, "dp") == 2 * whole.model.parameters * 2 * 7 // 8
     assert bytes_of(split, "dp") == 2 * (whole.model.parameters - experts) * 2 * 7 // 8
-    both = planned(MOE, ranks=16, parallel__ep=8, engine="papers")
+    both = plan_of(MOE, ranks=16, parallel__ep=8, engine="papers")
     assert bytes_of(both, "dp") == 2 * (whole.model.parameters - experts) * 2 * 15 // 16 + 2 * experts // 8 * 2 // 2
 
 
@@ -219,14 +219,14 @@ def test_context_parallelism_gathers_keys_and_values(kv_heads: int, cp: int) -> 
     ],
 )
 def test_a_stage_sends_2bsh_bytes(keys: dict[str, Any], size: int) -> None:
-    (handed,) = messages(planned(parallel__pp=4, cluster__device__peak={"bf16": 1e14, "fp32": 1e13}, **keys), "pp")
+    (handed,) = messages(plan_of(parallel__pp=4, cluster__device__peak={"bf16": 1e14, "fp32": 1e13}, **keys), "pp")
     assert (handed.verb, handed.payload) == ("send", size)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zb_h1", 1), ("interleaved", 2)])
 def test_an_inner_stage_sends_activations_and_gradients_of_each_micro_batch_and_chunk(schedule: str, chunks: int) -> None:
     keys: dict[str, Any] = {"parallel__schedule": schedule, "parallel__chunks": chunks, "model__layers": 8}
-    (handed,) = messages(planned(ranks=4, parallel__pp=4, micros=4, **keys), "pp")
+    (handed,) = messages(plan_of(ranks=4, parallel__pp=4, micros=4, **keys), "pp")
     assert handed.count == 4 * 2 * chunks
     assert handed.sent == handed.count * handed.payload
 
@@ -239,7 +239,7 @@ def test_a_folded_pipeline_turns_around_on_its_last_stage_and_ends_on_its_first(
 
 
 def test_the_first_and_the_last_stage_sum_a_tied_weights_gradient() -> None:
-    plan = planned(ranks=2, parallel__pp=2, model__tied=True, micros=2)
+    plan = plan_of(ranks=2, parallel__pp=2, model__tied=True, micros=2)
     (tied,) = messages(plan, "pp", "all_reduce")
     assert (tied.payload, tied.count, tied.sent) == (V * H * 2, 1, V * H * 2)
     assert messages(plan, "pp", "send")[0].count == 2

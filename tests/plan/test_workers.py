@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from distrain.tests.fakes.planned_messages import planned, run_of
+from distrain.tests.fakes.planned_messages import plan_of, run_of
 from distrain.trainer.plan.layout.mesh import Mesh
 from distrain.trainer.plan.layout.workers import worker_count, worker_ranks
 from distrain.trainer.plan.traffic import rank_traffic
@@ -41,13 +41,13 @@ def test_a_worker_is_a_replica_or_those_of_a_node(
 
 def rows(zero: int) -> set[tuple[str, str, int, int, int]]:
     """The messages of the data axis: verb, link, bytes of all of a step that has them, the mean bytes sent, how rarely."""
-    plan = planned(**TWO_NODES, parallel__zero=zero)
+    plan = plan_of(**TWO_NODES, parallel__zero=zero)
     return {(each.verb, each.link, each.payload * each.count, each.sent, each.every) for each in plan.traffic if each.axis == "dp"}
 
 
 def test_workers_average_float32_weights_in_one_of_so_many_steps() -> None:
     """Gradients, in bf16, stay inside a node of 8; between two nodes travel the weights that a rank steps, in a ring of two."""
-    memory = planned(**TWO_NODES).memory
+    memory = plan_of(**TWO_NODES).memory
     assert memory is not None
     whole = 2 * memory.stages[0].parameters
     shard = whole // 2 // 8 * 4
@@ -63,7 +63,7 @@ def test_workers_average_float32_weights_in_one_of_so_many_steps() -> None:
 def test_a_step_takes_its_share_of_the_step_together() -> None:
     seconds = {}
     for every in (1, 2, 10, 1000):
-        plan = planned(**(TWO_NODES | {"parallel__sync__every": every}), parallel__zero=1, engine="native")
+        plan = plan_of(**(TWO_NODES | {"parallel__sync__every": every}), parallel__zero=1, engine="native")
         assert plan.time is not None
         seconds[every] = plan.time.step
     alone = seconds[1000] - (seconds[2] - seconds[1000]) / (1000 / 2 - 1)  # of steps that are never taken together
@@ -74,7 +74,7 @@ def test_a_step_takes_its_share_of_the_step_together() -> None:
 def test_an_outer_step_keeps_a_weight_and_a_momentum() -> None:
     held = []
     for keys in ({}, {"parallel__sync__outer__lr": 0.7}, HEAVY):
-        plan = planned(**TWO_NODES, parallel__zero=1, **keys)
+        plan = plan_of(**TWO_NODES, parallel__zero=1, **keys)
         assert plan.memory is not None
         held.append(plan.memory.stages[0].bytes.optimizer)
     stepped = held[0] // 12
@@ -84,7 +84,7 @@ def test_an_outer_step_keeps_a_weight_and_a_momentum() -> None:
 def test_a_checkpoint_keeps_the_outer_momentum_once() -> None:
     sizes = []
     for keys in ({"parallel__sync__outer__lr": 0.7}, HEAVY, HEAVY | {"parallel__sync__across": "all"}, HEAVY | {"ranks": 8}):
-        plan = planned(**(TWO_NODES | keys))
+        plan = plan_of(**(TWO_NODES | keys))
         assert plan.run is not None
         assert plan.model is not None
         sizes.append(plan.run.checkpoint_bytes / plan.model.parameters)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from distrain.cli.verbs.prove_run import RecipeForRanks
+from distrain.tests.fakes.deadline import wait_for
+from distrain.tests.fakes.processes import marked_processes
 from distrain.tests.fakes.prove_screen import SERVER, TINY, ScreenRecord, run_prove
 from distrain.trainer.prove.fork_client import START_AFRESH, ForkServer, ServerGone
 from distrain.trainer.prove.trials.layouts import ProveLayout
@@ -289,33 +291,13 @@ def test_a_killed_server_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_when_the_command_ends_all_its_processes_end(tmp_path: Path, number: int) -> None:
     arguments = [*TINY, "layouts=dp2", "steps=100000", f"log.dir={tmp_path}"]
-    mark = f"PROVE_TEST={tmp_path}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PROVE_TEST": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-m", "distrain", "prove", *arguments], env=environment, stdout=subprocess.DEVNULL)
     try:
-        wait_until(lambda: (tmp_path / "quickstart.prove" / "dp1" / "metrics.jsonl").exists())
-        assert len(marked_processes(mark)) >= 3  # the command, the server, a rank
+        wait_for(lambda: (tmp_path / "quickstart.prove" / "dp1" / "metrics.jsonl").exists())
+        assert len(marked_processes("PROVE_TEST", tmp_path)) >= 3  # the command, the server, a rank
         process.send_signal(number)
         assert process.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
-        wait_until(lambda: not marked_processes(mark))
+        wait_for(lambda: not marked_processes("PROVE_TEST", tmp_path))
     finally:
         end_child(process)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "the deadline passed"
-        time.sleep(0.05)
-
-
-def marked_processes(mark: str) -> list[int]:
-    """The ids of processes whose environment contains `mark`."""
-    pids = []
-    for each in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (each / "environ").read_bytes().split(b"\0"):
-                pids.append(int(each.name))
-        except OSError:
-            continue
-    return pids

@@ -33,7 +33,7 @@ TINY = (
 )  # fmt: skip
 
 
-def planned(arguments: list[str], *overrides: str) -> Proof:
+def proof_of(arguments: list[str], *overrides: str) -> Proof:
     """The proof that `steps=` and `layouts=` request of a tiny recipe."""
     recipe = RecipeForRanks("quickstart", [*TINY, *overrides], None)
     return plan_proof(read_prove_request(arguments)[0], recipe.run(), recipe.run_on)
@@ -154,7 +154,7 @@ def test_a_recipes_own_layout_is_among_the_defaults() -> None:
     own = ProveLayout(dp=2, pp=2, zero=1, schedule="interleaved")
     assert recipe_layout(load_recipe("quickstart", [*interleaved, "parallel.chunks=2"])) == own
     assert recipe_layout(load_recipe("quickstart", [*interleaved, "parallel.chunks=3"])) == replace(own, chunks=3)
-    proof = planned([], "parallel.zero=2")
+    proof = proof_of([], "parallel.zero=2")
     assert ProveLayout(dp=2, zero=2) in [each.layout for each in proof.trials]
     assert proof.trials[0].layout == ProveLayout(dp=2)
     assert len(proof.trials) <= DEFAULT_COUNT
@@ -257,7 +257,7 @@ def test_the_recipes_own_layout_keeps_its_micro_batch_on_a_cpu() -> None:
 
 
 def test_a_trials_run_is_short_logs_every_step_and_has_only_its_layout() -> None:
-    proof = planned(["steps=6", "layouts=dp2.full"], "cluster=1x4x2")
+    proof = proof_of(["steps=6", "layouts=dp2.full"], "cluster=1x4x2")
     (trial,) = proof.trials
     assert (trial.run.train.steps, trial.run.optim.warmup, trial.run.log.every, trial.run.checkpoint.resume) == (6, 3, 1, "never")
     assert (trial.run.cluster.gpus, trial.run.parallel.dp, trial.run.parallel.tp, trial.run.parallel.recompute) == (2, 2, 1, "full")

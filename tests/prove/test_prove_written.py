@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 ORDER = "0F0,0F1,0I0,0I1,0W1,0W0\n1F0,1B0,1F1,1I1,1W1\n"  # two micro-batches on two stages, as no built-in schedule has them
 
 
-def written(folder: Path, *keys: str, order: str = ORDER) -> list[str]:
+def file_words(folder: Path, *keys: str, order: str = ORDER) -> list[str]:
     """A recipe of two stages that run a file's actions, and further keys."""
     (folder / "order.csv").write_text(order)
     return ["model.layers=4", "parallel.pp=2", f"parallel.schedule={folder / 'order.csv'}", "cluster.gpus=2", "parallel.zero=0", *keys]
 
 
-def planned(arguments: list[str], keys: list[str]) -> Proof:
+def proof_of(arguments: list[str], keys: list[str]) -> Proof:
     recipe = RecipeForRanks("quickstart", [*TINY[1:], *keys], None)
     return plan_proof(read_prove_request(arguments)[0], recipe.run(), recipe.run_on)
 
@@ -81,7 +81,7 @@ def test_a_mistake_in_what_users_write_is_one_line(argument: str, line: str, cap
 
 
 def test_a_recipes_own_layout_is_as_it_is_written(tmp_path: Path) -> None:
-    keys = written(tmp_path, "parallel.stages=[1,3]", "parallel.zero=3", "parallel.shard=2", "parallel.gather=step", "cluster.gpus=8")
+    keys = file_words(tmp_path, "parallel.stages=[1,3]", "parallel.zero=3", "parallel.shard=2", "parallel.gather=step", "cluster.gpus=8")
     run = load_recipe("quickstart", [*TINY[1:], *keys])
     own = recipe_layout(run)
     assert own == ProveLayout(dp=4, pp=2, zero=3, schedule=FILE_SCHEDULE, stages=(1, 3), shard=2, gather="step")
@@ -99,7 +99,7 @@ def test_a_recipe_that_compresses_gradients_is_proved_so_and_its_other_layouts_a
     own = recipe_layout(run)
     assert own == ProveLayout(dp=2, compress=2)
     assert written_choices(run) == ("parallel.compress.name=powersgd",)
-    proof = planned(["steps=6"], [*keys, "cluster.gpus=2"])
+    proof = proof_of(["steps=6"], [*keys, "cluster.gpus=2"])
     compressed = {each.layout: each.run.parallel.compress for each in proof.trials if each.run.parallel.compress.name != "none"}
     assert {layout: (each.rank, each.start) for layout, each in compressed.items()} == {own: (2, 3)}
     assert proof.reference.run.parallel.compress.name == "none"
@@ -113,7 +113,7 @@ def test_keys_without_an_effect_are_no_choices_of_a_recipe() -> None:
 
 
 def test_what_is_written_runs_on_the_engine_that_the_name_says(tmp_path: Path) -> None:
-    recipe = RecipeForRanks("quickstart", [*TINY[1:], *written(tmp_path)], None)
+    recipe = RecipeForRanks("quickstart", [*TINY[1:], *file_words(tmp_path)], None)
     for _, layout in NAMES:
         if layout.chunks != 3:  # of four layers
             run = run_in_layout(recipe.run_on(layout.ranks), layout)
@@ -123,20 +123,20 @@ def test_what_is_written_runs_on_the_engine_that_the_name_says(tmp_path: Path) -
 
 
 def test_a_file_decides_the_number_of_micro_batches_of_each_layout(tmp_path: Path) -> None:
-    keys = written(tmp_path, "train.batch=16", "train.microbatch=8")
-    proof = planned(["layouts=pp2.file,dp2.pp2.file,dp4.pp2.file"], keys)
+    keys = file_words(tmp_path, "train.batch=16", "train.microbatch=8")
+    proof = proof_of(["layouts=pp2.file,dp2.pp2.file,dp4.pp2.file"], keys)
     assert [each.plan.microbatches for each in proof.trials] == [2, 2, 2]
     assert [each.run.train.microbatch for each in proof.trials] == [8, 4, 2]
 
 
 def test_the_opening_says_whether_what_is_written_is_trained(tmp_path: Path) -> None:
-    keys = written(tmp_path, "parallel.stages=[1,3]")
+    keys = file_words(tmp_path, "parallel.stages=[1,3]")
     choices = f"parallel.schedule={tmp_path / 'order.csv'}, parallel.stages=[1,3]"
-    proof = planned([], keys)
+    proof = proof_of([], keys)
     assert ProveLayout(pp=2, schedule=FILE_SCHEDULE, stages=(1, 3)) in [each.layout for each in proof.trials]
     assert choices_sentence(proof) == f"pp2.file.stages1-3 trains the recipe's layout as it is written: {choices}"
     assert (
-        choices_sentence(planned(["layouts=dp2"], keys)) == f"not trained: the recipe's {choices}: layouts= leaves out pp2.file.stages1-3"
+        choices_sentence(proof_of(["layouts=dp2"], keys)) == f"not trained: the recipe's {choices}: layouts= leaves out pp2.file.stages1-3"
     )
     many = replace(proof, recipe=load_recipe("quickstart", [*TINY[1:], *keys, "cluster.gpus=64"]), trials=())
     assert choices_sentence(many) == f"not trained: the recipe's {choices}: its layout needs 64 ranks, and a proof has at most 8 here"
@@ -150,7 +150,15 @@ def test_the_opening_says_whether_what_is_written_is_trained(tmp_path: Path) -> 
 def test_a_plan_of_a_file_whose_mend_has_no_stages_says_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan weighs a layout without stages, which the file's rows do not fit."""
     assert (
-        command(["plan", "conf=quickstart", *TINY[1:], *written(tmp_path, "parallel.zero=3", "parallel.gather=micro"), "engine=native"])
+        command(
+            [
+                "plan",
+                "conf=quickstart",
+                *TINY[1:],
+                *file_words(tmp_path, "parallel.zero=3", "parallel.gather=micro"),
+                "engine=native",
+            ]
+        )
         == 0
     )
     assert "warning: engine native does not run parallel.zero=3 with" in capsys.readouterr().out
@@ -163,7 +171,7 @@ def test_a_layout_that_runs_a_file_needs_a_recipe_with_one(capsys: pytest.Captur
 
 
 def test_what_users_write_trains_the_curve_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
-    keys = written(tmp_path, "parallel.stages=[1,3]", "train.steps=3")
+    keys = file_words(tmp_path, "parallel.stages=[1,3]", "train.steps=3")
     names = "pp2.file.stages1-3,pp2.stages3-1,dp4.zero2.shard2,dp2.zero3.gather_step"
     record = run_prove([*keys, f"layouts={names}"], tmp_path, lambda *_: nullcontext(ranks.server))
     assert record.status == 0
@@ -195,7 +203,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> ScreenRecord:
     folder = tmp_path_factory.mktemp("wrong")
     start_server = partial(ForkServer, command=[sys.executable, str(SERVER), *(fault for fault, *_ in SPOILED)])
     layouts = ",".join(fault.partition("=")[0] for fault, *_ in SPOILED)
-    return run_prove([*written(folder), "model.tied=false", f"layouts={layouts}", "steps=2"], folder, start_server)
+    return run_prove([*file_words(folder), "model.tied=false", f"layouts={layouts}", "steps=2"], folder, start_server)
 
 
 @pytest.mark.parametrize(("fault", "verdict", "says"), SPOILED, ids=[fault for fault, *_ in SPOILED])

@@ -54,10 +54,10 @@ def train(compute: torch.dtype, reduced: torch.dtype) -> dict[str, Any]:
         if copy is not None:
             apart = max(apart, float((copy - weight.to(compute)).abs().max()))
     made = list(dict.fromkeys(codes))  # for the first length, and for any
-    return {"apart": apart, "graphs": [moved(code) for code in made]}
+    return {"apart": apart, "graphs": [moved_bytes(code) for code in made]}
 
 
-def moved(code: str) -> dict[str, Any]:
+def moved_bytes(code: str) -> dict[str, Any]:
     """The kernels of some generated C++, and the bytes that their vector loops load and store for each element. Numbers without dims are
     loaded otherwise, and not counted."""
     kernels = re.findall(r'extern "C"\s+void\s+\w+\((.*?)\)\s*\{(.*?)\n\}', code, re.DOTALL)

@@ -69,7 +69,7 @@ def compression(flat: Tensor, rank: int) -> BucketCompression:
     return BucketCompression([shard(at) for at in range(len(SHAPES))], STARTS, flat, RANK, SEED, group)
 
 
-def summed(ours: BucketCompression, flat: Tensor, given: list[Tensor]) -> Tensor:
+def compressed_sum(ours: BucketCompression, flat: Tensor, given: list[Tensor]) -> Tensor:
     """Sum the gradients of a step by our compression; each rank has its part of the mean."""
     flat.copy_(torch.cat([each.flatten() for each in given]) / RANKS)
     ours.begin().wait()
@@ -99,7 +99,7 @@ def hook_differences(rank: int) -> dict[str, float]:
         given = gradients(step, rank)
         theirs = powerSGD_hook(state, cast(Any, GradientBucket(given))).wait()
         if step >= WHOLE:
-            summed(ours, flat, given)
+            compressed_sum(ours, flat, given)
             largest["gradients"] = max(largest["gradients"], distance(flat, theirs))
             largest["errors"] = max(largest["errors"], distance(ours.errors, state.error_dict[0]))
     return largest
@@ -112,7 +112,7 @@ def shared_errors(rank: int) -> dict[str, float]:
         flat = torch.zeros(ELEMENTS)
         ours = compression(flat, rank)
         for step in range(4):
-            summed(ours, flat, gradients(step, rank))
+            compressed_sum(ours, flat, gradients(step, rank))
             if is_shared and step == 1:
                 ours.share_errors()
             elif step == 1:
@@ -125,12 +125,12 @@ def forgotten_step(rank: int) -> dict[str, float]:
     """After a step whose gradients are not finite, compression begins anew."""
     flat, fresh = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
     ours = compression(flat, rank)
-    summed(ours, flat, gradients(0, rank))
-    spoiled = summed(ours, flat, [each * (float("nan") if rank else 1.0) for each in gradients(1, rank)])
+    compressed_sum(ours, flat, gradients(0, rank))
+    spoiled = compressed_sum(ours, flat, [each * (float("nan") if rank else 1.0) for each in gradients(1, rank)])
     is_seen = bool(spoiled.isnan().any())
     ours.forget()
     new = compression(fresh, rank)
-    after = distance(summed(ours, flat, gradients(2, rank)), summed(new, fresh, gradients(2, rank)))
+    after = distance(compressed_sum(ours, flat, gradients(2, rank)), compressed_sum(new, fresh, gradients(2, rank)))
     return {"forgotten": after if is_seen else float("inf")}
 
 
@@ -138,8 +138,8 @@ def returning_gradient(rank: int) -> dict[str, float]:
     """A weight without a gradient in the first step, such as LoRA's A beside a B of zeros, has one in the second."""
     flat, fresh = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
     ours, new = compression(flat, rank), compression(fresh, rank)
-    summed(ours, flat, [torch.zeros_like(each) for each in gradients(0, rank)])
-    return {"zero stays": distance(summed(ours, flat, gradients(1, rank)), summed(new, fresh, gradients(1, rank)))}
+    compressed_sum(ours, flat, [torch.zeros_like(each) for each in gradients(0, rank)])
+    return {"zero stays": distance(compressed_sum(ours, flat, gradients(1, rank)), compressed_sum(new, fresh, gradients(1, rank)))}
 
 
 def distance(one: Tensor, other: Tensor) -> float:

@@ -132,7 +132,7 @@ def gradients(module: Transformer, tokens: Tensor, labels: Tensor, documents: Te
     return {"loss": loss.detach().clone(), "labels": counted, **found}
 
 
-def gathered(context: ContextParallel) -> Comparisons:
+def compare_gathered(context: ContextParallel) -> Comparisons:
     """Compare a tensor that was split and gathered again with itself."""
     whole = torch.randn(B, S, 3, dtype=torch.float64)
     yield "gathered", context.gather(context.shard(whole)), whole
@@ -149,7 +149,7 @@ def differences(group: Group) -> dict[str, float]:
     }
     models = product(MODELS, ("flash", "math"), ("none", "selective", "full"), (0.0, P))
     checks |= {f"{' '.join(map(str, each))} model": partial(whole_model, context, *each) for each in models}
-    checks["gathered"] = partial(gathered, context)
+    checks["gathered"] = partial(compare_gathered, context)
     found: dict[str, float] = {}
     for what, check in checks.items():
         torch.manual_seed(7)

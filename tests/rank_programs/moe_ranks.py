@@ -66,13 +66,13 @@ def split_model(run: Run, whole: nn.Module, experts: Group | None, tensor: Group
         for each in model_parameters(table, range(run.model.layers))
     }
     found = dict(whole.named_parameters())
-    made = {name: nn.Parameter(sliced(found[name].detach(), each).clone()) for name, each in held.items()}
+    made = {name: nn.Parameter(weight_slice(found[name].detach(), each).clone()) for name, each in held.items()}
     heads = HeadShards(table.sizes["heads"], table.sizes["kv_heads"], tp).query_shard(tensor_rank)
     region = TensorParallel(group=tensor, sequence=run.parallel.sequence, first_head=heads.offset) if tensor else None
     return build_module(made, run, region, ep=experts), held
 
 
-def sliced(x: Tensor, by: WeightShard) -> Tensor:
+def weight_slice(x: Tensor, by: WeightShard) -> Tensor:
     """Return the part of a weight that a shard has."""
     return x[tuple(slice(first, first + many) for first, many in zip(by.offset, by.length, strict=True))]
 
@@ -114,7 +114,7 @@ def facts(model: str, experts: Group | None, tensor: Group | None, *, sequence: 
         if tensor and sequence and not by.is_split:
             dist.all_reduce(made, group=tensor.handle)  # each rank has the part of its tokens; the engine sums the parts
         kind = next((each for each in ("router", "experts", "shared") if f".{each}." in name), "others")
-        yield f"gradients of {kind}", float((made - sliced(grad(whole.get_parameter(name)), by)).abs().max()) / largest
+        yield f"gradients of {kind}", float((made - weight_slice(grad(whole.get_parameter(name)), by)).abs().max()) / largest
 
 
 def loss_and_choices(module: nn.Module, tokens: Tensor, labels: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor]]:

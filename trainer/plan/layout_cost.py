@@ -91,7 +91,7 @@ def has_times(context: CostContext, layout: Layout) -> bool:
     offload = layout.parallel.offload
     if context.rates is None or offload.optimizer or offload.parameters:
         return False
-    return layout.wires.known
+    return layout.wires.are_known
 
 
 def sends_per_step(layout: Layout, index: int) -> int:

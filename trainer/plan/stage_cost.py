@@ -81,7 +81,7 @@ def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts, kinds:
     for kind, passes, (states, messages) in zip(kinds, passed, synced, strict=True):
         forward, backward, heads = last * passes.forward, last * passes.backward, in_flight if kind.last else 0
         step = layout.micros * passes.compute
-        exposed = sum([states.sums, *[each.exposed(forward, backward, step) for each in messages]])
+        exposed = sum([states.sums, *[each.exposed_seconds(forward, backward, step) for each in messages]])
         costs.append(StageCost(states, passes, messages, heads * head.saved, heads * head.logits, exposed, states.step))
     return costs
 
@@ -191,7 +191,7 @@ def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
     return HeldStates(
         elements,
         states,
-        version=context.widths.weight * elements.trained,
+        version=context.widths.weight * elements.trained_parameters,
         fixed=states.weights + states.gradients + states.optimizer + states.buffers + context.device_context,
         sums=sum([row.exposed for row in sums]),
         step=layout.gradient_sync.updates * engine.step_seconds(context, layout, elements, _tensors(context, kind))
@@ -247,7 +247,7 @@ def data_messages(context: CostContext, layout: Layout, kind: StageKind, held: S
     """Messages of the data axis: experts on several ranks are summed only over the ranks that hold the same ones."""
     wires = layout.wires
     if layout.mesh.ep == 1:
-        groups = [(held.trained, held.frozen, "data", wires.data, layout.shard)]
+        groups = [(held.trained_parameters, held.frozen, "data", wires.data, layout.shard)]
     else:
         groups = [
             (held.dense - held.frozen, held.frozen, "data", wires.data, layout.shard),

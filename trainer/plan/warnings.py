@@ -74,7 +74,7 @@ def _compressed_gradients(context: CostContext, layout: Layout, cost: LayoutCost
         return
     found, elements = FactorElements(), 0
     for kind, states, stages in zip(layout.partition.kinds, cost.kinds, layout.partition.stages_of_kind, strict=True):
-        elements += stages * states.states.elements.trained
+        elements += stages * states.states.elements.trained_parameters
         for expert in (False, True):
             found = found.plus(engine.factors(context, layout, kind, expert=expert).times(stages))
     if not found.matrices:

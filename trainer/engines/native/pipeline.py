@@ -125,7 +125,7 @@ class Pipeline:
         for chunk in range(self.chain.chunks):
             part = self.chain.part(self.stage, chunk)
             tokens, labels, further = self._read(0)
-            result, counted = self.parts[chunk](tokens, labels, **self._given(part, 0), **further)
+            result, counted = self.parts[chunk](tokens, labels, **self._part_input(part, 0), **further)
             self._pass_on(part, 0, result, counted)
         self.messages.finish()
         return self.total, self.labels
@@ -144,7 +144,7 @@ class Pipeline:
         with self._timed("data", "data", micro):
             tokens, labels, further = self._read(micro)
         with self._timed("messages", "receive", micro, part):
-            given = self._given(part, micro)
+            given = self._part_input(part, micro)
         stream = given.get("stream")
         if stream is not None:
             stream.requires_grad_()
@@ -206,7 +206,7 @@ class Pipeline:
             self._batches[micro] = batch, left - 1
         return batch
 
-    def _given(self, part: int, micro: int) -> dict[str, Tensor]:
+    def _part_input(self, part: int, micro: int) -> dict[str, Tensor]:
         """Return a part's input: the hidden states of the part before it, which the first has not."""
         return {"stream": self._take(MessageKey("F", part - 1, micro))} if part else {}
 

@@ -139,7 +139,7 @@ class Transformer(nn.Module):
         states in place of the loss. `documents` [B, whole sequence] marks each token's document by any number that changes from one
         document to the next: attention and learned positions stay inside a document. Without `keys` there is no dropout.
         """
-        x = self.hidden(tokens, documents, keys, stream)
+        x = self.hidden_states(tokens, documents, keys, stream)
         count = (labels != IGNORED).sum()
         if not self.last:
             return x, count
@@ -147,14 +147,14 @@ class Transformer(nn.Module):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, S, V] of the token after each of `tokens`, without vocabulary padding; for a whole model."""
-        logits: Tensor = self.head(self.hidden(tokens, None, None))
+        logits: Tensor = self.head(self.hidden_states(tokens, None, None))
         return logits[..., : self.model.vocab]
 
     def next_logits(self, tokens: Tensor, cache: None = None) -> tuple[Tensor, None]:
         """Return the logits [V] of the token after `tokens` [1, S], with vocabulary padding; for a whole model, which keeps no cache."""
-        return self.head(self.hidden(tokens, None, None)[:, -1:])[0, 0], None
+        return self.head(self.hidden_states(tokens, None, None)[:, -1:])[0, 0], None
 
-    def hidden(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None, stream: Tensor | None = None) -> Tensor:
+    def hidden_states(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None, stream: Tensor | None = None) -> Tensor:
         """Return the hidden states [B, S, H] after the layers and, in the last part, the final norm."""
         inputs = self._layer_inputs(tokens, documents, keys)
         x = self._embed(tokens, inputs) if stream is None else stream

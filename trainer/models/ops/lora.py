@@ -16,9 +16,9 @@ def with_lora(table: OpTable, model: Model, train: Train) -> OpTable:
         return table
     return replace(
         table,
-        embedding=tuple(_frozen(op, train, is_target=False) for op in table.embedding),
+        embedding=tuple(_frozen_op(op, train, is_target=False) for op in table.embedding),
         layer=tuple(each for op in table.layer for each in _layer_ops(op, model, train)),
-        head=tuple(_frozen(op, train, is_target=False) for op in table.head),
+        head=tuple(_frozen_op(op, train, is_target=False) for op in table.head),
     )
 
 
@@ -31,7 +31,7 @@ def _layer_ops(op: Op, model: Model, train: Train) -> Iterator[Op]:
     """Yield a layer's op, frozen, and the products of A and of B for each of its weights that is a target."""
     product = op.product
     weights = [each for each in op.weights if product and each.name.endswith(".weight") and _target(each) in model.lora.targets]
-    yield _frozen(op, train, is_target=bool(weights))
+    yield _frozen_op(op, train, is_target=bool(weights))
     for weight in weights:
         assert product is not None
         name, inner = weight.name.removesuffix(".weight"), product.inner
@@ -45,7 +45,7 @@ def _target(weight: Weight) -> str:
     return weight.name.removesuffix(".weight").rpartition(".")[2]
 
 
-def _frozen(op: Op, train: Train, *, is_target: bool) -> Op:
+def _frozen_op(op: Op, train: Train, *, is_target: bool) -> Op:
     """Return an op with frozen weights. Its backward needs no input, which is saved only for A, or as what flash attention returned."""
     if not op.weights:
         return op

@@ -73,7 +73,7 @@ class DataMessages(NamedTuple):
     staleness: int = 0  # steps under which a round hides, instead of one pass
     on_ranks: tuple[int, int] | None = None  # parts of a round that a parameter server sends, and another rank; None: all alike
 
-    def exposed(self, forward: float, backward: float, step: float) -> float:
+    def exposed_seconds(self, forward: float, backward: float, step: float) -> float:
         """Exposed seconds a step, under passes of so many seconds, or the passes of whole steps; they slow down by what they hide."""
         passing = self.staleness * step if self.staleness else forward if self.under_forward else backward
         return max(self.least, self.seconds - passing * (1 - CONTENTION)) * self.rounds / self.every
@@ -212,7 +212,7 @@ def traffic_row(messages: DataMessages, forward: float, backward: float, step: f
     """The traffic of one step, under passes of so many seconds, which are `step` seconds in all: of a rank that is a parameter server, of
     one that is not, or (None) of whichever sends most of these messages."""
     parts = messages.parts if on_server is None or messages.on_ranks is None else messages.on_ranks[0 if on_server else 1]
-    count, exposed = parts * messages.rounds, messages.exposed(forward, backward, step)
+    count, exposed = parts * messages.rounds, messages.exposed_seconds(forward, backward, step)
     seconds = messages.seconds * messages.rounds / messages.every
     sent = messages.sent * count // messages.every
     return TrafficRow("dp", messages.verb, messages.payload, count, sent, messages.link, seconds, exposed, messages.every)

@@ -61,7 +61,7 @@ class StageElements(NamedTuple):
         return self.dense + self.experts
 
     @property
-    def trained(self) -> int:
+    def trained_parameters(self) -> int:
         """Those that have gradients."""
         return self.dense - self.frozen + self.experts
 
@@ -118,7 +118,7 @@ class CostModel:
         several: stage_cost.py keeps them for other layouts.
         """
         parallel, width = layout.parallel, context.widths
-        whole, sharded = held.trained, sharded_elements(layout, held.dense - held.frozen, held.experts)
+        whole, sharded = held.trained_parameters, sharded_elements(layout, held.dense - held.frozen, held.experts)
         weights = width.weight * (sharded_elements(layout, held.dense, held.experts) if parallel.zero >= 3 else held.dense + held.experts)
         optimizer = (width.master + context.states) * (sharded if parallel.zero >= 1 else elements_to_step(layout, held))
         return StateBytes(
@@ -207,8 +207,8 @@ class CostModel:
 def elements_to_step(layout: Layout, held: StageElements) -> int:
     """Return the parameters that a rank steps: those that it holds, or its ZeRO shard, or as a parameter server its part."""
     if servers := layout.gradient_sync.servers:
-        return -(-held.trained // servers)
-    return sharded_elements(layout, held.dense - held.frozen, held.experts) if layout.gradient_sync.zero else held.trained
+        return -(-held.trained_parameters // servers)
+    return sharded_elements(layout, held.dense - held.frozen, held.experts) if layout.gradient_sync.zero else held.trained_parameters
 
 
 def sharded_elements(layout: Layout, dense: int, experts: int) -> int:

@@ -65,13 +65,13 @@ class DeepSpeedCosts(CostModel):
         )
         flat = flat_elements(_stage_parameters(context, kind, mesh), mesh.size("data"), mesh.ep)
         part = _stage3_frozen(context, kind, mesh) if held.frozen else 0
-        states = zero_bytes(setting, held.trained, flat, FrozenElements(held.frozen, part))
+        states = zero_bytes(setting, held.trained_parameters, flat, FrozenElements(held.frozen, part))
         return StateBytes(
             weights=0 if parallel.offload.parameters else states.weights,
             gradients=states.gradients,
             optimizer=0 if parallel.offload.optimizer else states.optimizer,
             buffers=states.buffers,
-            step=0 if parallel.offload.optimizer else step_bytes(setting, held.trained, flat),
+            step=0 if parallel.offload.optimizer else step_bytes(setting, held.trained_parameters, flat),
         )
 
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:

@@ -245,7 +245,7 @@ class Wires:
         return tuple(wire.in_node for wire in self.axes.values())
 
     @cached_property
-    def known(self) -> bool:
+    def are_known(self) -> bool:
         """Whether the cluster states every link that the mesh uses."""
         return all(wire.known for wire in (*self.axes.values(), self.data, self.expert_copies, self.pair))
 

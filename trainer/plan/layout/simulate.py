@@ -152,7 +152,7 @@ class _SimulatedStep:
             action = actions[at]
             kind, micro, chunk = action
             part = self._parts[stage][chunk]
-            start, needed = free, self._needed(action, part)
+            start, needed = free, self._input_of(action, part)
             if needed:
                 ended = self._ended.get(needed)
                 if ended is None:
@@ -169,7 +169,7 @@ class _SimulatedStep:
                     woken.append(self._waits.pop(result))
         return woken
 
-    def _needed(self, action: Action, part: int) -> Result | None:
+    def _input_of(self, action: Action, part: int) -> Result | None:
         """The result of another part that an action starts from; its own part's are there, for the lists are legal."""
         if action.kind == "F":
             return (True, action.micro, part - 1) if part else None
@@ -192,7 +192,7 @@ class _SimulatedStep:
         """The action that a waiting stage cannot start, its result, and the result that it needs."""
         action = self.actions[stage][len(self.events[stage])]
         part = self._parts[stage][action.chunk]
-        needed = self._needed(action, part)
+        needed = self._input_of(action, part)
         assert needed
         return f"{part}{action.kind}{action.micro}", (action.kind == "F", action.micro, part), needed
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ...spec.run import Parallel, Run
 from ..axes.low_rank import compressed_stack
@@ -70,7 +70,7 @@ def gradient_buckets(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> lis
     cut = list[tuple[bool, int, Bucket]]()
     for kind in sorted({kind for _, kind, _ in rows}):
         ranks = bucket_parts(run, mesh, expert=kind.expert)
-        for some in _cut([row for row in reversed(rows) if row[1] == kind], run.parallel.bucket):
+        for some in consecutive_groups([row for row in reversed(rows) if row[1] == kind], run.parallel.bucket, _elements):
             cut.append((kind.late, -some[-1][0], _bucket(kind, [each for _, _, each in some], ranks)))
     return [bucket for *_, bucket in sorted(cut, key=lambda row: row[:2])]
 
@@ -87,19 +87,24 @@ def is_tied_over_stages(run: Run, mesh: Mesh, name: str) -> bool:
 
 
 Row = tuple[int, BucketKind, WeightShard]
+T = TypeVar("T")
 
 
-def _cut(rows: Sequence[Row], most: int) -> Iterator[list[Row]]:
-    some, filled = list[Row](), 0
+def _elements(row: Row) -> int:
+    return prod(row[2].size)
+
+
+def consecutive_groups(rows: Sequence[T], most: int, elements: Callable[[T], int]) -> Iterator[list[T]]:
+    """Cut rows into groups of consecutive ones: of at most `most` elements each, or of one row."""
+    group, filled = list[T](), 0
     for row in rows:
-        elements = prod(row[2].size)
-        if some and filled + elements > most:
-            yield some
-            some, filled = [], 0
-        some.append(row)
-        filled += elements
-    if some:
-        yield some
+        if group and filled + elements(row) > most:
+            yield group
+            group, filled = [], 0
+        group.append(row)
+        filled += elements(row)
+    if group:
+        yield group
 
 
 def _bucket(kind: BucketKind, shards: Sequence[WeightShard], ranks: int) -> Bucket:

@@ -54,7 +54,7 @@ class NativeCosts(CostModel):
         zero = parallel.zero if layout.shard > 1 else 0
         if zero == 3:
             return self._stage3_bytes(context, layout, blocks, kind, held)
-        whole, stepped = held.trained, elements_to_step(layout, held)
+        whole, stepped = held.trained_parameters, elements_to_step(layout, held)
         often, master = zero == 2, MASTER_BYTES if width.weight < MASTER_BYTES else 0
         bucket = min(parallel.bucket, whole)
         casts = width.gradient < MASTER_BYTES and not steps_in_one_kernel(context.run)
@@ -78,7 +78,7 @@ class NativeCosts(CostModel):
         stepped = sum(many * each.on_rank(layout.expert_shard if each.expert else layout.shard, None) for each, many in rows)
         own = stepped + sharded_elements(layout, held.frozen, 0)
         if gathers_once(layout.parallel):
-            gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained
+            gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained_parameters
         else:
             layer = blocks.layer.dense + blocks.layer.experts
             ends = held.dense + held.experts - kind.layers * layer
@@ -139,7 +139,7 @@ class NativeCosts(CostModel):
         if context.own_rates is None:
             return 0.0
         width = context.widths
-        copied = 2 * width.weight * held.trained if layout.delay else 0
+        copied = 2 * width.weight * held.trained_parameters if layout.delay else 0
         one_kernel = steps_in_one_kernel(context.run)
         # fully_shard's weights are float32, and cast when they are gathered
         weight, gradient = (MASTER_BYTES, MASTER_BYTES) if _is_sharded(layout) else (width.weight, width.gradient)

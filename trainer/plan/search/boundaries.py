@@ -148,14 +148,14 @@ class _StageSearch:
             held[stage] += 1
         return layers
 
-    def _held(self, layers: Sequence[int]) -> list[int]:
+    def _stage_layers(self, layers: Sequence[int]) -> list[int]:
         """The layers of each stage."""
         return [sum(layers[at : at + self.chunks]) for at in range(0, len(layers), self.chunks)]
 
     def _time(self, layers: Sequence[int]) -> float:
         """The seconds of a step, as the planner's `step_seconds` has them; the partition is kept if it is the best."""
         self.timed += 1
-        held = self._held(layers)
+        held = self._stage_layers(layers)
         both, exposed = max((self._state_seconds(stage, many) for stage, many in enumerate(held)), key=lambda row: row[0])
         pipeline = self.paths.step_seconds(self._parts(layers))
         seconds = pipeline * (1 + self.context.tail) + both + self.context.tail * exposed + self.fixed
@@ -165,7 +165,7 @@ class _StageSearch:
 
     def _paths(self) -> list[Path]:
         """The paths that are known, by position."""
-        return [path._replace(layer=tuple([path.layer[part] for part in self.order])) for path in self.paths.known()]
+        return [path._replace(layer=tuple([path.layer[part] for part in self.order])) for path in self.paths.found_paths()]
 
     def _descend(self, layers: Sequence[int]) -> None:
         """Move a layer from part to part, as long as the known paths don't show that no move helps."""
@@ -197,7 +197,7 @@ class _StageSearch:
 
     def _moves(self, layers: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield from which position to which other one a layer may move."""
-        held, most = self._held(layers), self.limits.most
+        held, most = self._stage_layers(layers), self.limits.most
         for source, many in enumerate(layers):
             for target in range(len(layers)) if many > 1 else ():
                 stage = target // self.chunks
@@ -220,7 +220,7 @@ class _StageSearch:
             if self._step_bound(self.bounds.leasts[-1], state) >= self.limit * (1 - ROUNDING):
                 return
             self._time(least_layers(mean, self.limits))
-            if len(self.paths.known()) == len(paths):
+            if len(self.paths.found_paths()) == len(paths):
                 return
             self._learn()
 

@@ -80,7 +80,7 @@ class Best:
         self.of_mesh[mesh] = found
         insort(self._keys, key)
 
-    def ranked(self) -> list[CostedLayout]:
+    def best_layouts(self) -> list[CostedLayout]:
         """The best layouts of the best meshes."""
         return sorted(self.of_mesh.values(), key=lambda each: self.key(each.seconds, each.peak))[: self.rows]
 

@@ -92,7 +92,7 @@ class PassTable:
         self._rows = len(self._pass)
         self._seconds, self._kept = self._least_costs()
 
-    def ordered(self, offload: Offload, capacity: float, *, by_seconds: bool, timed: bool) -> Iterator[PassBound]:
+    def bounds_in_order(self, offload: Offload, capacity: float, *, by_seconds: bool, timed: bool) -> Iterator[PassBound]:
         """Yield the bounds of passes that may fit into `capacity` bytes with states offloaded at most so, the least bounds first."""
         import numpy as np
 

@@ -96,7 +96,7 @@ class LayoutSearch:
             for timed in (True, False):
                 self._search(table, timed)
         return SearchResult(
-            best=tuple(self._in_time(self.best.ranked())),
+            best=tuple(self._in_time(self.best.best_layouts())),
             front=tuple(self._in_time(self.front.rows)),
             legal=sum(map(self.space.size, table.meshes)),
             costed=self.costed,
@@ -110,7 +110,7 @@ class LayoutSearch:
         known: dict[int, MeshStates] = {}
         keys = list(map(mesh_key, table.meshes))
         by_seconds = timed and not self.best.by_memory
-        for bound in table.ordered(offload, self.capacity, by_seconds=by_seconds, timed=timed):
+        for bound in table.bounds_in_order(offload, self.capacity, by_seconds=by_seconds, timed=timed):
             if by_seconds and self._is_too_slow(bound.seconds):
                 return
             if self._may_matter(keys[bound.mesh], bound.seconds, bound.peak):

@@ -44,18 +44,18 @@ def pass_seconds(blocks: BlockCosts) -> PassSeconds:
         layer_weights=layer.weight_gradients,
         ends_weights=embedding.weight_gradients + head.weight_gradients,
         head_weights=head.weight_gradients,
-        layer_forward=_known(layer.forward) + layer.message_forward,
-        embedding_forward=_known(embedding.forward) + embedding.message_forward,
-        head_forward=_known(head.forward) + head.message_forward,
+        layer_forward=_seconds_or_zero(layer.forward) + layer.message_forward,
+        embedding_forward=_seconds_or_zero(embedding.forward) + embedding.message_forward,
+        head_forward=_seconds_or_zero(head.forward) + head.message_forward,
     )
 
 
 def _block_seconds(block: BlockCost) -> Array:
     """Seconds of a block's forward and backward, with its messages."""
-    return _known(block.forward) + _known(block.backward) + block.message_forward + block.message_backward
+    return _seconds_or_zero(block.forward) + _seconds_or_zero(block.backward) + block.message_forward + block.message_backward
 
 
-def _known(seconds: Array) -> Array:
+def _seconds_or_zero(seconds: Array) -> Array:
     return 0.0 if seconds is None else seconds
 
 

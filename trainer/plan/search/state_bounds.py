@@ -76,4 +76,4 @@ def least_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> L
 
 
 def _exposed_seconds(context: CostContext, layout: Layout, kind: StageKind, held: StageElements, sync: GradientSync) -> float:
-    return sum([each.exposed(inf, inf, inf) for each in data_messages(context, layout, kind, held, sync)])
+    return sum([each.exposed_seconds(inf, inf, inf) for each in data_messages(context, layout, kind, held, sync)])

@@ -39,7 +39,7 @@ class StepPaths:
         self._stages = [layout.parts(stage) for stage in range(layout.mesh.pp)]
         self._micros = layout.micros
 
-    def known(self) -> list[Path]:
+    def found_paths(self) -> list[Path]:
         """The paths found so far; the list grows."""
         return self._paths
 

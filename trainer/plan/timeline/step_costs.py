@@ -149,7 +149,7 @@ def _message_rounds(layout: Layout, kind: StageCost, tail_factor: float) -> Iter
     """The messages of the data axis on a kind of stage."""
     sync, last, passes = layout.gradient_sync, last_passes(layout), kind.passes
     for each in kind.messages:
-        exposed = each.exposed(last * passes.forward, last * passes.backward, layout.micros * passes.compute) / each.rounds
+        exposed = each.exposed_seconds(last * passes.forward, last * passes.backward, layout.micros * passes.compute) / each.rounds
         repeated = each.rounds == layout.micros and (each.rounds != sync.updates or sync.zero == 3)
         yield MessageRound(
             verb=each.verb,

@@ -109,7 +109,7 @@ class _Cutter:
             for span in lane.spans
             if span.kind in ("F", "B", "I")
         }
-        self.joined = self._joined()
+        self.join_times = self._join_times()
 
     def segments(self, number: int) -> Iterator[Segment]:
         """The segments of a lane, in order; some may be empty."""
@@ -119,15 +119,15 @@ class _Cutter:
             if not span.is_pass:
                 between.append(span)
                 continue
-            maker, made = self._needed(number, span)
+            maker, made = self._input_source(number, span)
             waited = min(max(made, at), span.start)
             yield Segment(idle, at, waited, waits_for=maker)
-            yield from _covered(between, waited, span.start, "other" if self.is_measured else "messages")
+            yield from _segments_between(between, waited, span.start, "other" if self.is_measured else "messages")
             yield Segment(_pass_cause(span.kind), span.start, span.end, span.micro, span.part)
             at, idle, between = span.end, "wait", []
         yield from self._end(number, between, at)
 
-    def _needed(self, number: int, span: TimedSpan) -> tuple[int, float]:
+    def _input_source(self, number: int, span: TimedSpan) -> tuple[int, float]:
         """(the lane that makes what a pass takes, when it has made it); (NONE, 0): no other lane does."""
         if span.kind == "W":
             return NONE, 0.0
@@ -138,10 +138,10 @@ class _Cutter:
     def _end(self, number: int, spans: Sequence[TimedSpan], at: float) -> Iterator[Segment]:
         """What follows a lane's last pass."""
         if not self.is_measured:
-            yield from _covered(spans, at, self.seconds, "drain")
+            yield from _segments_between(spans, at, self.seconds, "drain")
             return
         leaves = max(at, self.lanes[number].end)
-        yield from _covered(list(self._with_waits(number, spans)), at, leaves, "other")
+        yield from _segments_between(list(self._with_waits(number, spans)), at, leaves, "other")
         yield Segment("drain", leaves, max(leaves, self.seconds))
 
     def _with_waits(self, number: int, spans: Sequence[TimedSpan]) -> Iterator[TimedSpan]:
@@ -151,12 +151,12 @@ class _Cutter:
             if not (members := _members(lane, span.kind, self.last_stage)):
                 yield span
                 continue
-            joined = min(span.end, max(span.start, self.joined[span.kind, counts[span.kind], members]))
+            joined = min(span.end, max(span.start, self.join_times[span.kind, counts[span.kind], members]))
             counts[span.kind] += 1
             yield span._replace(kind="drain", end=joined)
             yield span._replace(start=joined)
 
-    def _joined(self) -> dict[tuple[str, int, str], float]:
+    def _join_times(self) -> dict[tuple[str, int, str], float]:
         """When the last rank joins each collective after the passes: (kind, its number among those of its kind, who takes part) -> when."""
         joined: dict[tuple[str, int, str], float] = {}
         for lane in self.lanes:
@@ -185,7 +185,7 @@ def _pass_cause(kind: str) -> Cause:
     return CAUSES["FBIW".index(kind)]
 
 
-def _covered(spans: Sequence[TimedSpan], start: float, end: float, uncovered: Cause) -> Iterator[Segment]:
+def _segments_between(spans: Sequence[TimedSpan], start: float, end: float, uncovered: Cause) -> Iterator[Segment]:
     """Segments from `start` to `end`: of the spans between, in order, and of what none of them covers."""
     at = start
     for span in spans:

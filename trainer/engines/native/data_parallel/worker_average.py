@@ -11,6 +11,7 @@ from torch import Tensor
 from ....layers.group import Group
 from ....parallel.process_groups import Grid
 from ....plan.layout.workers import OUTER_MOMENTUM
+from ....plan.native.buckets import consecutive_groups
 from ....spec.run import Run
 from ...rank_parameter import STATES, optimizer_state
 from .sharded_weights import ShardedWeight
@@ -86,20 +87,9 @@ class WorkerAverage:
         """Replace each tensor by its mean over the workers, in messages of at most parallel.bucket elements, or of one tensor."""
         for expert, group in self._groups.items():
             some = [tensor.view(-1) for bucket, tensor in rows if bucket.kind.expert == expert and tensor.numel()]
-            for tensors in _cut(some, self._most):
+            for tensors in consecutive_groups(some, self._most, Tensor.numel):
                 assert group is not None
                 _replace_by_mean(tensors, group)
-
-
-def _cut(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    some = list[Tensor]()
-    for each in tensors:
-        if some and sum(map(Tensor.numel, some)) + each.numel() > most:
-            yield some
-            some = []
-        some.append(each)
-    if some:
-        yield some
 
 
 def _replace_by_mean(tensors: list[Tensor], group: Group) -> None:

@@ -49,16 +49,16 @@ class ChatTemplate:
 
         With `add_generation_prompt` the template adds what an assistant's next message begins with.
         """
-        compiled = self._compiled
+        template = self._template
         known = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            return compiled.render(messages=known, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.special)
+            return template.render(messages=known, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.special)
         except Exception as error:  # a template can fail in any way
             says = " ".join(str(error).split())[:_LONGEST_REASON]
             raise NotRendered(says if isinstance(error, TemplateError) else f"{type(error).__name__}: {says}") from None
 
     @cached_property
-    def _compiled(self) -> Template:
+    def _template(self) -> Template:
         try:
             return _environment().from_string(self.text)
         except TemplateSyntaxError as error:
