@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distrain.tests.fakes.planned_messages import NIC, NVLINK, messages, planned, run_of
+from distrain.tests.fakes.planned_messages import NIC, NVLINK, messages, plan_of, run_of
 from distrain.trainer.plan.axes.collectives import Wire, collective_cost, server_seconds
 from distrain.trainer.plan.axes.dp import CONTENTION
 from distrain.trainer.plan.layout.mesh import Mesh
@@ -60,13 +60,13 @@ def parameters(plan: Plan) -> int:
 
 def test_two_levels_send_an_eighth_between_nodes() -> None:
     """Gradients in bf16: scattered inside a node of 8, a part summed in a ring of two, gathered again."""
-    plan = planned(**LEVELS, engine="native", parallel__bucket=2_116_992)
+    plan = plan_of(**LEVELS, engine="native", parallel__bucket=2_116_992)
     whole = 2 * parameters(plan)
     assert of_a_step(plan) == {
         *(("reduce_scatter", "inside", whole, 7 * whole // 8), ("all_gather", "inside", whole, 7 * whole // 8)),
         ("all_reduce", "between", whole // 8, whole // 8),
     }
-    flat = planned(**TWO_NODES, engine="native", parallel__bucket=2_116_992)
+    flat = plan_of(**TWO_NODES, engine="native", parallel__bucket=2_116_992)
     assert plan.memory is not None
     assert flat.memory is not None
     assert plan.memory.stages[0].bytes.buffers - flat.memory.stages[0].bytes.buffers == whole // 8
@@ -84,7 +84,7 @@ def test_two_levels_take_fewer_hops_than_one_ring() -> None:
     slow = {"cluster__inside__latency": 1.0, "cluster__between__latency": 1.0, "parallel__bucket": 10**9, "engine": "native"}
     seconds = []
     for keys in (LEVELS, TWO_NODES):
-        rows = messages(planned(**(keys | slow)), "dp")
+        rows = messages(plan_of(**(keys | slow)), "dp")
         seconds.append(sum(each.seconds for each in rows if each.seconds is not None))
     assert seconds == [pytest.approx(7 + 2 + 7, abs=0.1), pytest.approx(30, abs=0.1)]
 
@@ -101,7 +101,7 @@ def test_a_server_sends_weights_and_others_gradients() -> None:
 def test_ranks_take_turns_on_a_servers_link() -> None:
     """15 others send a half of the gradients to each server over its own link between nodes, and get as many weights; 16 servers are as
     fast as a ring's two halves."""
-    plan = planned(**SERVERS, engine="native")
+    plan = plan_of(**SERVERS, engine="native")
     rows = messages(plan, "dp")
     rate = NIC.bandwidth * NIC.efficiency
     assert [each.seconds for each in rows] == [pytest.approx(15 * parameters(plan) / rate)] * 2
@@ -109,7 +109,7 @@ def test_ranks_take_turns_on_a_servers_link() -> None:
     wire = Wire(16, 1, 1e9, 0.0)
     assert 2 * server_seconds(16e6, 16, wire) == pytest.approx(2 * 16e6 / 1e9)  # each rank sends to all 16, itself included, at most
     assert server_seconds(16e6, 1, wire) == pytest.approx(15 * 16e6 / 1e9)
-    inside = planned(**(SERVERS | {"ranks": 8}), engine="native")
+    inside = plan_of(**(SERVERS | {"ranks": 8}), engine="native")
     expected = 7 * parameters(inside) / (NVLINK.bandwidth * NVLINK.efficiency)
     assert [each.seconds for each in messages(inside, "dp")] == [pytest.approx(expected)] * 2
 
@@ -117,7 +117,7 @@ def test_ranks_take_turns_on_a_servers_link() -> None:
 def test_a_server_holds_its_part_of_the_states_and_what_others_send() -> None:
     held = {}
     for servers in (1, 2, 16):
-        plan = planned(**(SERVERS | {"parallel__servers": servers}), engine="native")
+        plan = plan_of(**(SERVERS | {"parallel__servers": servers}), engine="native")
         assert plan.memory is not None
         stage = plan.memory.stages[0]
         held[servers] = (stage.bytes.optimizer / stage.parameters, stage.bytes.buffers / stage.parameters)
@@ -140,7 +140,7 @@ SLOW: dict[str, Any] = {"ranks": 8, "micros": 2, "cluster__inside__bandwidth": 1
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_whole_steps_hide_sums_that_are_used_late(zero: int) -> None:
-    plans = [planned(**SLOW, parallel__zero=zero, parallel__staleness=late, train__steps=99) for late in (0, 1, 2, 50)]
+    plans = [plan_of(**SLOW, parallel__zero=zero, parallel__staleness=late, train__steps=99) for late in (0, 1, 2, 50)]
     rows = [next(each for each in messages(plan, "dp") if each.verb != "all_gather") for plan in plans]
     assert len({(each.payload, each.count, each.sent, each.seconds) for each in rows}) == 1
     fresh, one, two, many = (each.exposed or 0.0 for each in rows)
@@ -155,7 +155,7 @@ def test_a_rank_holds_gradients_for_each_step_under_way() -> None:
     held = {}
     for zero in (0, 1):
         for late in (0, 1, 3):
-            plan = planned(**TWO_NODES, parallel__zero=zero, parallel__staleness=late, train__steps=9, engine="native")
+            plan = plan_of(**TWO_NODES, parallel__zero=zero, parallel__staleness=late, train__steps=9, engine="native")
             assert plan.memory is not None
             stage = plan.memory.stages[0]
             held[zero, late] = stage.bytes.gradients / stage.parameters
