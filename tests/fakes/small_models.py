@@ -10,7 +10,8 @@ from distrain.trainer.layers.counter_rng import dropout_keys, normal
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.models.build import build_model, load_weights, named_weights
 from distrain.trainer.spec.changed_run import with_changes
-from distrain.trainer.spec.run import Cluster, Device, Lora, Model, Parallel, Run, Train
+from distrain.trainer.spec.lora import Lora
+from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}

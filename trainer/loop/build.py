@@ -19,7 +19,8 @@ from ..plan.axes.weight_slices import WeightShard
 from ..plan.engines import ENGINES
 from ..plan.layout.schedule_of_run import delay_of
 from ..spec.compiled_layers import has_compiled_layers
-from ..spec.run import Lora, Parallel, Run
+from ..spec.lora import Lora
+from ..spec.run import Parallel, Run
 
 
 def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.counter_rng import normal_block
+from ..spec.lora import Lora
 from ..spec.problem import Problem, Unreadable
-from ..spec.run import Lora, Model, Run
+from ..spec.run import Model, Run
 from .families import FAMILIES, family_of, op_table
 from .ops.op_table import Parameter, model_parameters, round_up
 

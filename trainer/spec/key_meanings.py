@@ -120,7 +120,7 @@ KEYS = {
     "parallel.vertical":            Key("pipedream: a micro-batch meets the same version of the weights on all stages"),
     "parallel.sequence":            Key("sequence parallel: tp ranks share the tokens of what is not split by tp"),
     "parallel.recompute":           Key("what backward computes again: selective the core of attention, full each layer"),
-    "parallel.reduce":              Key("how gradients are summed; hierarchical: in a node, then between nodes; server: by ranks"),
+    "parallel.reduce":              Key("how gradients are summed; hierarchical: inside nodes, then between"),
     "parallel.servers":             Key("data-parallel ranks that sum gradients and step weights for all, under reduce=server"),
     "parallel.staleness":          Key("steps that pass before a sum of gradients is used: their computation hides it", "steps"),
     "parallel.sync.every":         Key("steps that replicas take alone between two together; 1: they sum gradients at each"),

@@ -8,34 +8,13 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from .bounded_numbers import MOST_FLOAT, Below1, Count, Natural, NotNegative, Positive, Seed, Share
+from .lora import Lora
 from .rope import Rope
 from .search_goal import SearchGoal
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
-
-
 LayerType = Literal["full_attention", "sliding_attention"]  # transformers' words
 LayerTypes = Annotated[tuple[LayerType, ...], Meta(extra={"repeats": True})]
-LoraTarget = Literal["query", "key", "value", "out", "gate", "up", "down"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lora:
-    """Low-rank adaptation (arXiv:2106.09685): each target W computes x W + alpha / rank x A B; only A and B are trained. Rank 0: none."""
-
-    rank: Natural = 0
-    alpha: Positive = 16.0
-    targets: tuple[LoraTarget, ...] = ("query", "key", "value", "out", "gate", "up", "down")
-
-    @staticmethod
-    def owns(parameter: str) -> bool:
-        """Whether a parameter, by its logical name, is an A or a B."""
-        return ".lora_" in parameter
-
-    @property
-    def scale(self) -> float:
-        """The factor of x A B."""
-        return self.alpha / self.rank if self.rank else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

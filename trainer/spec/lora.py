@@ -1,0 +1,29 @@
+"""The keys of low-rank adaptation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .bounded_numbers import Natural, Positive
+
+LoraTarget = Literal["query", "key", "value", "out", "gate", "up", "down"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adaptation (arXiv:2106.09685): each target W computes x W + alpha / rank x A B; only A and B are trained. Rank 0: none."""
+
+    rank: Natural = 0
+    alpha: Positive = 16.0
+    targets: tuple[LoraTarget, ...] = ("query", "key", "value", "out", "gate", "up", "down")
+
+    @staticmethod
+    def owns(parameter: str) -> bool:
+        """Whether a parameter, by its logical name, is an A or a B."""
+        return ".lora_" in parameter
+
+    @property
+    def scale(self) -> float:
+        """The factor of x A B."""
+        return self.alpha / self.rank if self.rank else 0.0
