@@ -114,14 +114,21 @@ def test_ranks_take_turns_on_a_servers_link() -> None:
     assert [each.seconds for each in messages(inside, "dp")] == [pytest.approx(expected)] * 2
 
 
-def test_a_server_holds_its_part_of_the_states_and_what_others_send() -> None:
+def test_a_server_holds_its_part_of_the_states_and_what_others_send_of_a_bucket() -> None:
     held = {}
-    for servers in (1, 2, 16):
-        plan = plan_of(**(SERVERS | {"parallel__servers": servers}), engine="native")
+    for servers, late in ((1, 0), (2, 0), (16, 0), (2, 1)):
+        keys = SERVERS | {"parallel__servers": servers, "parallel__staleness": late, "train__steps": 9}
+        plan = plan_of(**keys, engine="native", parallel__bucket=1_000_000)
         assert plan.memory is not None
         stage = plan.memory.stages[0]
-        held[servers] = (stage.bytes.optimizer / stage.parameters, stage.bytes.buffers / stage.parameters)
-    assert held == {1: (12, 30), 2: (6, 15), 16: (pytest.approx(0.75), pytest.approx(30 / 16))}
+        held[servers, late] = (stage.bytes.optimizer / stage.parameters, stage.bytes.buffers)
+    whole = 2 * 15 * parameters(plan)  # bytes that 15 others send of all gradients
+    assert held == {
+        (1, 0): (12, 30_000_000),
+        (2, 0): (6, 15_000_000),
+        (16, 0): (pytest.approx(0.75), 30_000_000 // 16),
+        (2, 1): (6, 2 * whole // 2),
+    }
 
 
 def test_the_faster_algorithm_is_taken_for_each_message() -> None:

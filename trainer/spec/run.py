@@ -48,7 +48,7 @@ class Model:
     rope: Rope = field(default_factory=Rope)
     window: Count | None = None
     layer_types: LayerTypes | None = None
-    lora: Lora = Lora()
+    lora: Lora = field(default_factory=Lora)
     dropout: Below1 = 0.0
     experts: Natural = 0
     top_k: Natural = 0

@@ -265,10 +265,11 @@ def _scattered_elements(layout: Layout, held: StageElements) -> int:
 
 def _route_elements(layout: Layout, whole: int, stepped: int) -> int:
     """Return the gradients that a rank holds beside its own while they are summed: as a parameter server those of its part of all other
-    ranks, or the part that it sums for its node."""
+    ranks, of a bucket or, where they are used late, of each step under way; or the part that it sums for its node."""
     sync = layout.gradient_sync
     if sync.servers:
-        return (layout.mesh.size("data") - 1) * stepped
+        part = (1 + sync.staleness) * stepped if sync.staleness else -(-min(sync.bucket, whole) // sync.servers)
+        return (layout.mesh.size("data") - 1) * part
     return -(-whole // sync.inner) if sync.inner > 1 else 0
 
 

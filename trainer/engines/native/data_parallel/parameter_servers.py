@@ -20,8 +20,10 @@ Transfer = tuple[Callable[..., Any], Tensor, int]  # isend or irecv, what, the o
 class ParameterServers:
     """The servers of a group of ranks, each of which owns an equal part of every bucket. A server is a worker too."""
 
-    def __init__(self, group: Group, servers: int) -> None:
+    def __init__(self, group: Group, servers: int, *, keeps_all: bool) -> None:
+        """`keeps_all`: gradients of several buckets are under way at once; else those of one, so that a server has few of them."""
         self.group = group
+        self._keeps_all, self._pushed = keeps_all, ServerMessages(group, [], torch.empty(0), [])
         self._servers = server_ranks(servers, group.size)
         self._number = self._servers.index(group.rank) if group.rank in self._servers else None
 
@@ -32,13 +34,16 @@ class ParameterServers:
     def push(self, gradients: Tensor) -> ServerMessages:
         """Begin to send every server its part of a bucket's gradients [E]. Once it has waited for the others, a server adds theirs to its
         own part, in the order of the ranks, so that every run rounds alike."""
+        if not self._keeps_all:
+            self._pushed.wait()
         parts = gradients.chunk(len(self._servers))
         transfers: list[Transfer] = [(dist.isend, parts[at], rank) for at, rank in enumerate(self._servers) if rank != self.group.rank]
         received: list[Tensor] = []
         if self._number is not None:
             received = [torch.empty_like(parts[self._number]) for _ in range(self.group.size - 1)]
             transfers += [(dist.irecv, *each) for each in zip(received, self._others, strict=True)]
-        return ServerMessages(self.group, transfers, parts[self._number or 0], received)
+        self._pushed = ServerMessages(self.group, transfers, parts[self._number or 0], received)
+        return self._pushed
 
     def pull(self, weights: Tensor) -> ServerMessages:
         """Begin to get a bucket's stepped weights [E], each part from its server."""
@@ -70,4 +75,4 @@ class ServerMessages:
             work.wait()
         for each in self.added:
             self._total += each
-        self.added = ()
+        self._works, self.added = [], ()

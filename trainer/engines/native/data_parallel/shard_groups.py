@@ -30,7 +30,7 @@ def shard_groups(run: Run, grid: Grid, *, expert: bool) -> ShardGroups:
     if not run.parallel.zero:
         whole, inside, across = (grid.group(name) for name in ("expert_worker_data" if expert else "worker_data", "inside", "across"))
         if whole and (servers := server_count(run.parallel, grid.position.mesh)):
-            return ShardGroups(None, None, servers=ParameterServers(whole, servers))
+            return ShardGroups(None, None, servers=ParameterServers(whole, servers, keeps_all=run.parallel.staleness > 0))
         return ShardGroups(None, whole, levels=(inside, across) if inside and across and not expert else None)
     shard = "expert_shard" if expert else "shard"
     return ShardGroups(grid.group(shard), grid.group(f"{shard}_copies"))
