@@ -4,8 +4,9 @@
     python -m distrain.scripts.bench_data_axis curve [WORD]   # two processes, 300 steps of the quickstart recipe for each row
 
 WORD: only rows whose name has it. Rows of one call ran on the same machine, one after another. A step over the link is the mean of COUNTED
-WORD: only rows whose name has it. Rows of one call ran on the same machine, one after another. A step over the link is the mean of COUNTED
-steps, a multiple of each interval, so that each step that workers take together is counted once. The plan gives a rank half of this machine.
+steps, a multiple of each interval, so that each step that workers take together is counted once. The plan gives a rank half of this
+machine.
+"""
 
 from __future__ import annotations
 

@@ -106,6 +106,13 @@ def test_any_layout_resumes_late_sums(ranks: RankPool, tmp_path: Path) -> None:
     assert [row["loss"] for row in resumed.rows[-4:]] == pytest.approx(losses[4:], abs=1e-5, rel=0)
 
 
+def test_one_rank_sums_nothing_and_waits_for_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    job = ranks.train(tmp_path / "run", *BASE, LATE, *TWO_SERVERS, "cluster.gpus=1")
+    losses, _ = reference_curve(BASE)
+    assert job.figures("loss") == pytest.approx(losses, abs=1e-5, rel=0)
+    check_memory(job.folder)
+
+
 ROUTES: list[tuple[Words, float]] = [
     ((*SERVER, "cluster.gpus=2", "model.dropout=0.1", "train.evaluate.every=7"), 1e-5),
     ((*TWO_SERVERS, "cluster.gpus=3", "train.batch=9", SMALL, "parallel.overlap.data=false"), 1e-5),

@@ -166,4 +166,7 @@ def test_a_rank_holds_gradients_for_each_step_under_way() -> None:
             assert plan.memory is not None
             stage = plan.memory.stages[0]
             held[zero, late] = stage.bytes.gradients / stage.parameters
+    alone = plan_of(ranks=1, parallel__staleness=1, train__steps=9, engine="native")
+    assert alone.memory is not None
+    assert alone.memory.stages[0].bytes.gradients == 2 * parameters(alone)
     assert held == {(0, 0): 2, (0, 1): 4, (0, 3): 8, (1, 0): 2, (1, 1): pytest.approx(4.125), (1, 3): pytest.approx(8.375)}
