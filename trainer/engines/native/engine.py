@@ -230,7 +230,7 @@ class NativeEngine(Engine):
 
     def _sum_over_ranks(self, total: Tensor, squares: Tensor, near_ties: Tensor | None) -> Tensor:
         """Return the sums over all ranks of the loss, of the squares of the gradients, and of near ties where they are counted, in one
-        message. Each figure is added by the first of the ranks that have it. Of workers that step alone the mean of their squares is
+        message. Each figure is added by the first of the ranks that have it. Where workers step alone, the mean of their squares is
         returned, and `squares` becomes the sum over this rank's worker, by which it clips."""
         own = torch.zeros((), dtype=torch.float64, device=total.device)
         figures = [own if self.grid.coordinate("tp") else total.double(), squares / self._workers]
