@@ -56,7 +56,7 @@ def curve_drawing(
     """Return the SVG of curves, with steps to the right and `axis` upwards; "" where there is one step at most.
 
     `events` are steps, each with the name of what happened there and a sentence. `floor_at` is a value that the axis begins at.
-    `level` is a horizontal line and its name. Of many steps the axis is logarithmic, unless `even_steps`.
+    `level` is a horizontal line and its name. The axis is logarithmic where steps are many, unless `even_steps`.
     """
     drawn = [each for each in curves if each.points]
     steps = [max(1, step) for each in drawn for step, _ in each.points]
@@ -83,7 +83,7 @@ def curve_drawing(
 
 
 def thin_points(points: Points, across: ChartScale) -> list[tuple[int, float]]:
-    """Of the points in each pixel column: the first, the lowest, the highest and the last, in order; a picture needs no more."""
+    """Return the first, the lowest, the highest and the last point of each pixel column, in order: all that a picture shows."""
     kept: list[tuple[int, float]] = []
     for _, some in groupby(sorted(points), key=lambda point: round(across.position(max(1, point[0])))):
         column = list(some)

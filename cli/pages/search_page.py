@@ -86,7 +86,7 @@ def _search_command(words: Sequence[str]) -> str:
 
 
 def _price_lines(rows: Iterable[FoundLayout], by: str) -> list[str]:
-    """That costs are not known, where they were asked for."""
+    """The line that costs are not known, where they were asked for."""
     steps = [row for row in rows if row.step is not None]
     if by not in PRICED or not steps or any(row.cost is not None for row in steps):
         return []

@@ -1,4 +1,4 @@
-"""`distrain prove`: trains a recipe in one process and in every layout that this machine can run, and compares their curves."""
+"""One run of `distrain prove`: plan the proof, train its trials, and print each verdict as it is reached."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from distrain.tests.fakes.deadline import DEADLINE  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.tests.fakes.trained_runs import check_simulated, differing_messages, read_run  # noqa: E402
 from distrain.trainer.engines.native.data_parallel.gradient_compression import orthogonalise  # noqa: E402
-from distrain.trainer.loop.forkserver.compressed_gradients import compressed_curve, compressed_gradients  # noqa: E402
+from distrain.trainer.loop.reference_curves.compressed_gradients import compressed_curve, compressed_gradients  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.spec.run import Run  # noqa: E402
 

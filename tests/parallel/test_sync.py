@@ -16,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")  # simulated products of this
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.tests.fakes.trained_runs import check_simulated, differing_messages, read_run  # noqa: E402
-from distrain.trainer.loop.forkserver.local_steps import local_steps, local_steps_curve  # noqa: E402
-from distrain.trainer.loop.forkserver.reference_run import ReferenceCurve  # noqa: E402
+from distrain.trainer.loop.reference_curves.local_steps import local_steps, local_steps_curve  # noqa: E402
+from distrain.trainer.loop.reference_curves.reference_run import ReferenceCurve  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.rundir.changes import compare_runs  # noqa: E402
 

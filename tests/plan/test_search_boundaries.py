@@ -18,9 +18,9 @@ from distrain.trainer.plan.layout_cost import layout_cost
 from distrain.trainer.plan.layout_of_run import layout_on
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.rules import broken_rules
-from distrain.trainer.plan.search import boundaries
-from distrain.trainer.plan.search.boundaries import BestStages, best_stages, with_stages
+from distrain.trainer.plan.search import stage_boundaries as boundaries
 from distrain.trainer.plan.search.path_bounds import PathBound, PathBounds, StageLimits, combined_path, least_layers, stage_limits
+from distrain.trainer.plan.search.stage_boundaries import BestStages, best_stages, with_stages
 from distrain.trainer.plan.search.step_paths import Path, StepPaths
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 

@@ -26,7 +26,7 @@ from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.plan.layout.delay import Delay
 from distrain.trainer.plan.layout.schedules import gpipe
-from distrain.trainer.prove.locate import TRACED_SUFFIX
+from distrain.trainer.prove.locate_departure import TRACED_SUFFIX
 
 train: Any = loop  # the module whose functions the faults replace
 adapter: Any = DeepSpeedAdapter  # the classes whose methods they replace

@@ -24,7 +24,7 @@ class LazyDynamo(ModuleType):
     """Stands for torch._dynamo in a process that compiles nothing.
 
     Every optimizer of torch 2.13 imports torch._dynamo, and sympy with it, only for functions that do nothing outside a compiled
-    one. Whatever else is read from this module imports the real one, which takes its place.
+    one. Reading anything else from this module imports the real one, which takes its place.
     """
 
     disable = allow_in_graph = staticmethod(_leave_as_is)

@@ -48,7 +48,7 @@ def load_watchdog(run: Run, folder: Path) -> Watchdog:
 
 
 def save_phase_times(run: Run, folder: Path, learned: Watchdog, *, resumed: bool) -> None:
-    """Save the times of an attempt. That of its start is saved only if it `resumed`, because loading a checkpoint takes longer."""
+    """Save the times of an attempt. The time of its start is saved only if it `resumed`, because loading a checkpoint takes longer."""
     seen = {phase: seconds for phase, seconds in learned.seen.items() if resumed or phase != "start"}
     with suppress(OSError):  # the disk is full; the times are learned again
         write_json(folder / INTERVALS_FILE, PhaseTimes(of=fingerprint(run), seen=seen, hung=learned.timed_out))

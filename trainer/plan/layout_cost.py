@@ -55,7 +55,7 @@ def layout_blocks(context: CostContext, layout: Layout) -> BlockCosts:
 def peak_bytes(layout: Layout, kinds: list[StageCost]) -> tuple[int, int]:
     """(bytes of the fullest rank, its stage).
 
-    Of equal stages the first holds most: micro-batches in flight and copies of weights grow towards the front, but for a user's lists.
+    The first of equal stages holds most: micro-batches in flight and copies of weights grow towards the front, except in a user's lists.
     """
     stages = list(enumerate(layout.partition.kind_of_stage)) if layout.schedule.simulated else layout.partition.runs
     peak, fullest = max([(stage_bytes(layout, kinds[at], index), -index) for index, at in stages])

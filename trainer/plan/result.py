@@ -135,7 +135,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorBar:
-    """By how much a figure may be off, for nine in ten runs: it may be `low` times smaller or `high` times larger, because the run is
+    """How far nine in ten runs lie from a figure: at most `low` times smaller or `high` times larger, because the run is
     of a kind, of which `runs` of `sources` sources were measured."""
 
     low: float

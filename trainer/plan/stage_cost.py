@@ -132,7 +132,7 @@ def synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind
         layout.engine,
         layout.gradient_sync,
         parallel.zero,
-        layout.shard,
+        layout.shard_ranks,
         parallel.offload.optimizer,
         parallel.offload.parameters,
         parallel.sequence,
@@ -160,7 +160,7 @@ def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: 
         layout.engine,
         kind,
         parallel.zero,
-        layout.shard,
+        layout.shard_ranks,
         parallel.offload.optimizer,
         parallel.offload.parameters,
         parallel.overlap.data,
@@ -247,15 +247,15 @@ def data_messages(context: CostContext, layout: Layout, kind: StageKind, held: S
     """Messages of the data axis: experts on several ranks are summed only over the ranks that hold the same ones."""
     wires = layout.wires
     if layout.mesh.ep == 1:
-        groups = [(held.trained_parameters, held.frozen, "data", wires.data, layout.shard)]
+        groups = [(held.trained_parameters, held.frozen, "data", wires.data, layout.shard_ranks)]
     else:
         groups = [
-            (held.dense - held.frozen, held.frozen, "data", wires.data, layout.shard),
-            (held.experts, 0, "expert_copies", wires.expert_copies, layout.expert_shard),
+            (held.dense - held.frozen, held.frozen, "data", wires.data, layout.shard_ranks),
+            (held.experts, 0, "expert_copies", wires.expert_copies, layout.expert_shard_ranks),
         ]
     found: list[DataMessages] = []
     for elements, frozen, group, whole, ranks in groups:
-        worker = layout.worker if group == "data" else max(1, layout.worker // layout.mesh.ep)
+        worker = layout.worker_ranks if group == "data" else max(1, layout.worker_ranks // layout.mesh.ep)
         together, apart = context.shard_wires(layout.mesh, group, whole, worker)
         of_experts = group == "expert_copies"
         route = sync._replace(inner=1, servers=0) if of_experts else sync

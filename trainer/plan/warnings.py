@@ -89,7 +89,7 @@ def _compressed_gradients(context: CostContext, layout: Layout, cost: LayoutCost
 
 def _workers_alone(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     """Replicas that step alone train another curve, and clip alone."""
-    workers, every, clip = layout.mesh.size("data") // layout.worker, layout.parallel.sync.every, context.run.train.clip
+    workers, every, clip = layout.mesh.size("data") // layout.worker_ranks, layout.parallel.sync.every, context.run.train.clip
     if workers == 1:
         return
     says = f"parallel.sync.every={every} trains another curve than 1: {workers} workers take {every} steps alone, then one together"

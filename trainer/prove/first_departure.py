@@ -23,8 +23,8 @@ LAYER_PARTS = (  # in the order of computation; "" is the layer itself
 class RoundingLimits:
     """The differences that rounding explains.
 
-    Of outputs and gradients: the largest difference as a share of the largest number, in the first step and in later ones, when
-    Adam has made steps out of rounding where a gradient is almost 0. Of weights: the mean difference as a share of the learning
+    For outputs and gradients: the largest difference as a share of the largest number, in the first step and in later ones, when
+    Adam has made steps out of rounding where a gradient is almost 0. For weights: the mean difference as a share of the learning
     rates added up.
     """
 

@@ -30,7 +30,7 @@ from .judge import (
     with_differences,
 )
 from .judge_exits import exit_verdict
-from .locate import locate_departure, remove_reference_trace
+from .locate_departure import locate_departure, remove_reference_trace
 from .trials.control_and_resume_trials import move_midway_checkpoint
 from .trials.plan_proof import Proof, without_evaluation
 from .trials.trial import Trial, write_run_folder

@@ -17,8 +17,8 @@ from ..held_bytes import parameters_of, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter
 from .zero_shards import averaged_gradients, gradient_range, stage3_range, zero_shards
 
-# Where the optimizers that DeepSpeed wraps around torch's keep tensors: stages 0 and 1 of bf16 with fp32 gradients, stages 1 and 2,
-# stage 3. A storage that stands in two rows belongs to the first.
+# Where the optimizers that DeepSpeed wraps around torch's keep tensors: ZeRO 0 and 1 of bf16 with fp32 gradients, ZeRO 1 and 2,
+# ZeRO 3. A storage that stands in two rows belongs to the first.
 STEPPER_TENSORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("weights", ("bf16_groups_flat", "bit16_groups_flat", "lp_param_buffer")),
     ("optimizer", ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")),
@@ -99,7 +99,7 @@ class DeepSpeedAdapter(Engine):
             yield from (("optimizer", each) for each in tensors_in(state))
 
     def _forward_weights(self) -> Iterator[tuple[RankParameter, int, Tensor]]:
-        """The weights of the run's precision, which DeepSpeed casts from float32: all of each, at stage 3 this rank's range."""
+        """The weights of the run's precision, which DeepSpeed casts from float32: all of each, at ZeRO 3 this rank's range."""
         for row in self.parameters:
             parameter: Any = row.parameter
             if self.zero_stage == 3:
@@ -115,7 +115,7 @@ class DeepSpeedAdapter(Engine):
         return getattr(self.stepper, "loss_scaler", None)
 
     def _stage0_norm(self) -> Tensor | None:
-        """Return the global gradient norm at stage 0, where DeepSpeed gives none and every rank holds whole, averaged gradients.
+        """Return the global gradient norm at ZeRO 0, where DeepSpeed gives none and every rank holds whole, averaged gradients.
 
         It is taken in float64: the float32 norm of a large tensor is off by 1e-6, differently in each layout.
         """

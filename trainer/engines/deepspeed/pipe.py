@@ -16,7 +16,7 @@ from ...spec.run import Run
 from ..engine import STEP_PARTS, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
 from ..rank_parameter import RankParameter
-from ..tied_ends import tie_ends
+from ..tied_embedding import share_tied_embedding
 from ..torch_optimizer import torch_optimizer
 from .adapter import DeepSpeedAdapter
 from .import_deepspeed import import_deepspeed
@@ -27,7 +27,7 @@ class PipeEngine(DeepSpeedAdapter):
 
     def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
         if len(parts) > 1 and run.model.tied:
-            tie_ends(parts[0].module, parts[-1].module)
+            share_tied_embedding(parts[0].module, parts[-1].module)
         super().__init__(run, parts, grid)
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         self._finite = True  # whether the loss and gradients of the current step are finite

@@ -125,7 +125,7 @@ class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
         return gradient
 
     def clip_fp32_gradients(self) -> None:
-        """Clip at stage 0 by the norm of `stage0_norm`: DeepSpeed's own method takes the norm again."""
+        """Clip at ZeRO 0 by the norm of `stage0_norm`: DeepSpeed's own method takes the norm again."""
         assert self.norm is not None
         clip(self.module.parameters(), self.norm, self.gradient_clipping())
 

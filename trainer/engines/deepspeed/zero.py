@@ -89,7 +89,7 @@ class ZeroEngine(DeepSpeedAdapter):
 
     @classmethod
     def parameter_partitioner(cls, run: Run, grid: Grid) -> ParameterPartitioner | None:
-        """At stage 3, return what leaves this rank its range of a parameter only: the whole model need not fit on any device."""
+        """At ZeRO 3, return what leaves this rank its range of a parameter only: the whole model need not fit on any device."""
         if run.parallel.zero != 3:
             return None
         ds, unit = connect_deepspeed(), model_parallel_unit(grid)

@@ -12,7 +12,7 @@ from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state, who
 
 
 def zero_shards(parameters: Sequence[RankParameter], stepper: Any, stage: int) -> Iterator[OptimizerShard]:
-    """Yield what this rank steps: at stage 0 all of each parameter, else its range of it."""
+    """Yield what this rank steps: at ZeRO 0 all of each parameter, else its range of it."""
     rows = [each for each in parameters if each.parameter.requires_grad]
     match stage:
         case 0:
@@ -24,7 +24,7 @@ def zero_shards(parameters: Sequence[RankParameter], stepper: Any, stage: int) -
 
 
 def _flat_shards(rows: Sequence[RankParameter], stepper: Any) -> Iterator[OptimizerShard]:
-    """Stages 1 and 2: each group of parameters is one flat tensor, of which each rank steps a range."""
+    """ZeRO 1 and 2: each group of parameters is one flat tensor, of which each rank steps a range."""
     groups = getattr(stepper, "fp32_groups_flat_partition", None) or stepper.single_partition_of_fp32_groups
     for each in rows:
         mapping: Any = getattr(each.parameter, "_hp_mapping", None)
@@ -65,7 +65,7 @@ def _stage3_shards(rows: Sequence[RankParameter], stepper: Any) -> Iterator[Opti
 
 
 def stage3_range(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return (first flat element, elements) of this rank's range of a parameter at stage 3."""
+    """Return (first flat element, elements) of this rank's range of a parameter at ZeRO 3."""
     held: Any = parameter
     each = held.ds_tensor.ds_numel
     start = min(dist.get_rank(held.ds_process_group) * each, held.ds_numel)
@@ -75,7 +75,7 @@ def stage3_range(parameter: nn.Parameter) -> tuple[int, int]:
 def averaged_gradients(rows: Sequence[RankParameter], stepper: Any, stage: int) -> Iterator[Tensor]:
     """Yield the gradients of what this rank steps, averaged over the data axis, between the last backward pass and the step.
 
-    They may be written. bf16 with float32 gradients at stage 1 keeps all of each.
+    They may be written. bf16 with float32 gradients at ZeRO 1 keeps all of each.
     """
     if stage == 3:
         wanted = {id(each.parameter) for each in rows}
@@ -97,7 +97,7 @@ def averaged_gradients(rows: Sequence[RankParameter], stepper: Any, stage: int) 
 
 
 def gradient_range(parameter: nn.Parameter, gradient: Tensor, stage: int) -> tuple[int, int]:
-    """Return (first flat element, elements) of a parameter that one of its averaged gradients covers; stage 3 pads the gradient."""
+    """Return (first flat element, elements) of a parameter that one of its averaged gradients covers; ZeRO 3 pads the gradient."""
     held: Any = parameter
     if stage == 3:
         return stage3_range(parameter)

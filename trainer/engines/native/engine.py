@@ -29,7 +29,7 @@ from ..clipping import clip_divisor
 from ..engine import STEP_PARTS, Engine, ParameterPartitioner, ReadMicrobatch, ReadShard, StepResult
 from ..held_bytes import ByteCounter, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
-from ..tied_ends import tie_ends
+from ..tied_embedding import share_tied_embedding
 from .bucket_optimizer import BucketOptimizer
 from .data_parallel.gradient_squares import counted_squares
 from .data_parallel.hierarchical_sum import HierarchicalSum
@@ -57,7 +57,7 @@ class NativeEngine(Engine):
 
     def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
         if len(parts) > 1 and run.model.tied:
-            tie_ends(parts[0].module, parts[-1].module)
+            share_tied_embedding(parts[0].module, parts[-1].module)
         self.scale = LossScale() if run.train.precision == "fp16" else None
         self.modules = tuple(each.module for each in parts)
         self._types = compute_types(run)
@@ -230,7 +230,7 @@ class NativeEngine(Engine):
 
     def _sum_over_ranks(self, total: Tensor, squares: Tensor, near_ties: Tensor | None) -> Tensor:
         """Return the sums over all ranks of the loss, of the squares of the gradients, and of near ties where they are counted, in one
-        message. Each figure is added by the first of the ranks that have it. Of workers that step alone the mean of their squares is
+        message. Each figure is added by the first of the ranks that have it. Where workers step alone, the mean of their squares is
         returned, and `squares` becomes the sum over this rank's worker, by which it clips."""
         own = torch.zeros((), dtype=torch.float64, device=total.device)
         figures = [own if self.grid.coordinate("tp") else total.double(), squares / self._workers]

@@ -127,7 +127,7 @@ class PendingConnection:
         self._proven: tuple[object, ...] = ()  # what the agent's proof has to cover
 
     def read(self, token: JoinToken) -> int | None:
-        """Read part of a line; return the rank once it is proved. Raises OSError, and ValueError at anything else than a registration."""
+        """Read part of a line; return the rank once it is proved. Raises OSError, and ValueError for anything but a registration."""
         data = self.socket.recv(MAX_LINE)
         self._received += data
         if not data or len(self._received) > MAX_LINE:
@@ -152,7 +152,7 @@ class PendingConnection:
 
 
 def _json(line: bytes) -> object:
-    """Return a line's content; raises ValueError where it is no JSON, or nested too deeply to be read."""
+    """Return a line's content; raises ValueError where it is not JSON, or nested too deeply to be read."""
     try:
         return json.loads(line)
     except RecursionError:

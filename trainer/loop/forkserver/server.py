@@ -49,12 +49,12 @@ from ...prove.fork_client import START_AFRESH
 from ...spec.run import Run
 from ...system import parent_watch
 from ..checkpoint import LoadFailed
+from ..offline.weight_diff import weight_difference
 from ..rank import run_rank
-from .compressed_gradients import compressed_gradients
-from .delayed_gradients import delayed_gradients
-from .local_steps import local_steps
+from ..reference_curves.compressed_gradients import compressed_gradients
+from ..reference_curves.delayed_gradients import delayed_gradients
+from ..reference_curves.local_steps import local_steps
 from .process import ForkedProcess, fork
-from .weight_diff import weight_difference
 
 ADDRESS = "127.0.0.1"
 GRACE = 5.0  # seconds that the other ranks have to end after one has failed

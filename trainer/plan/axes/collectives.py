@@ -101,6 +101,6 @@ def server_seconds(payload: float, servers: int, wire: Wire) -> float:
     return max(server_inflow(part, wire.size - 1, 1), server_inflow(part, servers, 1)) / wire.rate + wire.hop
 
 
-def server_inflow(payload: float, workers: int, rate: float) -> float:
-    """Bytes/s into a parameter server, and as many out of it: S bytes from each worker, `rate` times a second."""
-    return payload * workers * rate
+def server_inflow(payload: float, senders: int, rate: float) -> float:
+    """Bytes/s into a parameter server, and as many out of it: S bytes from each sender, `rate` times a second."""
+    return payload * senders * rate

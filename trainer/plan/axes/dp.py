@@ -43,8 +43,8 @@ class GradientSync(NamedTuple):
     stepped: int  # bytes of a weight that the optimizer steps, where workers average it
     bucket: int
     algorithm: str
-    scatters: bool  # stages 1 and 2 reduce-scatter gradients; else they all-reduce them
-    reused: int  # elements, the last of forward, that backward finds still gathered at stage 3
+    scatters: bool  # ZeRO 1 and 2 reduce-scatter gradients; else they all-reduce them
+    reused: int  # elements, the last of forward, that backward finds still gathered at ZeRO 3
     gather_hides: bool  # the gather of stepped weights may hide under forward
     overlap: bool
     copies_hide: bool  # owners of the same shard sum it under backward
@@ -89,7 +89,7 @@ def data_messages(shards: ZeroShards, sync: GradientSync, layers: int) -> list[D
         return _level_messages(shards, shards.copies, sync)
     if sync.zero == 0 or shards.shard.size == 1:
         return _sums(shards, sync)
-    gathered = shards.elements + shards.frozen  # at stage 3
+    gathered = shards.elements + shards.frozen  # at ZeRO 3
     gradients, weights = shards.elements * sync.gradient, shards.elements * sync.weight
     buckets = -(-shards.elements // sync.bucket)
     if sync.zero == 3:

@@ -71,7 +71,7 @@ class CostContext:
         return self.run.model.layers * each / self.run.train.seq
 
     def block_costs(self, split: BlockSplit, wires: Wires) -> BlockCosts:
-        """The costs of the model's blocks under a split and its wires. Of a wire only the group's ranks in a node vary."""
+        """The costs of the model's blocks under a split and its wires. Wires differ only in how many ranks of a group a node has."""
         key = (split, wires.in_node)
         found = self._block_costs.get(key)
         if found is None:

@@ -90,7 +90,7 @@ class CostModel:
     def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
         """Return how gradients and weights travel on the data axis, for `micros` micro-batches a step.
 
-        In a pipeline, stage 2 too accumulates whole gradients and scatters them once a step, as Llama 3 and MegaScale do
+        In a pipeline, ZeRO 2 too accumulates whole gradients and scatters them once a step, as Llama 3 and MegaScale do
         (arXiv:2407.21783 section 3.3.2, 2402.15627).
         """
         return dp.GradientSync(
@@ -196,12 +196,12 @@ class CostModel:
         ZeRO-3 holds the whole weights of two layers (the one that computes, the one gathered ahead) and one layer's whole gradients.
         """
         parallel, width, layer = layout.parallel, context.widths, blocks.layer
-        if parallel.zero == 3 and layout.shard > 1:
+        if parallel.zero == 3 and layout.shard_ranks > 1:
             largest = context.table.largest_layer or max(
                 layer.dense + layer.experts, kind.first * blocks.embedding.dense, kind.last * blocks.head.dense
             )
             return largest * (2 * width.weight + width.gradient)
-        return min(parallel.bucket, parameters) * width.gradient if layout.shard > 1 and parallel.zero > 0 else 0
+        return min(parallel.bucket, parameters) * width.gradient if layout.shard_ranks > 1 and parallel.zero > 0 else 0
 
 
 def elements_to_step(layout: Layout, held: StageElements) -> int:
@@ -213,7 +213,7 @@ def elements_to_step(layout: Layout, held: StageElements) -> int:
 
 def sharded_elements(layout: Layout, dense: int, experts: int) -> int:
     """Return the elements of a rank's ZeRO shard of `dense` parameters and of `experts`."""
-    return -(-dense // layout.shard) - (-experts // layout.expert_shard)
+    return -(-dense // layout.shard_ranks) - (-experts // layout.expert_shard_ranks)
 
 
 def gathered_input(layout: Layout, blocks: BlockCosts) -> int:

@@ -53,8 +53,8 @@ def block_split(parallel: Parallel, microbatch: int, form: ActivationForm, *, fu
 
 
 class LocalTensors:
-    """Tensors of a model's blocks on one rank, for one micro-batch: whole sizes split by the axes, padded where they don't divide. Of a
-    split whose degrees and micro-batch are arrays, so are the sizes."""
+    """Tensors of a model's blocks on one rank, for one micro-batch: whole sizes split by the axes, padded where they don't divide.
+    Where a split's degrees and micro-batch are arrays, the sizes are arrays too."""
 
     def __init__(self, table: OpTable, split: BlockSplit, *, vocab_multiple: int, activation: int, form: ActivationForm) -> None:
         """`activation` is the bytes of an element of an activation."""

@@ -45,7 +45,7 @@ def _loop_messages(run: Run, mesh: Mesh) -> Iterator[Row]:
 
 
 def _norm_messages(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterator[Row]:
-    """The gradient norm: at stage 0 ours, over the ranks of a replica; at other stages DeepSpeed's, one for each parameter group."""
+    """The gradient norm: at ZeRO 0 ours, over the ranks of a replica; else DeepSpeed's, one for each parameter group."""
     width = widths(run.train)
     stage = effective_stage(run.parallel.zero, half=width.weight < MASTER_BYTES, ep=mesh.ep)
     data, model = int(mesh.size("data") > 1), int(mesh.world > mesh.size("data"))
@@ -67,7 +67,7 @@ def _norm_messages(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterato
 
 
 def _wide_gradient_norms(mesh: Mesh, model: int, *, has_experts: bool) -> Iterator[Row]:
-    """bf16 with float32 gradients at stage 1, where each rank keeps all gradients: sums over the ranks of a replica, and over those that
+    """bf16 with float32 gradients at ZeRO 1, where each rank keeps all gradients: sums over the ranks of a replica, and over those that
     share out the experts."""
     yield "all_reduce", FLOAT32_BYTES, model, "gradient norm"
     if has_experts:
@@ -76,7 +76,7 @@ def _wide_gradient_norms(mesh: Mesh, model: int, *, has_experts: bool) -> Iterat
 
 
 def _subgroups(trained: Sequence[WeightShard], ranks: int) -> int:
-    """The groups of at least SUBGROUP elements of a rank's part in which stage 3 steps: matrices, and vectors."""
+    """The groups of at least SUBGROUP elements of a rank's part in which ZeRO 3 steps: matrices, and vectors."""
     count = 0
     for matrix in (True, False):
         parts = [-(-prod(each.size) // ranks) for each in trained if (len(each.size) > 1) is matrix]

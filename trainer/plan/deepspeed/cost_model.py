@@ -32,13 +32,13 @@ class DeepSpeedCosts(CostModel):
     """Costs of DeepSpeed 0.19, as counted on live tensors and messages."""
 
     def hooks(self, parallel: Parallel) -> int:
-        """At stage 3 they gather and free each module's weights, and reduce each gradient."""
+        """At ZeRO 3 they gather and free each module's weights, and reduce each gradient."""
         return HOOKS[parallel.zero]
 
     def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
-        """Gradients travel in the width of weights, also if they accumulate in another. Stages 1 and 2 all-reduce each bucket, at stage 2
+        """Gradients travel in the width of weights, also if they accumulate in another. ZeRO 1 and 2 all-reduce each bucket, at ZeRO 2
         for every micro-batch, and gather weights after the optimizer's step: about 3 Psi a step, where the papers' ZeRO sends 2 Psi.
-        At stage 3 backward reuses the last 500 M parameters that forward gathered (counted on live runs)."""
+        At ZeRO 3 backward reuses the last 500 M parameters that forward gathered (counted on live runs)."""
         half = context.widths.weight < MASTER_BYTES
         path = super().gradient_path(context, parallel, micros)
         return path._replace(
@@ -94,7 +94,7 @@ class DeepSpeedCosts(CostModel):
     def summed_elements(
         self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
     ) -> int:
-        """Stages 1 to 3 without a pipeline sum what a rank steps; other layouts, and bf16 with float32 gradients at stage 1, which keeps
+        """ZeRO 1 to 3 without a pipeline sum what a rank steps; other layouts, and bf16 with float32 gradients at ZeRO 1, which keeps
         all gradients, sum all that the stage holds."""
         width, mesh = context.widths, layout.mesh
         stage = effective_stage(layout.parallel.zero, half=width.weight < MASTER_BYTES, ep=mesh.ep)
@@ -103,7 +103,7 @@ class DeepSpeedCosts(CostModel):
         return super().summed_elements(context, layout, blocks, kind, copies, data)
 
     def unplanned_size(self, run: Run, parallel: Parallel, layers: int, ranks: int) -> UnplannedSize | None:
-        """The fullest of very many ranks that shard very many layers is not computed; at stage 3 all hold the same."""
+        """The fullest of very many ranks that shard very many layers is not computed; at ZeRO 3 all hold the same."""
         if layers <= MOST_LAYERS or ranks <= MOST_RANKS:
             return None
         stage = effective_stage(parallel.zero, half=run.train.precision != "fp32", ep=parallel.ep)
@@ -135,7 +135,7 @@ def _stage_parameters(context: CostContext, kind: StageKind, mesh: Mesh, *, froz
 
 
 def _stage3_frozen(context: CostContext, kind: StageKind, mesh: Mesh) -> int:
-    """Return the elements of a rank's parts of frozen parameters at stage 3."""
+    """Return the elements of a rank's parts of frozen parameters at ZeRO 3."""
     return flat_elements(_stage_parameters(context, kind, mesh, frozen=True), mesh.size("data")).stage3
 
 

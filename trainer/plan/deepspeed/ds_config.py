@@ -58,7 +58,7 @@ def deepspeed_config(run: Run, dp: int, elements: int | None = None) -> dict[str
 def zero_stage(run: Run) -> int:
     """Return the ZeRO stage that DeepSpeed runs.
 
-    Stage 1 instead of 0 computes the same without two faults: in half precision stage 0 takes an empty first step, which shifts Adam's
+    ZeRO 1 instead of 0 computes the same without two faults: in half precision ZeRO 0 takes an empty first step, which shifts Adam's
     bias correction, and with expert parallelism it clips experts by a norm that is not theirs.
     """
     return effective_stage(run.parallel.zero, half=run.train.precision != "fp32", ep=run.parallel.ep)

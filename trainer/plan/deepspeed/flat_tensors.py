@@ -39,8 +39,8 @@ class StageParameters(NamedTuple):
 
 
 class FlatElements(NamedTuple):
-    """Elements on a rank. At stages 1 and 2: its part of the flat tensors, the whole flat tensors, and, where one asks for them, all
-    parameters that overlap the part of the rank with most. At stage 3, where each parameter is partitioned alone: its part."""
+    """Elements on a rank. At ZeRO 1 and 2: its part of the flat tensors, the whole flat tensors, and, where one asks for them, all
+    parameters that overlap the part of the rank with most. At ZeRO 3, where each parameter is partitioned alone: its part."""
 
     part: int
     whole: int

@@ -43,7 +43,7 @@ def effective_stage(zero: int, *, half: bool, ep: int = 1) -> int:
 
 
 class FrozenElements(NamedTuple):
-    """Frozen parameters on a rank: all of them, and at stage 3 its part of each. They have no master weights."""
+    """Frozen parameters on a rank: all of them, and at ZeRO 3 its part of each. They have no master weights."""
 
     whole: int
     stage3: int
@@ -72,8 +72,8 @@ def zero_bytes(setting: ZeroSetting, whole: int, flat: FlatElements, frozen: Fro
 def step_bytes(setting: ZeroSetting, whole: int, flat: FlatElements) -> int:
     """Return the bytes that reducing gradients and stepping hold in addition, once activations are freed (scripts/trace_cuda).
 
-    Stages 1 to 3 flatten a rank's gradients and cast them to float32. bf16 with float32 gradients at stage 1 is another optimizer, which
-    casts and flattens the gradients of the whole model when it reduces them; at stage 2 they are float32 already.
+    ZeRO 1 to 3 flatten a rank's gradients and cast them to float32. bf16 with float32 gradients at ZeRO 1 is another optimizer, which
+    casts and flattens the gradients of the whole model when it reduces them; at ZeRO 2 they are float32 already.
     """
     wide = setting.gradient > setting.weight
     match setting.stage:
@@ -116,10 +116,10 @@ def step_work(stage: int, *, weight: int, gradient: int) -> StepWork:
 
 
 def _gradients(setting: ZeroSetting, whole: int, flat: FlatElements) -> int:
-    """Return the bytes of gradients at stages 1 and 2.
+    """Return the bytes of gradients at ZeRO 1 and 2.
 
-    Stage 1 reduces once a step, stage 2 at every micro-batch; after that a rank keeps the gradients of the parameters that overlap its
-    part. Where bf16 accumulates in float32, stage 1 is another optimizer, which keeps all of them, and stage 2 keeps its part only. A
+    ZeRO 1 reduces once a step, ZeRO 2 at every micro-batch; after that a rank keeps the gradients of the parameters that overlap its
+    part. Where bf16 accumulates in float32, ZeRO 1 is another optimizer, which keeps all of them, and ZeRO 2 keeps its part only. A
     pipeline reduces after the last backward pass.
     """
     wide = setting.gradient > setting.weight

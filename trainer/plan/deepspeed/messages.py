@@ -30,7 +30,7 @@ def traffic_terms(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterator
     rows = [(sum(prod(each.size) for each in group), copies) for group, copies in _flat_groups(shards, ranks, mesh.ep) if copies > 1]
     flat = [elements for elements, _ in rows]
     padded = [_round_up(elements, ALIGNED * copies) for elements, copies in rows]
-    # At stage 1 the optimizer of bf16 with float32 gradients reduces its flat tensors with their padding.
+    # At ZeRO 1 the optimizer of bf16 with float32 gradients reduces its flat tensors with their padding.
     reduced = sum(padded if stage == 1 and width.gradient > width.weight else flat)
     rounds = micros if stage == 2 else 1
     often = f", at each of {micros} micro-batches" if rounds > 1 else ""

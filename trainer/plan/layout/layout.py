@@ -54,9 +54,9 @@ class Layout(NamedTuple):
     partition: LayerPartition
     schedule: Schedule  # of its stages; 1f1b where a file would name it and there is one stage
     delay: Delay | None  # how late weights are updated; None: each step flushes, as it does without stages
-    shard: int  # ranks over which ZeRO shards
-    expert_shard: int  # ranks over which it shards experts
-    worker: int  # ranks of the data axis that sum gradients at each step: all of them, or those of a worker
+    shard_ranks: int  # ranks over which ZeRO shards
+    expert_shard_ranks: int  # ranks over which it shards experts
+    worker_ranks: int  # ranks of the data axis that sum gradients at each step: all of them, or those of a worker
     engine: str | None  # the engine that runs it, whose costs are planned; None: the papers' costs
     form: ActivationForm
     fused: bool  # layers are compiled: their pointwise operators are one kernel

@@ -241,7 +241,7 @@ class Wires:
 
     @cached_property
     def in_node(self) -> tuple[int, ...]:
-        """Of each axis that splits a block, the ranks of a group in one node."""
+        """The ranks of a group in one node, for each axis that splits a block."""
         return tuple(wire.in_node for wire in self.axes.values())
 
     @cached_property

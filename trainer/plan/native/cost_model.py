@@ -37,7 +37,7 @@ class NativeCosts(CostModel):
     simulates_uneven = True
 
     def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
-        """At stage 2 gradients travel at every micro-batch, in a pipeline too; at stage 3 as often as weights are gathered. Stepped weights
+        """At ZeRO 2 gradients travel at every micro-batch, in a pipeline too; at ZeRO 3 as often as weights are gathered. Stepped weights
         are gathered before the next step begins."""
         path = super().gradient_path(context, parallel, micros)
         if parallel.zero == 3:
@@ -47,11 +47,11 @@ class NativeCosts(CostModel):
         return path._replace(often=parallel.zero == 2, gather_hides=False, copies_hide=False, rank=rank)
 
     def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
-        """Float32 weights are stepped where they are; others have a float32 copy of this rank's shard. At stage 1 a rank has all gradients,
+        """Float32 weights are stepped where they are; others have a float32 copy of this rank's shard. At ZeRO 1 a rank has all gradients,
         and the sum of its shard beside them in the step, both once more for each step whose sum is under way (parallel.staleness); at
-        stage 2 its shard, two buckets of one micro-batch, and all gradients that other axes sum first."""
+        ZeRO 2 its shard, two buckets of one micro-batch, and all gradients that other axes sum first."""
         parallel, width = layout.parallel, context.widths
-        zero = parallel.zero if layout.shard > 1 else 0
+        zero = parallel.zero if layout.shard_ranks > 1 else 0
         if zero == 3:
             return self._stage3_bytes(context, layout, blocks, kind, held)
         whole, stepped = held.trained_parameters, elements_to_step(layout, held)
@@ -63,7 +63,7 @@ class NativeCosts(CostModel):
         aside = layout.gradient_sync.staleness * (whole + scattered)
         return StateBytes(
             weights=width.weight * (held.dense + held.experts),
-            gradients=width.gradient * (stepped + late - late // layout.shard if often else whole + aside),
+            gradients=width.gradient * (stepped + late - late // layout.shard_ranks if often else whole + aside),
             optimizer=(master + context.states + _outer_bytes(layout)) * stepped,
             buffers=width.gradient * (held_elements(context, layout, kind) + _route_elements(layout, whole, stepped)),
             passes=2 * bucket * width.gradient if often else 0,
@@ -75,7 +75,7 @@ class NativeCosts(CostModel):
         gradients of one, or, where weights are gathered once a step, all weights and all gradients."""
         width = context.widths
         rows = stage_rows(context, kind, layout.mesh)
-        stepped = sum(many * each.on_rank(layout.expert_shard if each.expert else layout.shard, None) for each, many in rows)
+        stepped = sum(many * each.on_rank(layout.expert_shard_ranks if each.expert else layout.shard_ranks, None) for each, many in rows)
         own = stepped + sharded_elements(layout, held.frozen, 0)
         if gathers_once(layout.parallel):
             gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained_parameters
@@ -109,12 +109,12 @@ class NativeCosts(CostModel):
     def summed_elements(
         self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
     ) -> int:
-        """Whole gradients, which the data axis sums later; at stage 3 those of this rank's rows."""
+        """Whole gradients, which the data axis sums later; at ZeRO 3 those of this rank's rows."""
         if not _is_sharded(layout):
             return super().summed_elements(context, layout, blocks, kind, copies, data)
-        place = None if data is None else layout.mesh.shard_rank(data, layout.shard)
+        place = None if data is None else layout.mesh.shard_rank(data, layout.shard_ranks)
         return sum(
-            many * each.on_rank(layout.shard, place) for each, many in stage_rows(context, kind, layout.mesh) if each.copies == copies
+            many * each.on_rank(layout.shard_ranks, place) for each, many in stage_rows(context, kind, layout.mesh) if each.copies == copies
         )
 
     def summed_width(self, context: CostContext, layout: Layout) -> int:
@@ -124,8 +124,8 @@ class NativeCosts(CostModel):
         if not _is_sharded(layout):
             return blocks.tied
         hidden = context.table.sizes["hidden"]
-        place = None if data is None else layout.mesh.shard_rank(data, layout.shard)
-        return rows_of_size((blocks.tied // hidden, hidden)).on_rank(layout.shard, place)
+        place = None if data is None else layout.mesh.shard_rank(data, layout.shard_ranks)
+        return rows_of_size((blocks.tied // hidden, hidden)).on_rank(layout.shard_ranks, place)
 
     def saved_error_bytes(self, context: CostContext, layout: Layout) -> int:
         return context.widths.gradient * saved_elements(context, layout)
@@ -250,7 +250,7 @@ def _updates(run: Run, micros: int) -> int:
 
 def _steps_alone(layout: Layout) -> bool:
     """Whether several workers step alone."""
-    return layout.worker < layout.mesh.size("data")
+    return layout.worker_ranks < layout.mesh.size("data")
 
 
 def _outer_bytes(layout: Layout) -> int:
@@ -259,7 +259,7 @@ def _outer_bytes(layout: Layout) -> int:
 
 def _scattered_elements(layout: Layout, held: StageElements) -> int:
     """Return the elements of a rank's shard of gradients that it sums with other ranks; no other has some experts."""
-    dense, experts = held.dense - held.frozen, held.experts if layout.expert_shard > 1 else 0
+    dense, experts = held.dense - held.frozen, held.experts if layout.expert_shard_ranks > 1 else 0
     return sharded_elements(layout, dense, experts)
 
 
@@ -274,7 +274,7 @@ def _route_elements(layout: Layout, whole: int, stepped: int) -> int:
 
 
 def _is_sharded(layout: Layout) -> bool:
-    return layout.parallel.zero == 3 and layout.shard > 1
+    return layout.parallel.zero == 3 and layout.shard_ranks > 1
 
 
 def _stage3_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], rounds: int, *, averages: bool) -> Iterator[TrafficTerm]:

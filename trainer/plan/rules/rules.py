@@ -252,7 +252,7 @@ def precision_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Br
 
 
 def offload_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """ZeRO offloads what it shards: optimizer states from stage 1, parameters at stage 3."""
+    """ZeRO offloads what it shards: optimizer states from ZeRO 1, parameters at ZeRO 3."""
     if parallel.offload.optimizer and parallel.zero == 0:
         yield BrokenRule("offload", "parallel.offload.optimizer=true needs parallel.zero of 1 or more", ((("parallel.zero", 1),),))
     if parallel.offload.parameters and parallel.zero < 3:

@@ -18,10 +18,10 @@ from ..layout.layout import Layout
 from ..layout_cost import StepSeconds, layout_cost
 from ..plan import make_plan, plan_throughput, plan_whole_run
 from ..rules.rules import OF_LAYOUT, OF_RUN, broken_rules
-from .boundaries import best_stages, with_stages
 from .front import CostedLayout
 from .search import LayoutSearch, candidate_layout
 from .space import ZEROS, Candidate, Space
+from .stage_boundaries import best_stages, with_stages
 
 LAYOUT_KEYS = ("zero", "shard", "schedule", "chunks", "stages", "sequence", "recompute")
 OVERTAKERS = 3  # times the rows of an answer: the meshes whose best layout may be among them with better stages

@@ -191,8 +191,8 @@ class LayoutSearch:
         return found
 
     def _workers(self, parallel: Parallel) -> tuple[int, int, int] | None:
-        """What says, beside the ranks of the data axis, which of them sum gradients together: the ranks of a worker, those that share a
-        sequence, those that sum before the nodes do; None: all at once."""
+        """The ranks of the data axis that sum gradients together: the ranks of a worker, those that share a sequence, those that sum
+        before the nodes do; None: all at once."""
         mesh, gpus = mesh_of(parallel, self.context.world), self.context.run.cluster.gpus
         if parallel.sync.every == 1 and parallel.reduce != "hierarchical":
             return None

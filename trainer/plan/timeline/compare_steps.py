@@ -83,7 +83,7 @@ class StepComparison:
 
 
 def _action_seconds(step: SegmentedStep, stage: int, kind: str) -> tuple[int, float] | None:
-    """(how many a rank does, mean seconds of one) of a kind of action on a stage; all steps of the optimizer are one. None: no such."""
+    """(how many a rank does, mean seconds of one) of a kind of action on a stage; all steps of the optimizer are one. None: none."""
     each = [segment for segment in _segments_of(step, stage) if segment.cause == kind]
     if not each:
         return None

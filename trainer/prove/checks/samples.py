@@ -20,7 +20,7 @@ SampleRow = Sequence[int]  # a sample's number, its source, its window in the so
 
 def sample_problem(trial: Trial, reference: Trial) -> str:
     """The first way in which the ranks of a trial don't read each sample of a batch exactly once, or read others than one process; "" if
-    there is none. Of one process itself: whether a window comes twice in an epoch."""
+    there is none. For the one process itself: the window that comes twice in an epoch."""
     log, expected = _read_log(trial.folder), _read_log(reference.folder)
     if log is None or expected is None or not (all(log["ranks"]) and all(expected["ranks"])):
         return "its ranks recorded no samples"

@@ -42,9 +42,9 @@ class EqualFactors(NamedTuple):
 class BucketCompression:
     """The factors and the errors of a bucket all of whose weights are compressed.
 
-    With M of a rank its part of the global batch's gradient and e its error: M += e / W; P = sum of M Q, orthogonalised; Q = sum of M^T P;
-    the gradient becomes P Q^T, and e = W M - P Q^T. So the mean of the errors over ranks is what the sum of M has more than P Q^T. Only
-    that mean decides how training goes on: each rank may have it instead of its own error.
+    M is a rank's part of the global batch's gradient, e its error: M += e / W; P = sum of M Q, orthogonalised; Q = sum of M^T P; the
+    gradient becomes P Q^T, and e = W M - P Q^T. So the mean of the errors over ranks is the sum of M less P Q^T. Training depends on
+    that mean alone: each rank may have it instead of its own error.
     """
 
     def __init__(

@@ -21,8 +21,8 @@ from .weight_buckets import WeightBucket
 class WorkerAverage:
     """Averages this rank's float32 weights with those that the other workers step in their place (arXiv:1805.09767).
 
-    With an outer optimizer (arXiv:2311.08105) the gradient is what the mean is below the weights after the last step together, which are
-    kept; its momentum is one of the optimizer's states. Afterwards all workers have the same weights.
+    With an outer optimizer (arXiv:2311.08105) the gradient is the weights after the last step together, which are kept, less the
+    mean; its momentum is one of the optimizer's states. Afterwards all workers have the same weights.
     """
 
     def __init__(self, run: Run, grid: Grid, buckets: Sequence[WeightBucket | ShardedWeight], optimizer: torch.optim.Optimizer) -> None:

@@ -44,7 +44,7 @@ def locate_departure(reference: Trial, trial: Trial, step: int, figures: Sequenc
 
 
 def reported_sentence(reported: Sequence[FigureDeparture], differences: Sequence[TensorDifference]) -> str:
-    """That figures depart in a step in which all that they are computed from agrees, in words."""
+    """The sentence for figures that depart in a step in which everything that they are computed from agrees."""
     step = reported[0].step
     share = agreement(differences, step - 1, ("output", "output_gradient", "gradient"))
     within = f"(within {share:.0e} of the largest value)"

@@ -22,7 +22,7 @@ from ...spec.run import Parallel, Run
 from ..checkpoint import LoadFailed
 from ..data.prepare import cache_folder, prepare_corpus
 from ..data.samples.batches import Batch, Batches
-from .weight_diff import furthest_weight, read_last_weights
+from ..offline.weight_diff import furthest_weight, read_last_weights
 
 Weights = Mapping[str, Tensor]  # by logical name
 
