@@ -27,6 +27,7 @@ class Synonym:
 
 TOP_LEVEL_ONLY = ("optimizer",)  # names that are also the last part of a key of ours, so they match only without a section
 YES = {"true": "true", "false": "false"}
+OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "AdamW": "adamw", "muon": "muon"}
 LR_SCHEDULE_SYNONYMS = {each: each for each in ("constant", "linear", "cosine", "wsd")}
 DECAYS = {**LR_SCHEDULE_SYNONYMS, "WSD": "wsd", "warmup_stable_decay": "wsd", "constant_with_warmup": "constant"}
 PRECISION_SYNONYMS = {
@@ -66,9 +67,8 @@ ROWS: tuple[Synonym, ...] = (
     _row("lr_decay_iters decay_steps lr_decay_steps", "", "the schedule ends with the run; optim.schedule and optim.min_lr set its form"),
     _row("adam_beta1 beta1 adam_beta2 beta2", "optim.betas", "both, as optim.betas=[0.9,0.95]", {}),
     _row("adam_epsilon adam_eps epsilon", "optim.eps"),
-    _row("optimizer_type optimizer_name", "optim.name", "", {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "AdamW": "adamw"}),
-    _row("optimizer", "optim", "an option: `distrain ls optim` lists them",
-         {"adamw": "adamw", "adam": "adamw", "AdamW": "adamw", "sgd": "sgd"}),
+    _row("optimizer_type optimizer_name", "optim.name", "", OPTIMIZERS),
+    _row("optimizer", "optim", "an option: `distrain ls optim` lists them", OPTIMIZERS),
     _row("wd", "optim.weight_decay"),
     _row("max_grad_norm gradient_clipping clip_grad grad_clip gradient_clip_val clip_grad_norm grad_norm_clip max_norm", "train.clip",
          "global norm of the gradients"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.torch_muon import TorchMuon
 from distrain.trainer.layers.counter_rng import dropout_keys
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
@@ -43,6 +44,8 @@ def reference_curve(words: tuple[str, ...], left_out: frozenset[int] = frozenset
 
 
 def _optimizer(run: Run, module: nn.Module) -> torch.optim.Optimizer:
+    if run.optim.name == "muon":
+        return TorchMuon(run, module)
     matrices = {"params": [each for each in module.parameters() if each.dim() > 1], "weight_decay": run.optim.weight_decay}
     vectors = {"params": [each for each in module.parameters() if each.dim() == 1], "weight_decay": 0.0}
     if run.optim.name == "sgd":

@@ -75,6 +75,15 @@ def test_bf16_runs_skip_a_step_with_a_nan_gradient(faulty: RankPool, ranks: Rank
     assert spoiled.rows[2]["skipped"]
 
 
+def test_muon_skips_the_same_step(faulty: RankPool, tmp_path: Path) -> None:
+    """Momenta are unchanged too."""
+    words = (*OVERRIDES, "optim.name=muon", "parallel.dp=auto")
+    losses, _ = reference_curve((*words, "cluster=1x1"), frozenset({2}))
+    job = faulty.train(tmp_path / "once", *words, "cluster=1x2", "parallel.zero=1")
+    assert [row.get("skipped", False) for row in job.rows] == [False, False, True, False, False, False]
+    assert job.figures("loss") == pytest.approx(losses, abs=2e-6)
+
+
 def test_compression_forgets_the_errors_of_a_skipped_step(faulty: RankPool, ranks: RankPool, tmp_path: Path) -> None:
     """Else no later gradient would be finite."""
     overrides = (*OVERRIDES, "parallel.dp=auto", "cluster=1x2", "parallel.zero=0", "parallel.compress.name=powersgd")

@@ -37,7 +37,7 @@ def optimizer_of_groups(run: Run, groups: list[dict[str, Any]]) -> torch.optim.O
     """Return torch's own optimizer of parameter groups."""
     optim = run.optim
     match optim.name:
-        case "adamw":
+        case "adamw" | "muon":  # Muon steps the layers' matrices (engines/native/muon.py), and no parameter here
             return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         case "sgd":
             return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)

@@ -240,5 +240,7 @@ def plan_whole_run(context: CostContext, seconds: StepSeconds | None, errors: in
         seconds=total,
         days=total / 86400 if total is not None else None,
         cost=gpu_hours_cost(context.run.cluster, total) if total is not None else None,
-        checkpoint_bytes=context.trained_parameters * (CHECKPOINT_WEIGHT_BYTES + moment_bytes(context.run.optim) + outer) + errors,
+        checkpoint_bytes=context.trained_parameters * (CHECKPOINT_WEIGHT_BYTES + moment_bytes(context.run.optim) + outer)
+        - context.spared_bytes
+        + errors,
     )

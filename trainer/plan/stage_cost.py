@@ -193,9 +193,10 @@ def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
         states,
         version=context.widths.weight * elements.trained_parameters,
         fixed=states.weights + states.gradients + states.optimizer + states.buffers + context.device_context,
-        sums=sum([row.exposed for row in sums]),
+        sums=sum([row.exposed for row in (*sums, *engine.matrix_rows(context, layout, kind, None, 0))]),
         step=layout.gradient_sync.updates * engine.step_seconds(context, layout, elements, _tensors(context, kind))
-        + engine.compression_seconds(context, layout, kind),
+        + engine.compression_seconds(context, layout, kind)
+        + engine.matrix_seconds(context, layout, kind, elements),
     )
 
 
@@ -211,7 +212,7 @@ def stage_elements(blocks: BlockCosts, kind: StageKind) -> StageElements:
     if first and last:
         dense -= blocks.tied
         frozen -= blocks.tied if head.frozen else 0
-    return StageElements(dense, frozen, experts)
+    return StageElements(dense, frozen, experts, layers * layer.matrices, layers * layer.expert_matrices)
 
 
 def last_passes(layout: Layout) -> int:
@@ -257,14 +258,16 @@ def data_messages(context: CostContext, layout: Layout, kind: StageKind, held: S
     for elements, frozen, group, whole, ranks in groups:
         worker = layout.worker_ranks if group == "data" else max(1, layout.worker_ranks // layout.mesh.ep)
         together, apart = context.shard_wires(layout.mesh, group, whole, worker)
-        of_experts = group == "expert_copies"
+        engine, of_experts = cost_model(layout.engine), group == "expert_copies"
         route = sync._replace(inner=1, servers=0) if of_experts else sync
         shard, copies = context.shard_wires(layout.mesh, group, together, route.inner if route.inner > 1 else ranks)
-        factors = cost_model(layout.engine).factors(context, layout, kind, expert=of_experts)
+        factors = engine.factors(context, layout, kind, expert=of_experts)
         single = context.single_link(together) if route.servers else None
         shards = dp.ZeroShards(elements, frozen, together, shard, copies, factors, single)
         found += dp.data_messages(shards, route, kind.layers)
         found += dp.averaging_messages(shards, apart, sync) if apart else []
+        owners = shard if layout.parallel.zero and shard.size > 1 else together
+        found += engine.matrix_messages(context, layout, kind, owners, sync, expert=of_experts)
     return found
 
 

@@ -24,7 +24,7 @@ def rank_traffic(run: Run, rank: int) -> tuple[Message, ...]:
     layout = layout_of_run(context, run.parallel, run.train.microbatch)
     coordinates = layout.mesh.coordinates(rank)
     cost = layout_cost(context, layout)
-    return _messages(_stage_rows(context, layout, cost, coordinates["pp"], layout.mesh.data_rank(coordinates)), cost)
+    return _messages(_stage_rows(context, layout, cost, coordinates["pp"], layout.mesh.data_rank(coordinates), coordinates["tp"]), cost)
 
 
 def stage_traffic(run: Run, stage: int) -> tuple[Message, ...]:
@@ -42,12 +42,13 @@ def busiest_traffic(context: CostContext, layout: Layout, cost: LayoutCost) -> t
     return _messages(max(every, key=lambda rows: sum(row.sent for row in rows)), cost)
 
 
-def _stage_rows(context: CostContext, layout: Layout, cost: LayoutCost, stage: int, data: int | None) -> list[TrafficRow]:
-    """Traffic of the data-parallel rank `data` of a stage; None: of the one that sends most."""
+def _stage_rows(context: CostContext, layout: Layout, cost: LayoutCost, stage: int, data: int | None, tensor: int = 0) -> list[TrafficRow]:
+    """Traffic of a rank of the data axis (None: of the one that sends most) and of the tensor axis of a stage."""
     partition, blocks, pair = layout.partition, cost.blocks, layout.wires.pair
     at = partition.kind_of_stage[stage]
     stage_cost, kind = cost.kinds[at], partition.kinds[at]
     rows = tp_gradient_sums.traffic_rows(context, layout, blocks, kind, data) + data_traffic(layout, stage_cost, data)
+    rows += cost_model(layout.engine).matrix_rows(context, layout, kind, data, tensor)
     if layout.mesh.pp > 1:
         exposed = not layout.parallel.overlap.pipeline
         rows += pp.stage_sends(send_bytes(layout.parallel, blocks), sends_per_step(layout, stage), pair, exposed=exposed)

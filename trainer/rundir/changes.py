@@ -9,9 +9,10 @@ from typing import Any, Literal
 from ..plan.layout.layout import mesh_of
 from ..plan.layout.schedule_of_run import delay_of
 from ..plan.layout.workers import OUTER_MOMENTUM, worker_count
+from ..spec.optimizer import Optim
 from ..spec.problem import Problem
 from ..spec.read import value_text
-from ..spec.run import Model, Optim, Run
+from ..spec.run import Model, Run
 
 Policy = Literal["refused", "acceptable", "reported", "free"]
 
@@ -176,7 +177,9 @@ def compare_runs(
         longer = ChangedKey(key="train.seq", before=before.train.seq, now=now.train.seq)
         refused = [longer if each.key == CONTEXT_KEY else each for each in refused]
     names = tuple(dict.fromkeys((*now.checkpoint.accept, *(each.key for each in refused if key_policy(each.key) == "acceptable"))))
-    old, new = ((*moment_kinds(each.optim), *_outer_moments(each)) for each in (before, now))
+    steps_others = (before.optim.name == "muon") != (now.optim.name == "muon")  # a kind of moments belongs to other weights
+    kept, new = ((*moment_kinds(each.optim), *_outer_moments(each)) for each in (before, now))
+    old = _outer_moments(before) if steps_others else kept
     return Changes(
         problems=(*(each.problem(step, names) for each in refused), *_config_problems(*configs, step=step)),
         reported=(
@@ -187,7 +190,7 @@ def compare_runs(
         accepted=tuple(accepted),
         other_data=any(each.key.startswith("data.") and each.key != DOCUMENTS_KEY for each in accepted),
         new_moments=tuple(kind for kind in new if kind not in old),
-        dropped_moments=tuple(kind for kind in old if kind not in new),
+        dropped_moments=tuple(kind for kind in kept if kind not in new or kind not in old),
     )
 
 
@@ -269,6 +272,8 @@ def moment_kinds(optim: Optim) -> tuple[str, ...]:
             return ("exp_avg", "exp_avg_sq")
         case "sgd":
             return ("momentum_buffer",) if optim.momentum else ()
+        case "muon":
+            return ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
 
 def _flatten(part: Any, at: str) -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import cos, pi
 
-from .run import Optim
+from .optimizer import Optim
 
 DECAY_SHARE = 0.2  # of the steps of a warm-up, stable, decay (WSD) schedule (arXiv:2405.18392)
 

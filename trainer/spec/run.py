@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from .bounded_numbers import MOST_FLOAT, Below1, Count, Natural, NotNegative, Positive, Seed, Share
 from .lora import Lora
+from .optimizer import Optim
 from .rope import Rope
 from .search_goal import SearchGoal
 
@@ -237,22 +238,6 @@ class Train:
     clip: NotNegative = 1.0
     skip: Natural = 3
     evaluate: Evaluate = field(default_factory=Evaluate)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optim:
-    """The optimizer and its schedule of learning rates."""
-
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: Positive = 3e-4
-    betas: tuple[Below1, Below1] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.1
-    momentum: Below1 = 0.0
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    warmup: Natural = 0
-    min_lr: NotNegative = 0.0
-    gradient_copy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,43 +8,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...parallel.process_groups import Grid
+from ...plan.costs.muon import MUON
 from ...spec.run import Run
 from ..torch_optimizer import optimizer_of_groups
 from .adamw_kernel import has_kernel, step_weight
 from .data_parallel.sharded_weights import ShardedWeight
 from .data_parallel.weight_buckets import WeightBucket
+from .muon import MuonStep
 
 
 class BucketOptimizer:
     """Steps this rank's float32 weights, and gathers those that other ranks step.
 
-    AdamW divides its gradients and skips by itself, from numbers on the device: the host need not wait for the norm. On a GPU it is one
-    kernel a bucket, elsewhere torch's fused one.
+    Muon steps buckets of matrices, AdamW those of all other weights. AdamW divides its gradients and skips by itself, from numbers on the
+    device: the host need not wait for the norm. On a GPU it is one kernel a bucket, elsewhere torch's fused one.
     """
 
     def __init__(
         self,
         run: Run,
+        grid: Grid,
         buckets: Sequence[WeightBucket | ShardedWeight],
         device: torch.device,
         types: tuple[torch.dtype, torch.dtype],
         warn: Callable[[str], None],
     ) -> None:
         """`types` are those of forward's weights and of gradients."""
-        masters = [[each.master for each in buckets if each.kind.decays is decays] for decays in (True, False)]
+        others = [each for each in buckets if not each.kind.matrices]
+        masters = [[each.master for each in others if each.kind.decays is decays] for decays in (True, False)]
         decays = (run.optim.weight_decay, 0.0)
         groups = [{"params": rows, "weight_decay": rate} for rows, rate in zip(masters, decays, strict=True) if rows]
         self.optimizer = optimizer_of_groups(run, groups)
-        self._buckets, self._is_adamw = buckets, run.optim.name == "adamw"
+        self._buckets, self._is_adamw = others, run.optim.name in ("adamw", MUON)
+        self._matrices = [each for each in buckets if each.kind.matrices]
+        self._muon = MuonStep(run, grid, self._matrices, self.optimizer) if self._matrices else None
         self.steps_in_one_kernel = self._is_adamw and has_kernel(device, *types, warn)
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of the steps to come."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if self._muon:
+            self._muon.lr = lr
 
     def step(self, divisor: Tensor, is_finite: Tensor, *, scales: bool) -> None:
         """Step with the gradients over `divisor`, unless a number is not finite; without `scales` it is 1."""
+        if self._muon and not is_finite:
+            return
+        self._step_others(divisor, is_finite, scales=scales)
+        if self._muon:
+            self._muon.step(divisor.float())
+            self._finish(self._matrices)
+
+    def _step_others(self, divisor: Tensor, is_finite: Tensor, *, scales: bool) -> None:
         if self.steps_in_one_kernel:
             self._step_in_one_kernel(divisor.float(), is_finite.float())
             return
@@ -65,6 +82,13 @@ class BucketOptimizer:
                 bucket.copy_master()
                 gathers.append(bucket.gather())
         for work in filter(None, gathers):
+            work.wait()
+
+    def _finish(self, buckets: Sequence[WeightBucket | ShardedWeight]) -> None:
+        """Give forward the stepped weights of buckets, other ranks' too."""
+        for bucket in buckets:
+            bucket.copy_master()
+        for work in filter(None, [bucket.gather() for bucket in buckets]):
             work.wait()
 
     def _step_in_one_kernel(self, divisor: Tensor, keep: Tensor) -> None:

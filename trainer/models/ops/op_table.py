@@ -32,11 +32,12 @@ class Weight:
 class Parameter:
     """A parameter of the whole model: its logical name (`layers.3.attention.query.weight`) and, for each dim of its tensor, the
     logical dims that are flattened into it. A matrix has its inner dims as rows and its outer dims as columns. A `frozen` one is not
-    trained."""
+    trained. `hidden_matrix`: it is a matrix of a layer, or one for each expert, which Muon steps (`is_hidden_matrix`)."""
 
     name: str
     dims: tuple[Dims, ...]
     frozen: bool = False
+    hidden_matrix: bool = False
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the tensor's shape."""
@@ -183,7 +184,8 @@ def model_parameters(table: OpTable, layers: range, *, first: bool = True, last:
         for op in ops:
             for weight in op.weights:
                 if not (table.tied and weight.name == "head.weight"):
-                    yield Parameter(prefix + weight.name, _flattened_dims(op, weight), weight.frozen)
+                    is_matrix = bool(prefix) and is_hidden_matrix(op, weight)
+                    yield Parameter(prefix + weight.name, _flattened_dims(op, weight), weight.frozen, is_matrix)
                 elif not first:
                     yield Parameter("embedding.weight", (("vocab",), ("hidden",)), weight.frozen)
 
@@ -197,6 +199,12 @@ def _flattened_dims(op: Op, weight: Weight) -> tuple[Dims, ...]:
     outer = weight.dims[len(groups) :]
     matrix = () if weight.name.endswith(".bias") else (inner,)
     return (*((dim,) for dim in groups), *matrix, outer[len(inner) if matrix else 0 :])
+
+
+def is_hidden_matrix(op: Op, weight: Weight) -> bool:
+    """Return whether Muon steps a layer's weight: that of a product, which is attention's or a feed-forward's, shared experts' and each
+    expert's too, but no router's. Embedding, head, norms and biases are stepped by AdamW (https://kellerjordan.github.io/posts/muon/)."""
+    return op.product is not None and not weight.name.endswith(".bias") and "choices" not in weight.dims
 
 
 def is_frozen(op: Op) -> bool:

@@ -190,6 +190,11 @@ def averaging_messages(shards: ZeroShards, apart: Wire, sync: GradientSync) -> l
     return [each._replace(every=sync.every) for each in found]
 
 
+def one_message(verb: str, payload: int, wire: Wire, sync: GradientSync) -> DataMessages:
+    """One message a step, under no pass."""
+    return _messages(verb, payload, 1, 1, wire, sync, "")
+
+
 def _messages(verb: str, total: int, parts: int, rounds: int, wire: Wire, sync: GradientSync, under: Pass) -> DataMessages:
     """`total` bytes in `parts` messages, `rounds` times a step, each round under a pass of computation or under none.
 

@@ -39,7 +39,7 @@ class WeightShard:
 
     `copies` ranks of the tensor axis hold the same block; this is number `copy` of them. `shared`: the weight is split, but several
     ranks hold the same block (fewer key and value heads than ranks), each with a part of its gradient. `expert`: expert ranks hold
-    other blocks of it.
+    other blocks of it. `hidden_matrix`: Muon steps it; its last two dims are those of a matrix, a first one numbers experts.
     """
 
     name: str
@@ -51,11 +51,18 @@ class WeightShard:
     copies: int
     shared: bool
     expert: bool = False
+    hidden_matrix: bool = False
 
     @property
     def is_split(self) -> bool:
         """Whether the tensor axis splits the weight."""
         return self.copies == 1 or self.shared
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the whole matrix, of one for each expert."""
+        rows, columns = self.shape[-2:]
+        return rows, columns
 
     @property
     def is_unpadded(self) -> bool:
@@ -172,4 +179,5 @@ def weight_shard(
         copies=copies,
         shared=split and copies > 1,
         expert=ep > 1 and ("experts",) in parameter.dims,
+        hidden_matrix=parameter.hidden_matrix,
     )

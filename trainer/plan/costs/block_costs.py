@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...models.ops.op_table import Op, OpTable
+from ...models.ops.op_table import Op, OpTable, is_hidden_matrix
 from ...models.ops.shared_ops import STREAM
 from ...spec.run import Run
 from ..axes import tp
@@ -29,7 +29,8 @@ class BlockCost:
 
     `frozen` counts those of `dense` that are not trained. `saved` are the activations kept for backward, `recomputed` those that
     recomputation adds while it runs, `temporary` the most that the passes hold beside `saved` (block_temporary_bytes.py).
-    `replicated` counts the trained parameters that every tensor-parallel rank holds, `shared` those that several hold together.
+    `replicated` counts the trained parameters that every tensor-parallel rank holds, `shared` those that several hold together, `matrices`
+    and `expert_matrices` those of products' weights, of `dense` and of `experts`.
     `weight_gradients` is the part of `backward` that computes weight gradients. `message_forward` and `message_backward` are exposed
     seconds of `messages`.
     """
@@ -39,6 +40,8 @@ class BlockCost:
     experts: int
     replicated: int
     shared: int
+    matrices: int
+    expert_matrices: int
     saved: int
     recomputed: int
     temporary: int
@@ -72,6 +75,8 @@ class BlockElements(NamedTuple):
     experts: int
     replicated: int
     shared: int
+    matrices: int
+    expert_matrices: int
 
 
 class OpMessage(NamedTuple):
@@ -172,6 +177,8 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
         experts=elements.experts,
         replicated=elements.replicated,
         shared=elements.shared,
+        matrices=elements.matrices,
+        expert_matrices=elements.expert_matrices,
         saved=saved,
         recomputed=every - saved,
         temporary=block_temporary_bytes(row.bytes, repeats, stream, residual=row is costs.layer),
@@ -188,6 +195,7 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
 def _elements(ops: tuple[Op, ...], local: LocalTensors, split: BlockSplit) -> BlockElements:
     weights = [(weight, local.count(weight.dims)) for op in ops for weight in op.weights]
     trained = [(tp.AXIS.split_dim(weight.dims), count) for weight, count in weights if not weight.frozen]
+    matrices = [weight for op in ops for weight in op.weights if is_hidden_matrix(op, weight) and not weight.frozen]
     heads, kv_heads = local.sizes["heads"], local.sizes["kv_heads"]
     copies = for_each(lambda degree: HeadShards(heads, kv_heads, degree).copies, split.degree("tp"))
     return BlockElements(
@@ -196,6 +204,8 @@ def _elements(ops: tuple[Op, ...], local: LocalTensors, split: BlockSplit) -> Bl
         experts=sum([count for weight, count in weights if "experts" in weight.dims]),
         replicated=sum([count for dim, count in trained if dim is None]),
         shared=sum([count for dim, count in trained if dim == "kv_heads"]) * (copies > 1),
+        matrices=sum([local.count(weight.dims) for weight in matrices if "experts" not in weight.dims]),
+        expert_matrices=sum([local.count(weight.dims) for weight in matrices if "experts" in weight.dims]),
     )
 
 

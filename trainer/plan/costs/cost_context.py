@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from math import log2
+from math import log2, prod
 from typing import Any
 
 from ...models.families import op_table
-from ...models.ops.op_table import Op, OpTable, block_weights, element_count, forward_flops, is_frozen, parameter_count
+from ...models.ops.op_table import (
+    Op,
+    OpTable,
+    block_weights,
+    element_count,
+    forward_flops,
+    is_frozen,
+    model_parameters,
+    parameter_count,
+)
 from ...spec.run import Run
 from ..axes.collectives import Wire
 from ..axes.weight_slices import HeadShards
@@ -14,7 +23,7 @@ from ..layout.layout import LayerPartition, layer_partition, split_layers
 from ..layout.mesh import Mesh, Wires, group_wire, mesh_wires, ranks_in_node, split_group
 from .block_costs import BlockCosts, SplitCosts
 from .local_tensors import BlockSplit
-from .precision import state_bytes, widths
+from .precision import spared_bytes, state_bytes, widths
 from .roofline import rates
 
 SLOWEST_RANK = 0.004  # share of a step that a doubling of the nodes adds: it ends with the slowest rank
@@ -29,6 +38,7 @@ class CostContext:
         self.table: OpTable = op_table(run)
         self.widths = widths(run.train)
         self.states = state_bytes(run.optim)
+        self.spared = spared_bytes(run.optim)
         self.rates, self.own_rates = (
             rates(run.cluster.device, run.train.precision, fused=False, own=own) if self.table.has_costs else None for own in (False, True)
         )
@@ -64,6 +74,15 @@ class CostContext:
         if self.run.train.flops == "parameters" or not self.table.has_costs:
             return 6.0 * self.active_parameters - 2.0 * (self.parameters - self.trained_parameters)
         return (2.0 * self.forward_flops + self._of_model(self._weight_gradients)) / self.run.train.seq
+
+    @property
+    def spared_bytes(self) -> int:
+        """Bytes of all states that the optimizer doesn't keep of hidden matrices (precision.py)."""
+        if not self.spared:
+            return 0
+        layer = model_parameters(self.table, range(1), first=False, last=False)
+        matrices = (prod(each.shape(self.table.sizes)) for each in layer if each.hidden_matrix and not each.frozen)
+        return self.spared * self.run.model.layers * sum(matrices)
 
     def recompute_flops_per_token(self, recompute: str) -> float:
         """FLOPs of a token that recomputation adds."""

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from ...spec.changed_run import Change
 from ...spec.run import Parallel, Run
 from ..axes import dp
-from ..axes.collectives import ALGORITHMS, FASTEST
+from ..axes.collectives import ALGORITHMS, FASTEST, Wire
 from ..axes.low_rank import FactorElements
+from ..axes.traffic_row import TrafficRow
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
@@ -17,6 +18,7 @@ from ..layout.schedule_of_run import delay_of
 from .block_costs import BlockCosts
 from .control_message import ControlMessage
 from .cost_context import CostContext
+from .muon import MUON, data_messages, newton_schulz_seconds, step_bytes, tensor_messages
 from .precision import MASTER_BYTES
 from .traffic_term import TrafficTerm
 
@@ -49,11 +51,14 @@ class PassBytes(NamedTuple):
 
 
 class StageElements(NamedTuple):
-    """Parameters on a rank of one kind of stage: those that all data-parallel ranks hold, how many of them are frozen, and experts."""
+    """Parameters on a rank of one kind of stage: those that all data-parallel ranks hold, how many of them are frozen, and experts; how
+    many of the first and of the last are those of its layers' matrices."""
 
     dense: int
     frozen: int
     experts: int
+    matrices: int = 0
+    expert_matrices: int = 0
 
     @property
     def parameters(self) -> int:
@@ -121,11 +126,13 @@ class CostModel:
         whole, sharded = held.trained_parameters, sharded_elements(layout, held.dense - held.frozen, held.experts)
         weights = width.weight * (sharded_elements(layout, held.dense, held.experts) if parallel.zero >= 3 else held.dense + held.experts)
         optimizer = (width.master + context.states) * (sharded if parallel.zero >= 1 else elements_to_step(layout, held))
+        optimizer -= context.spared * matrices_to_step(layout, held)
         return StateBytes(
             weights=0 if parallel.offload.parameters else weights,
             gradients=width.gradient * (sharded if layout.gradient_sync.often else whole * (1 + layout.gradient_sync.staleness)),
             optimizer=0 if parallel.offload.optimizer else optimizer,
             buffers=self._buffers(context, layout, blocks, kind, whole),
+            step=step_bytes(context, layout, kind, width.gradient),
         )
 
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
@@ -144,6 +151,24 @@ class CostModel:
         width = context.widths
         moved = 2 * ((width.master or width.weight) + context.states) + width.gradient + width.weight
         return elements_to_step(layout, held) * moved / context.rates.memory
+
+    def matrix_seconds(self, context: CostContext, layout: Layout, kind: StageKind, held: StageElements) -> float:
+        """Return the seconds a step that the optimizer takes for hidden matrices in addition to `step_seconds`, which moves as many bytes
+        for them as for other weights; 0 where the device's rates aren't known."""
+        rates = context.own_rates
+        return newton_schulz_seconds(context, layout, kind, rates) if rates and context.run.optim.name == MUON else 0.0
+
+    def matrix_messages(
+        self, context: CostContext, layout: Layout, kind: StageKind, wire: Wire, sync: dp.GradientSync, *, expert: bool
+    ) -> list[dp.DataMessages]:
+        """Return the messages of the data axis by which an optimizer gets whole matrices, of experts that ranks share out or of other
+        weights; `wire` joins the ranks over which ZeRO shards them, else those that step the same."""
+        return data_messages(context, layout, kind, wire, sync, expert=expert)
+
+    def matrix_rows(self, context: CostContext, layout: Layout, kind: StageKind, data: int | None, tensor: int) -> list[TrafficRow]:
+        """Return the messages of the tensor axis by which an optimizer gets whole matrices, on a rank of the data axis (None: on the one
+        that sends most) and of the tensor axis."""
+        return tensor_messages(context, layout, kind, data, tensor)
 
     def factors(self, context: CostContext, layout: Layout, kind: StageKind, *, expert: bool) -> FactorElements:
         """Return the gradient elements of a rank of a kind of stage that travel as two factors, and those of the factors: of experts that
@@ -209,6 +234,13 @@ def elements_to_step(layout: Layout, held: StageElements) -> int:
     if servers := layout.gradient_sync.servers:
         return -(-held.trained_parameters // servers)
     return sharded_elements(layout, held.dense - held.frozen, held.experts) if layout.gradient_sync.zero else held.trained_parameters
+
+
+def matrices_to_step(layout: Layout, held: StageElements) -> int:
+    """Return how many of the parameters that a rank steps are those of layers' matrices."""
+    if layout.gradient_sync.zero:
+        return sharded_elements(layout, held.matrices, held.expert_matrices)
+    return held.matrices + held.expert_matrices
 
 
 def sharded_elements(layout: Layout, dense: int, experts: int) -> int:

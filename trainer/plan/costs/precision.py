@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...spec.run import Optim, Train
+from ...spec.optimizer import Optim
+from ...spec.run import Train
 
 MASTER_BYTES = 4  # bytes an element of the weights that an engine's optimizer steps: always float32
 
@@ -49,7 +50,12 @@ def widths(train: Train) -> Widths:
 
 def moment_bytes(optim: Optim) -> int:
     """Bytes a parameter of an optimizer's own states."""
-    return {"adamw": 8, "sgd": 4 if optim.momentum else 0}[optim.name]
+    return {"adamw": 8, "sgd": 4 if optim.momentum else 0, "muon": 8}[optim.name]
+
+
+def spared_bytes(optim: Optim) -> int:
+    """Bytes a parameter that an optimizer's own states of hidden matrices lack beside those of all others: Muon keeps a momentum alone."""
+    return 4 if optim.name == "muon" else 0
 
 
 def state_bytes(optim: Optim) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...spec.run import Parallel, Run
 from ..costs.cost_model import CostModel
+from ..costs.muon import MUON
 from ..deepspeed.cost_model import DeepSpeedCosts
 from ..layout.schedule_of_run import delay_of
 from ..native.cost_model import NativeCosts
@@ -62,6 +63,7 @@ ENGINES = {
             shards_hf=False,
             routes_sums=True,
             compresses=True,
+            steps_matrices=True,
             fp16_on_cpu=True,
             source="torch",
         ),
@@ -73,8 +75,8 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[En
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
     With `auto` that is `native` at one data-parallel rank on a GPU, for schedules without a flush, for replicas that step alone, for sums
-    that are used late, in two levels or by parameter servers, DeepSpeed's elsewhere, and another one for a layout that the first choice
-    does not run; where none does, there is no engine. `papers` is none that runs.
+    that are used late, in two levels or by parameter servers, and for Muon, DeepSpeed's elsewhere, and another one for a layout that the
+    first choice does not run; where none does, there is no engine. `papers` is none that runs.
     """
     if run.engine == PAPERS_NAME:
         return None, (EngineLimit(PAPERS_NAME, "engine", PAPERS_NAME, ((("engine", "auto"),),)),)
@@ -92,14 +94,14 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[En
 
 
 def _first_choice(run: Run, parallel: Parallel) -> str:
-    if _key_of_native(parallel):
+    if _key_of_native(run, parallel):
         return "native"
     if run.cluster.device.kind == "cuda" and data_ranks(run, parallel) == 1:
         return "native"
     return "pipe" if parallel.pp > 1 else "zero"
 
 
-def _key_of_native(parallel: Parallel) -> str:
+def _key_of_native(run: Run, parallel: Parallel) -> str:
     """A key and its value that only `native` runs, whatever else a layout has; "" where there is none."""
     if delay_of(parallel):
         return f"parallel.schedule={parallel.schedule}"
@@ -107,7 +109,9 @@ def _key_of_native(parallel: Parallel) -> str:
         return f"parallel.sync.every={parallel.sync.every}"
     if parallel.staleness:
         return f"parallel.staleness={parallel.staleness}"
-    return f"parallel.reduce={parallel.reduce}" if parallel.reduce in ("hierarchical", "server") else ""
+    if parallel.reduce in ("hierarchical", "server"):
+        return f"parallel.reduce={parallel.reduce}"
+    return f"optim.name={MUON}" if run.optim.name == MUON else ""
 
 
 def data_ranks(run: Run, parallel: Parallel) -> int:
@@ -119,7 +123,7 @@ def data_ranks(run: Run, parallel: Parallel) -> int:
 def engine_reason(run: Run, parallel: Parallel, chosen: str) -> str:
     """Why `engine: auto` takes an engine, in words."""
     first = _first_choice(run, parallel)
-    if chosen == first and (key := _key_of_native(parallel)):
+    if chosen == first and (key := _key_of_native(run, parallel)):
         return f"it alone runs {key}"
     if chosen == first:
         return "one data-parallel rank on a GPU" if chosen == "native" else ""

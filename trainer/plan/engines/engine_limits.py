@@ -10,6 +10,7 @@ from ...spec.changed_run import Change, overrides
 from ...spec.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
 from ..axes import AXES
+from ..costs.muon import MUON
 from ..layout.schedule_of_run import legal_schedule
 from ..layout.schedules import Schedule
 from .engine_row import EngineRow
@@ -85,6 +86,8 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield from _route_limits(row, run, parallel, delayed=delay is not None)
     if parallel.compress.name != "none":
         yield from _compression_limits(row, run, parallel, delayed=delay is not None)
+    if run.optim.name == MUON:
+        yield from _muon_limits(row, run, parallel, delayed=delay is not None)
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
         plain: Change = (("parallel.scatter", False),)
         yield EngineLimit(row.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))
@@ -206,6 +209,26 @@ def _compression_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed
         (routed, "parallel.reduce", parallel.reduce, (("parallel.reduce", "ring"),)),
     )
     yield from _first_conflict(row, key, name, conflicts, whole)
+
+
+def _muon_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
+    """Muon is ours, of weights whose names say what they are, and LoRA's factors are thin. With weights or gradients that come late, that
+    workers have alone, or that travel otherwise, it is not proved."""
+    key, adamw = "optim.name", (("optim.name", "adamw"),)
+    if not row.steps_matrices:
+        yield EngineLimit(row.name, key, MUON, (*_any_engine(run), (("engine", "native"),), adamw))
+        return
+    reduced, compressed = parallel.reduce in ("hierarchical", "server"), parallel.compress.name
+    conflicts: tuple[Conflict, ...] = (
+        (is_made_by_transformers(run.model), "model.family", run.model.family, ()),
+        (run.model.lora.rank > 0, "model.lora.rank", run.model.lora.rank, ()),
+        (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
+        (parallel.staleness > 0, "parallel.staleness", parallel.staleness, (("parallel.staleness", 0),)),
+        (parallel.sync.every > 1, "parallel.sync.every", parallel.sync.every, (("parallel.sync.every", 1),)),
+        (compressed != "none", "parallel.compress.name", compressed, (("parallel.compress.name", "none"),)),
+        (reduced, "parallel.reduce", parallel.reduce, (("parallel.reduce", "ring"),)),
+    )
+    yield from _first_conflict(row, key, MUON, conflicts, adamw)
 
 
 def _change_to_zero_0(parallel: Parallel) -> Change:

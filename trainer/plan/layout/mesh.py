@@ -136,10 +136,10 @@ class Mesh:
         near, far = split_group(self.strides(group), ranks)
         return list(self._strided_groups(near)), list(self._strided_groups(far))
 
-    def shard_rank(self, data: int, ranks: int) -> int:
-        """The number of a rank among those that it shards with, `ranks` of its `data` group, from its number in that group."""
+    def shard_rank(self, data: int, ranks: int, group: str = "data") -> int:
+        """The number of a rank among those that it shards with, `ranks` of its group, from its number in that group."""
         place, reach = 0, 1
-        for (size, _), (inner, _) in zip(self.strides("data"), split_group(self.strides("data"), ranks)[0], strict=True):
+        for (size, _), (inner, _) in zip(self.strides(group), split_group(self.strides(group), ranks)[0], strict=True):
             data, digit = divmod(data, size)
             place, reach = place + digit % inner * reach, reach * inner
         return place

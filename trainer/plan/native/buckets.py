@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 from ...spec.run import Parallel, Run
 from ..axes.low_rank import compressed_stack
 from ..axes.weight_slices import WeightShard
+from ..costs.muon import MUON
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import schedule_of
 from ..layout.sum_routes import inner_ranks, server_count
@@ -17,12 +18,14 @@ from ..layout.workers import worker_ranks
 
 class BucketKind(NamedTuple):
     """What the weights of a bucket have in common: whether other axes sum their gradients before the data axis does (`late`), whether
-    data-parallel ranks share out the experts, whether weight decay applies, whether gradients travel as two factors (parallel.compress)."""
+    data-parallel ranks share out the experts, whether weight decay applies, whether gradients travel as two factors (parallel.compress),
+    whether they are matrices that Muon steps."""
 
     late: bool
     expert: bool
     decays: bool
     compressed: bool = False
+    matrices: bool = False
 
 
 class Bucket(NamedTuple):
@@ -32,11 +35,16 @@ class Bucket(NamedTuple):
     names: tuple[str, ...]
     starts: tuple[int, ...]  # the first element of each weight
     elements: int  # with padding
+    end: int  # the elements without it
 
     def shard(self, ranks: int, rank: int) -> range:
         """The elements that one of `ranks` ranks steps."""
         size = self.elements // ranks
         return range(rank * size, (rank + 1) * size)
+
+    def filled(self, ranks: int, rank: int) -> int:
+        """The elements of weights, without padding, that one of `ranks` ranks steps."""
+        return max(0, min(self.end, self.shard(ranks, rank).stop) - self.shard(ranks, rank).start)
 
 
 def sharing_ranks(run: Run, mesh: Mesh, *, expert: bool) -> tuple[int, int]:
@@ -78,7 +86,8 @@ def gradient_buckets(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> lis
 def _kind(run: Run, mesh: Mesh, shard: WeightShard) -> BucketKind:
     is_shared = shard.shared or (run.parallel.sequence and mesh.tp > 1 and not shard.is_split)
     compressed = compressed_stack(shard.size, compression_rank(run.parallel, mesh, expert=shard.expert)) is not None
-    return BucketKind(is_shared or is_tied_over_stages(run, mesh, shard.name), shard.expert, len(shard.size) > 1, compressed)
+    late, by_muon = is_shared or is_tied_over_stages(run, mesh, shard.name), run.optim.name == MUON and shard.hidden_matrix
+    return BucketKind(late, shard.expert, len(shard.size) > 1, compressed, by_muon)
 
 
 def is_tied_over_stages(run: Run, mesh: Mesh, name: str) -> bool:
@@ -112,4 +121,4 @@ def _bucket(kind: BucketKind, shards: Sequence[WeightShard], ranks: int) -> Buck
     for each in shards:
         starts.append(end)
         end += prod(each.size)
-    return Bucket(kind, tuple(each.name for each in shards), tuple(starts), -(-end // ranks) * ranks)
+    return Bucket(kind, tuple(each.name for each in shards), tuple(starts), -(-end // ranks) * ranks, end)

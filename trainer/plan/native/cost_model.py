@@ -12,7 +12,16 @@ from ..axes.weight_slices import TensorCopies, WeightShard
 from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage, routing_messages
 from ..costs.cost_context import CostContext
-from ..costs.cost_model import CostModel, PassBytes, StageElements, StateBytes, elements_to_step, sharded_elements
+from ..costs.cost_model import (
+    CostModel,
+    PassBytes,
+    StageElements,
+    StateBytes,
+    elements_to_step,
+    matrices_to_step,
+    sharded_elements,
+)
+from ..costs.muon import MUON, data_place, element_bytes, sent_parts, step_bytes
 from ..costs.precision import MASTER_BYTES, Widths, widths
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm
@@ -64,18 +73,23 @@ class NativeCosts(CostModel):
         return StateBytes(
             weights=width.weight * (held.dense + held.experts),
             gradients=width.gradient * (stepped + late - late // layout.shard_ranks if often else whole + aside),
-            optimizer=(master + context.states + _outer_bytes(layout)) * stepped,
+            optimizer=(master + context.states + _outer_bytes(layout)) * stepped - context.spared * matrices_to_step(layout, held),
             buffers=width.gradient * (held_elements(context, layout, kind) + _route_elements(layout, whole, stepped)),
             passes=2 * bucket * width.gradient if often else 0,
-            step=scattered * width.gradient + (min(bucket, stepped) * MASTER_BYTES if casts else 0),
+            step=scattered * width.gradient
+            + (min(bucket, stepped) * MASTER_BYTES if casts else 0)
+            + step_bytes(context, layout, kind, width.gradient),
         )
 
     def _stage3_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
         """fully_shard keeps float32 weights and gradients of this rank's rows. Gathered are the ends of the model and two layers, with the
         gradients of one, or, where weights are gathered once a step, all weights and all gradients."""
         width = context.widths
-        rows = stage_rows(context, kind, layout.mesh)
-        stepped = sum(many * each.on_rank(layout.expert_shard_ranks if each.expert else layout.shard_ranks, None) for each, many in rows)
+        rows = [
+            (each, many * each.on_rank(layout.expert_shard_ranks if each.expert else layout.shard_ranks, None))
+            for each, many in stage_rows(context, kind, layout.mesh)
+        ]
+        stepped, matrices = sum(own for _, own in rows), sum(own for each, own in rows if each.hidden_matrix)
         own = stepped + sharded_elements(layout, held.frozen, 0)
         if gathers_once(layout.parallel):
             gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained_parameters
@@ -86,9 +100,10 @@ class NativeCosts(CostModel):
         return StateBytes(
             weights=MASTER_BYTES * own,
             gradients=MASTER_BYTES * stepped,
-            optimizer=(context.states + _outer_bytes(layout)) * stepped,
+            optimizer=(context.states + _outer_bytes(layout)) * stepped - context.spared * matrices,
             buffers=gathered,
-            step=min(layout.parallel.bucket, stepped) * MASTER_BYTES if _steps_alone(layout) else 0,
+            step=(min(layout.parallel.bucket, stepped) * MASTER_BYTES if _steps_alone(layout) else 0)
+            + step_bytes(context, layout, kind, MASTER_BYTES),
         )
 
     def factors(self, context: CostContext, layout: Layout, kind: StageKind, *, expert: bool) -> FactorElements:
@@ -147,10 +162,14 @@ class NativeCosts(CostModel):
         if _steps_alone(layout):  # the mean and the narrow copy, and what the step together reads and writes beside them
             each += (2 * MASTER_BYTES + weight + 3 * _outer_bytes(layout)) / layout.gradient_sync.every
         moved = elements_to_step(layout, held) * each
+        if context.spared:  # of Adam's two states the second isn't there; an update is written, sent and read instead
+            moved += matrices_to_step(layout, held) * 2 * (element_bytes(context.run) - context.spared)
         return (moved + copied) / context.own_rates.memory
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], data: int) -> Iterator[TrafficTerm]:
         """Buckets are padded to equal parts where ZeRO shards them, parameter servers own parts, or ranks of a node sum them."""
+        if run.optim.name == MUON:
+            yield from _matrix_terms(run, mesh, shards, data)
         width, micros = widths(run.train), run.train.batch // (mesh.dp * run.train.microbatch)
         updates = _updates(run, micros)
         workers, every = worker_count(run.parallel, mesh, run.cluster.gpus), run.parallel.sync.every
@@ -201,9 +220,25 @@ class NativeCosts(CostModel):
         return (*own, *routing_messages(run, mesh, layers))
 
 
+def _matrix_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], data: int) -> Iterator[TrafficTerm]:
+    """What a rank sends of the matrices that Muon steps where ZeRO shards them: its part of each bucket, or its rows of each weight."""
+    for expert in (False, True):
+        ranks, place = sharing_ranks(run, mesh, expert=expert)[0], 0
+        some = [each for each in shards if each.expert == expert and each.hidden_matrix]
+        if ranks == 1 or not some:
+            continue
+        place = data_place(mesh, data, ranks, expert=expert)
+        if run.parallel.zero == 3:
+            held = sum(rows_of_size(each.size).on_rank(ranks, place) for each in some)
+        else:
+            buckets = [each for each in gradient_buckets(run, mesh, shards) if each.kind.matrices and each.kind.expert == expert]
+            held = sum(each.filled(ranks, place) for each in buckets)
+        yield from sent_parts(run, some, place, ranks, held, expert=expert)
+
+
 def steps_in_one_kernel(run: Run) -> bool:
-    """Whether one kernel steps a bucket: AdamW on a GPU."""
-    return run.cluster.device.kind == "cuda" and run.optim.name == "adamw"
+    """Whether one kernel steps a bucket: AdamW on a GPU, also beside Muon."""
+    return run.cluster.device.kind == "cuda" and run.optim.name in ("adamw", MUON)
 
 
 def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> int:

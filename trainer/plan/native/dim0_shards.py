@@ -16,12 +16,13 @@ from ..layout.mesh import Mesh
 
 class WeightRows(NamedTuple):
     """A weight on a rank before sharding: its rows, the elements of one, which other ranks of the tensor axis hold it too, whether
-    data-parallel ranks share it out."""
+    data-parallel ranks share it out, whether Muon steps it."""
 
     rows: int
     elements: int
     copies: TensorCopies
     expert: bool = False
+    hidden_matrix: bool = False
 
     def on_rank(self, ranks: int, data: int | None) -> int:
         """The elements of one of `ranks` ranks; None: of the one with most."""
@@ -59,7 +60,7 @@ def _rows(context: CostContext, kind: StageKind, mesh: Mesh) -> Iterator[WeightR
     for parameter in model_parameters(context.table, range(kind.layers), first=kind.first, last=kind.last):
         if not parameter.frozen:
             shard = weight_shard(parameter, context.table.sizes, mesh.tp, 0, vocab_multiple=context.run.model.vocab_multiple, ep=mesh.ep)
-            yield rows_of_size(shard.size, _copies(mesh, shard))._replace(expert=shard.expert)
+            yield rows_of_size(shard.size, _copies(mesh, shard))._replace(expert=shard.expert, hidden_matrix=shard.hidden_matrix)
 
 
 def _copies(mesh: Mesh, shard: WeightShard) -> TensorCopies:

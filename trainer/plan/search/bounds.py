@@ -45,7 +45,7 @@ class Bounds:
         shard = whole * tp * pp / self.context.world
         weights = 0.0 if offload.parameters else width.weight * (shard if zero == 3 else whole)
         return self.context.device_context + (
-            weights + shard * (width.gradient + (0 if offload.optimizer else width.master + self.context.states))
+            weights + shard * (width.gradient + (0 if offload.optimizer else width.master + self.context.states - self.context.spared))
         ) * (1 - ROUNDING)
 
     def step_seconds(self, schedules: StagedSchedules, blocks: PassSeconds, hop: Array) -> Array:

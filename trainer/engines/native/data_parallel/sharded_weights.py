@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....layers.group import Group
 from ....plan.axes.weight_slices import WeightShard
 from ....plan.native.buckets import BucketKind
 from ...rank_parameter import RankParameter
@@ -55,15 +54,27 @@ def local_rows(sharded: Any) -> Tensor:
 class ShardedWeight:
     """One weight, of which this rank has some rows in float32. It has what `WeightBucket` offers to the engine."""
 
-    def __init__(self, row: RankParameter, kind: BucketKind, copies: Group | None, rows_before: int) -> None:
-        self.row, self.rows, self.kind, self.copies = row, [row], kind, copies
-        self._start = rows_before
+    def __init__(self, row: RankParameter, kind: BucketKind, groups: RowGroups) -> None:
+        self.row, self.rows, self.kind = row, [row], kind
+        group = groups[row.shard.expert]
+        self.sharing, self.copies = group.sharing, group.copies
+        self._start = first_element(row, groups)
         self.master = nn.Parameter(local_rows(row.parameter).view(-1), requires_grad=False)
 
     @property
     def pieces(self) -> Iterator[Piece]:
         if self.master.numel():
             yield Piece(self.row, self._start, 0, self.master.numel())
+
+    def stepped_part(self, name: str, rank: int) -> range:
+        """The flat elements of the weight that a rank of `sharing` steps."""
+        shape, ranks = self.row.parameter.shape, self.sharing.size if self.sharing else 1
+        first, last = (min(-(-shape[0] // ranks) * each, shape[0]) * (shape.numel() // shape[0]) for each in (rank, rank + 1))
+        return range(first, last)
+
+    def place_in_shard(self, name: str) -> int:
+        """0: its rows are all that this rank has of the weight."""
+        return 0
 
     @property
     def shard_gradient(self) -> Tensor:
@@ -91,11 +102,7 @@ class ShardedWeight:
 
 def sharded_weights(rows: Sequence[RankParameter], kinds: Mapping[str, BucketKind], groups: RowGroups) -> list[ShardedWeight]:
     """Return this rank's rows of trained weights."""
-    return [
-        ShardedWeight(row, kinds[row.name], groups[row.shard.expert].copies, first_element(row, groups))
-        for row in rows
-        if row.parameter.requires_grad
-    ]
+    return [ShardedWeight(row, kinds[row.name], groups) for row in rows if row.parameter.requires_grad]
 
 
 def first_element(row: RankParameter, groups: RowGroups) -> int:

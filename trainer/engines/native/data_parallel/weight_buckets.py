@@ -85,6 +85,18 @@ class WeightBucket:
             if first < last:
                 yield Piece(row, first - start, first - self.shard.start, last - first)
 
+    def stepped_part(self, name: str, rank: int) -> range:
+        """The flat elements of a weight that a rank of `sharing` steps."""
+        at = self.bucket.names.index(name)
+        start, elements = self.bucket.starts[at], self.rows[at].parameter.numel()
+        shard = self.bucket.shard(self.sharing.size, rank) if self.sharing else self.shard
+        first, last = (min(max(each - start, 0), elements) for each in (shard.start, shard.stop))
+        return range(first, last)
+
+    def place_in_shard(self, name: str) -> int:
+        """Where in this rank's shard the elements of a weight begin that it steps."""
+        return max(0, self.bucket.starts[self.bucket.names.index(name)] - self.shard.start)
+
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient of a parameter that autograd has not added."""
         if self.gradients is None:

@@ -1,0 +1,62 @@
+"""torch.optim.Muon of a whole model's hidden matrices, and torch's AdamW of its other weights, as one optimizer: the reference of Muon."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from distrain.trainer.spec.run import Run
+
+MATRICES = re.compile(r"layers\.\d+\.(attention\.(query|key|value|out)|(mlp|experts|shared)\.(gate|up|down))\.weight")
+
+
+class TorchMuon(torch.optim.AdamW):
+    """Torch's matrices are ours transposed, one for each expert. Torch orthogonalises in bfloat16: a float32 run has it keep float32."""
+
+    def __init__(self, run: Run, module: nn.Module) -> None:
+        self._matrices: list[tuple[nn.Parameter, nn.Parameter, int]] = []
+        self._is_exact = run.train.precision == "fp32"
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": run.optim.weight_decay}, {"params": [], "weight_decay": 0.0}]
+        for name, parameter in module.named_parameters():
+            if MATRICES.fullmatch(name):
+                for at, each in enumerate(_transposed(parameter.data)):
+                    self._matrices.append((nn.Parameter(each.clone()), parameter, at))
+            else:
+                groups[parameter.dim() == 1]["params"].append(parameter)
+        super().__init__(groups, lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
+        muon = run.optim.muon
+        self._muon = torch.optim.Muon(
+            [each for each, *_ in self._matrices],
+            lr=run.optim.lr,
+            weight_decay=run.optim.weight_decay,
+            momentum=muon.momentum,
+            nesterov=muon.nesterov,
+            ns_steps=muon.ns_steps,
+            adjust_lr_fn=muon.adjust_lr_fn,
+        )
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self._muon.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        for each, parameter, at in self._matrices:
+            assert parameter.grad is not None
+            each.grad = _transposed(parameter.grad)[at].clone()
+        with patch.object(Tensor, "bfloat16", Tensor.clone) if self._is_exact else nullcontext():
+            self._muon.step()
+        for each, parameter, at in self._matrices:
+            _transposed(parameter.data)[at].copy_(each.data)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for _, parameter, _ in self._matrices:
+            parameter.grad = None
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    """Return matrices [inputs, outputs] of a weight, or one for each expert, as torch has them: [matrices, outputs, inputs]."""
+    return tensor.mT if tensor.dim() == 3 else tensor.mT[None]
