@@ -65,19 +65,20 @@ def test_a_rate_is_adjusted_as_by_torch() -> None:
 # fmt: off
 HALF = "train.precision=bf16"
 LAYOUTS: list[tuple[Words, Words, float]] = [  # the curve, the layout, the largest difference of a loss
-    ((*GPT, LONG),   ("cluster.gpus=1",), 1e-5),
-    ((*LLAMA, LONG), ("cluster.gpus=2", "parallel.zero=1"), 1e-5),
-    ((*LLAMA, SHORT), ("cluster.gpus=4", "parallel.tp=4", "parallel.sequence=true"), 1e-5),
-    ((*LLAMA, SHORT), ("cluster.gpus=4", "parallel.zero=1", "parallel.pp=2", "parallel.schedule=zb_h1"), 1e-5),
-    ((*GPT, SHORT, "model.layers=1", "train.batch=8"), ("cluster.gpus=8",), 1e-5),
-    ((*GPT, SHORT, "train.batch=6"), ("cluster.gpus=3", "parallel.zero=2", "parallel.bucket=20000"), 1e-5),
-    ((*GPT, SHORT, "train.batch=6", "optim.muon.nesterov=false"), ("cluster.gpus=3", "parallel.zero=3"), 1e-5),
+    ((*GPT, LONG),   ("cluster.gpus=1",), 3e-6),
+    ((*LLAMA, LONG), ("cluster.gpus=2", "parallel.zero=1"), 3e-6),
+    ((*LLAMA, SHORT), ("cluster.gpus=4", "parallel.tp=4", "parallel.sequence=true"), 3e-6),
+    ((*LLAMA, SHORT), ("cluster.gpus=4", "parallel.zero=1", "parallel.pp=2", "parallel.schedule=zb_h1"), 3e-6),
+    ((*GPT, SHORT, "model.layers=1", "train.batch=8"), ("cluster.gpus=8",), 3e-6),
+    ((*GPT, SHORT, "train.batch=6"), ("cluster.gpus=3", "parallel.zero=2", "parallel.bucket=20000"), 3e-6),
+    ((*GPT, SHORT, "train.batch=6", "optim.muon.nesterov=false"), ("cluster.gpus=3", "parallel.zero=3"), 3e-6),
     ((*LLAMA, SHORT, "optim.muon.adjust_lr_fn=original"),
-     ("cluster.gpus=8", "parallel.zero=1", "parallel.shard=2", "parallel.tp=2", "parallel.cp=2"), 1e-5),
-    ((*MOE, SHORT, "model.shared_experts=1", "optim.muon.ns_steps=3"), ("cluster.gpus=4", "parallel.zero=3", "parallel.ep=2"), 1e-5),
-    ((*MOE, SHORT), ("cluster.gpus=4", "parallel.ep=2"), 1e-5),
-    ((*LLAMA, SHORT, HALF), ("cluster.gpus=2", "parallel.zero=1"), 4e-3),
-    ((*LLAMA, SHORT, HALF, "train.gradients=fp32"), ("cluster.gpus=2", "parallel.tp=2"), 4e-3),
+     ("cluster.gpus=8", "parallel.zero=1", "parallel.shard=2", "parallel.tp=2", "parallel.cp=2"), 3e-6),
+    ((*MOE, SHORT, "model.shared_experts=1", "optim.muon.ns_steps=3"), ("cluster.gpus=4", "parallel.zero=3", "parallel.ep=2"), 3e-6),
+    ((*MOE, SHORT), ("cluster.gpus=4", "parallel.ep=2"), 3e-6),
+    ((*MOE, SHORT, "model.layers=1", "train.batch=8"), ("cluster.gpus=8", "parallel.zero=1", "parallel.ep=2"), 3e-6),
+    ((*LLAMA, SHORT, HALF), ("cluster.gpus=2", "parallel.zero=1"), 1e-3),
+    ((*LLAMA, SHORT, HALF, "train.gradients=fp32"), ("cluster.gpus=2", "parallel.tp=2"), 1e-3),
 ]
 # fmt: on
 
@@ -88,7 +89,7 @@ def test_a_layout_trains_the_curve_of_torchs_muon(ranks: RankPool, tmp_path: Pat
     job = ranks.train(tmp_path / "run", *BASE, *curve, *layout)
     found = job.figures("loss")
     assert found == pytest.approx(losses, abs=apart, rel=0)
-    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-4 if apart <= 1e-5 else 2e-2)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5 if apart < 1e-5 else 1e-2)
     assert not differing_messages(job.folder)
     run = read_run(job.folder)
     plan, held = make_plan(run), json.loads((job.folder / "measured.json").read_text())["ranks"]

@@ -58,7 +58,7 @@ class MuonStep:
         scaled = gradient.to(momentum.dtype).div_(divisor)
         momentum.lerp_(scaled, 1 - muon.momentum)
         update = scaled.lerp_(momentum, muon.momentum) if muon.nesterov else momentum
-        return gradient.copy_(update) if gradient.dtype == self._type else update.to(self._type, copy=not muon.nesterov)
+        return gradient.copy_(update) if gradient.dtype == self._type else update.to(self._type)
 
     def _take_step(self, bucket: MatrixBucket, update: Tensor) -> None:
         """Take a step of a bucket's float32 weights along orthogonal updates; weights decay first."""
