@@ -121,6 +121,11 @@ class MatrixExchange:
     def orthogonalise(self, updates: Updates, step: Step, dtype: torch.dtype) -> None:
         """Replace updates by what `step` makes of each whole matrix [rows, columns] of this type."""
         empty = next(iter(updates.values())).new_empty(0, dtype=dtype)
+        if self._sharing is self._copies is self._tensor is None:
+            for each in self._mine:
+                block = each.own_part(updates, 0).view(each.local)
+                block.copy_(step(block.to(dtype)))
+            return
         blocks = self._blocks(updates, empty)
         if self._tensor is None:
             made = [step(blocks.pop(0)) for _ in range(len(blocks))]

@@ -195,7 +195,8 @@ def _owned(context: CostContext, layout: Layout, kind: StageKind) -> Iterator[tu
 
 def step_bytes(context: CostContext, layout: Layout, kind: StageKind, gradient: int) -> int:
     """The bytes that the step of the matrices holds for a moment, those of experts that are shared out after those of all others: updates,
-    unless they take the place of gradients of the same type; what travels to owners; whole matrices and the products of the largest."""
+    unless they take the place of gradients of the same type, and the most of blocks and whole matrices with the products of the largest,
+    of what travels on the tensor axis, of parts on the data axis, and of gathered updates."""
     width = element_bytes(context.run)
     in_place = gradient == width and context.run.train.precision != "fp16"
     updates, most = 0, 0
@@ -211,11 +212,12 @@ def step_bytes(context: CostContext, layout: Layout, kind: StageKind, gradient: 
         local = sum(each.on(0, ranks) * each.equal.local for each in found)
         owned = sum(each.on(0, every) * prod(each.equal.whole) for each in found)
         largest = max(2 * prod(each.equal.whole) + 2 * min(each.equal.whole) ** 2 for each in found if each.on(0, every))
-        apart = ranks > 1 or layout.mesh.tp > 1
+        split, blocks = layout.mesh.tp > 1, local if sharded else 0
         most = max(
             most,
-            stepped + local if sharded else 0,
-            local * (sharded + (layout.mesh.tp > 1)) + owned * apart + largest,
+            largest + (blocks + owned if split else local if ranks > 1 else 0),
+            blocks + 2 * owned + local if split else 0,
+            stepped + 2 * local if sharded else 0,
             local + ranks * local if ranks > 1 and not sharded else 0,
         )
     return width * (updates + most)

@@ -223,7 +223,7 @@ class NativeCosts(CostModel):
 def _matrix_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], data: int) -> Iterator[TrafficTerm]:
     """What a rank sends of the matrices that Muon steps where ZeRO shards them: its part of each bucket, or its rows of each weight."""
     for expert in (False, True):
-        ranks, place = sharing_ranks(run, mesh, expert=expert)[0], 0
+        ranks = sharing_ranks(run, mesh, expert=expert)[0]
         some = [each for each in shards if each.expert == expert and each.hidden_matrix]
         if ranks == 1 or not some:
             continue
