@@ -67,7 +67,7 @@ HALF = "train.precision=bf16"
 LAYOUTS: list[tuple[Words, Words, float]] = [  # the curve, the layout, the largest difference of a loss
     ((*GPT, LONG),   ("cluster.gpus=1",), 3e-6),
     ((*LLAMA, LONG), ("cluster.gpus=2", "parallel.zero=1"), 3e-6),
-    ((*LLAMA, SHORT), ("cluster.gpus=4", "parallel.tp=4", "parallel.sequence=true"), 3e-6),
+    ((*LLAMA, SHORT, "model.ffn=190"), ("cluster.gpus=4", "parallel.tp=4", "parallel.sequence=true"), 3e-6),  # padded
     ((*LLAMA, SHORT), ("cluster.gpus=4", "parallel.zero=1", "parallel.pp=2", "parallel.schedule=zb_h1"), 3e-6),
     ((*GPT, SHORT, "model.layers=1", "train.batch=8"), ("cluster.gpus=8",), 3e-6),
     ((*GPT, SHORT, "train.batch=6"), ("cluster.gpus=3", "parallel.zero=2", "parallel.bucket=20000"), 3e-6),

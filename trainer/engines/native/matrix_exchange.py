@@ -146,7 +146,7 @@ class MatrixExchange:
         return blocks
 
     def _step_whole(self, blocks: list[Tensor], step: Step, empty: Tensor, tensor: Group) -> list[Tensor]:
-        """Return the updates of blocks, of which each tensor-parallel rank has another; `blocks` are overwritten."""
+        """Return the updates of blocks, of which each tensor-parallel rank has another, in their place; padding stays, which is zero."""
         place, ranks, owned = self._place, range(tensor.size), self._owned[self._place]
         of = {each.key: block for each, block in zip(self._mine, blocks, strict=True)}
         sent = [[each.unpadded(of[each.key], place) for each in some if each.gives(place)] for some in self._owned]
@@ -157,8 +157,6 @@ class MatrixExchange:
         made = [step(whole.pop(each.key)) for each in owned]
         back = [[each.block(matrix, rank) for each, matrix in zip(owned, made, strict=True)] for rank in ranks]
         received = _all_to_all(back, [sum(each.elements(place) for each in some) for some in self._owned], empty, tensor)
-        for block in blocks:
-            block.zero_()
         _fill([each.unpadded(of[each.key], place) for some in self._owned for each in some], received)
         return blocks
 
