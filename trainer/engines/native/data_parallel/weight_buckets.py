@@ -165,7 +165,6 @@ class WeightBucket:
     def take_sum_back(self, aside: SumUnderWay) -> None:
         """Take the gradients that were set aside as those of the step to come; their memory is used again after it."""
         self.gradients, self._held, self._scattered, self._work = aside
-        self._summed = None
 
     def sum_copies(self) -> None:
         """Begin to sum the shard over the ranks that own the same one, after the last reduce-scatter of a step; where a sum takes several
