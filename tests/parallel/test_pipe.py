@@ -31,7 +31,7 @@ Words = tuple[str, ...]
 
 RAN = ("1f1b", "gpipe", "dualpipev")
 BASE = (
-    "model=tiny", "model.hidden=32", "model.ffn=64", "model.vocab=96", "data=synthetic", "train.steps=3", "train.batch=16",
+    "model=tiny", "model.hidden=32", "model.ffn=64", "model.vocab=96", "data=synthetic", "train.steps=3", "train.batch=8",
     "train.seq=16", "train.microbatch=2",
 )  # fmt: skip
 TIED, UNTIED = ("model.tied=true",), ("model.tied=false",)
@@ -82,14 +82,14 @@ ROWS = (
     Row("1f1b",      0, (2, 1, 2), (2, 1),          (*TIED, *ADAM)),
     Row("1f1b",      1, (2, 2, 2), (1, 1),          (*TIED, *SGD),     (SEQUENCE, FULL)),
     Row("1f1b",      1, (2, 1, 4), (1, 1),          (*LLAMA, *ADAM),   (SEQUENCE,)),
-    Row("1f1b",      0, (4, 1, 1), (1, 1, 1, 1),    (*TIED, *ADAM),    ("train.microbatch=8",)),
+    Row("1f1b",      0, (4, 1, 1), (1, 1, 1, 1),    (*TIED, *ADAM),    ("train.microbatch=4",)),
     Row("gpipe",     0, (2, 1, 1), (3, 1),          (*TIED, *ADAM)),
     Row("gpipe",     1, (4, 1, 1), (1, 1, 1, 1),    (*UNTIED, *SGD),   (FULL,)),
     Row("gpipe",     1, (2, 2, 1), (2, 2),          (*LLAMA, *ADAM)),
     Row("gpipe",     0, (2, 1, 2), (1, 2),          (*TIED, *SGD),     (SEQUENCE,)),
     Row("dualpipev", 0, (2, 1, 1), (1, 1, 1, 1),    (*TIED, *SGD)),
     Row("dualpipev", 1, (2, 2, 1), (1, 2, 1, 1),    (*TIED, *ADAM),    (FULL, "train.microbatch=1")),
-    Row("dualpipev", 0, (4, 1, 1), (1,) * 8,        (*UNTIED, *ADAM)),
+    Row("dualpipev", 0, (4, 1, 1), (1,) * 8,        (*UNTIED, *ADAM),  ("train.microbatch=1",)),
     Row("dualpipev", 1, (2, 1, 2), (2, 1, 1, 1),    (*LLAMA, *ADAM),   (SEQUENCE,)),
 )
 HALVES = (
