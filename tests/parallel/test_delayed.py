@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 Words = tuple[str, ...]
 
 BASE = (
-    *("quickstart", "model=tiny", "model.tied=false", "model.layers=4", "data=synthetic", "train.steps=10", "train.seq=32"),
+    *("quickstart", "model=tiny", "model.tied=false", "model.layers=4", "data=synthetic", "train.steps=6", "train.seq=32"),
     *("train.batch=4", "train.microbatch=1", "train.clip=0.5", "train.precision=fp32", "train.evaluate.every=0", "checkpoint.every=0"),
     *("optim.lr=1e-3", "optim.warmup=2", "parallel.zero=0", "engine=native", "log.every=1", "log.ledger=true"),
 )
 PIPEDREAM, TWO_VERSIONS = "parallel.schedule=pipedream", "parallel.schedule=pipedream_2bw"
-SHORT = "train.steps=6"
+SHORT = "train.steps=4"
 SGD = ("optim=sgd", "optim.lr=0.03")
 HALF = ("train.precision=bf16", "train.gradients=fp32")
 MOE = ("model=tiny_moe", "model.tied=false", "model.layers=4")
@@ -53,7 +53,7 @@ def check_steps(job: PoolJob) -> None:
 LAYOUTS: list[tuple[Words, float]] = [  # the layout and what else differs, the largest difference of a loss
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=2", "model.dropout=0.1"),                                                   1e-5),
     ((PIPEDREAM,    "parallel.pp=4", "cluster.gpus=4", *SGD),                                                                  1e-5),
-    ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=4", "train.evaluate.every=7", "checkpoint.every=5"),                        1e-5),
+    ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=4", "train.evaluate.every=4", "checkpoint.every=3"),                        1e-5),
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=4", "parallel.tp=2", "parallel.sequence=true", "train.batch=2"),            1e-5),
     ((PIPEDREAM,    "parallel.pp=4", "cluster.gpus=4", "parallel.vertical=true", SHORT),                                       1e-5),
     ((PIPEDREAM,    "parallel.pp=4", "cluster.gpus=4", "train.batch=2", SHORT),                                                1e-5),
@@ -62,7 +62,7 @@ LAYOUTS: list[tuple[Words, float]] = [  # the layout and what else differs, the 
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=4", "parallel.ep=2", *MOE, SHORT),                                          1e-5),
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=2", *HALF, SHORT),                                                          2e-3),
     ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=2", *SGD),                                                                  1e-5),
-    ((TWO_VERSIONS, "parallel.pp=4", "cluster.gpus=4", "train.evaluate.every=7", "checkpoint.every=5", "model.dropout=0.1"),   1e-5),
+    ((TWO_VERSIONS, "parallel.pp=4", "cluster.gpus=4", "train.evaluate.every=4", "checkpoint.every=3", "model.dropout=0.1"),   1e-5),
     ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=4", "parallel.tp=2"),                                                         1e-5),
     ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=4", "parallel.cp=2", SHORT),                                                  1e-5),
     ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=4", "parallel.zero=1", *HALF, SHORT),                                       2e-3),
@@ -88,8 +88,8 @@ def test_each_delay_trains_a_curve_of_its_own() -> None:
         *((PIPEDREAM, *two), (PIPEDREAM, *four), (PIPEDREAM, *four, "parallel.vertical=true"), (TWO_VERSIONS, *four)),
         *((PIPEDREAM, *four, "checkpoint.every=2"), (PIPEDREAM, *four, "train.clip=0")),
     ]
-    curves = [simulated_curve((*layout, SHORT)).losses for layout in layouts]
-    curves.append(reference_curve((*BASE, SHORT))[0])
+    curves = [simulated_curve(layout).losses for layout in layouts]
+    curves.append(reference_curve(BASE)[0])
     for at, one in enumerate(curves):
         assert all(max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-3 for other in curves[:at])
 
@@ -133,14 +133,14 @@ def test_a_stage_holds_the_versions_and_activations_that_are_planned(ranks: Rank
 
 def test_a_resume_trains_as_the_run_that_saved_does(ranks: RankPool, tmp_path: Path) -> None:
     """A checkpoint follows a flush, in the run that goes on as in the one that begins from it."""
-    words = (*BASE, PIPEDREAM, "parallel.pp=2", "cluster.gpus=2", "checkpoint.every=5", "checkpoint.keep=9", "log.ledger=false")
+    words = (*BASE, PIPEDREAM, "parallel.pp=2", "cluster.gpus=2", "checkpoint.every=3", "checkpoint.keep=9", "log.ledger=false")
     whole = ranks.train(tmp_path / "run", *words)
-    shutil.rmtree(whole.folder / "checkpoints" / "step_10")
+    shutil.rmtree(whole.folder / "checkpoints" / "step_6")
     resumed = ranks.train(tmp_path / "run", *words, "checkpoint.resume=must")
-    assert any("resumes from step 5" in line for line in resumed.lines)
+    assert any("resumes from step 3" in line for line in resumed.lines)
     losses = simulated_curve(words[len(BASE) :]).losses
-    assert len(resumed.rows) == 15
-    for rows in (resumed.rows[:10], [*resumed.rows[:5], *resumed.rows[10:]]):
+    assert len(resumed.rows) == 9
+    for rows in (resumed.rows[:6], [*resumed.rows[:3], *resumed.rows[6:]]):
         assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=0)
 
 
@@ -159,10 +159,10 @@ def test_a_resume_with_another_delay_is_reported() -> None:
 def test_a_stopped_run_flushes_and_saves(ranks: RankPool, tmp_path: Path) -> None:
     """All ranks agree on the step after which they stop, a step after they are asked; every step before it has its result."""
     words = (*BASE, TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=2", "log.ledger=false")
-    stopped = ranks.fit(tmp_path / "run", *words, signals=[(6, 1, signal.SIGTERM)])
+    stopped = ranks.fit(tmp_path / "run", *words, signals=[(2, 1, signal.SIGTERM)])
     assert set(stopped.codes) == {75}
     saved = len(stopped.rows)
     assert (stopped.folder / "checkpoints" / f"step_{saved}").is_dir()
     check = ranks.train(tmp_path / "run", *words, "checkpoint.resume=must")
-    assert 7 <= saved < 10
+    assert 3 <= saved < 6
     check_steps(check)
