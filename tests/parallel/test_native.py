@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Words = tuple[str, ...]
 
 BASE = (
-    *("quickstart", "data=synthetic", "train.steps=3", "train.seq=32", "train.evaluate.every=0", "log.every=1", "optim.warmup=0"),
+    *("quickstart", "data=synthetic", "train.steps=2", "train.seq=16", "train.evaluate.every=0", "log.every=1", "optim.warmup=0"),
     *("optim.lr=1e-3", "checkpoint.final=false", "train.clip=0.5", "train.microbatch=1", "train.precision=fp32"),
 )
 GPT = ("model=tiny", "model.layers=4", "model.tied=true", "model.dropout=0.1", "train.batch=4")
@@ -43,6 +43,7 @@ LLAMA = ("model=tiny_llama", "model.layers=4", "model.tied=false", "train.batch=
 SIX = "model.layers=6"
 MOE = ("model=tiny_moe", "model.layers=4", "train.batch=8")
 NATIVE = "engine=native"
+LONGER = "train.steps=4"  # moments go on from step to step
 HALF = ("train.precision=bf16", "train.gradients=fp32")
 
 
@@ -165,7 +166,7 @@ def test_zero_shards_over_some_of_the_data_parallel_ranks(ranks: RankPool, tmp_p
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_padding_over_three_ranks_is_planned(ranks: RankPool, tmp_path: Path, zero: int) -> None:
     """Weights that three does not divide are padded in each message, of which ZeRO 2 and 3 send some at each of two micro-batches."""
-    curve = (*(word for word in GPT if not word.startswith("train.batch")), "train.batch=6")
+    curve = (*(word for word in GPT if not word.startswith("train.batch")), "train.batch=6", LONGER)
     check_curve(ranks, tmp_path / "run", curve, "cluster.gpus=3", f"parallel.zero={zero}", NATIVE, "log.ledger=true")
     check_messages(tmp_path / "run")
 
@@ -173,7 +174,7 @@ def test_padding_over_three_ranks_is_planned(ranks: RankPool, tmp_path: Path, ze
 @pytest.mark.parametrize("words", [("optim=sgd",), ("train.clip=100",), ("train.clip=0",)])
 def test_gradients_are_clipped_as_by_torch(ranks: RankPool, tmp_path: Path, words: Words) -> None:
     """Torch's fused AdamW divides them itself; other optimizers are given clipped ones."""
-    check_curve(ranks, tmp_path / "run", (*GPT, *words), "cluster.gpus=2", "parallel.zero=1", NATIVE)
+    check_curve(ranks, tmp_path / "run", (*GPT, *words, LONGER), "cluster.gpus=2", "parallel.zero=1", NATIVE)
 
 
 # fmt: off
