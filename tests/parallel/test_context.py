@@ -28,17 +28,18 @@ if TYPE_CHECKING:
 
 Words = tuple[str, ...]
 
-STEPS, SAVED = 3, 2
+STEPS, SAVED, RESUMED = 2, 2, 3
 # fmt: off
 BASE = (
     "quickstart", "data=synthetic", f"train.steps={STEPS}", "train.batch=4", "train.seq=32", "train.evaluate.every=0", "log.every=1",
-    "optim.lr=1e-3", "optim.warmup=2", "train.clip=0.5",
+    "optim.lr=1e-3", "optim.warmup=1", "train.clip=0.5",
 )
 GPT    = ("model=tiny",       "model.layers=2", "model.tied=true")
 LLAMA  = ("model=tiny_llama", "model.layers=2", "model.tied=false",
           "model.rope={type: dynamic, factor: 4, original_max_position_embeddings: 16}")  # scaled by the length of the whole sequence
 DROPS  = ("model.dropout=0.2",)
 MATH   = ("train.attention=math",)
+LATER  = ("train.steps=3",)  # DeepSpeed's ZeRO 3 agrees in its second step on the order of gathers, and the last one is held to the plan
 APART  = ("data=text", "data.end=10", "data.documents=true")
 # What is learnt, and how it is laid out: context ranks alone, beside tensor ranks, beside data ranks, under each stage of ZeRO.
 ROWS: tuple[tuple[Words, str], ...] = (
@@ -47,7 +48,7 @@ ROWS: tuple[tuple[Words, str], ...] = (
     (LLAMA,                 "cp: 2, zero: 2"),
     (LLAMA,                 "cp: 4, zero: 3, recompute: full"),
     (GPT + DROPS,           "cp: 2, zero: 1, recompute: full"),
-    (LLAMA + DROPS,         "cp: 2, dp: 2, zero: 3, recompute: selective"),
+    (LLAMA + DROPS + LATER, "cp: 2, dp: 2, zero: 3, recompute: selective"),
     (LLAMA + MATH,          "cp: 2, dp: 2, zero: 1, recompute: selective"),
     (GPT + MATH + DROPS,    "cp: 4, zero: 0"),
     (GPT + APART,           "cp: 2, dp: 2, zero: 2"),
@@ -149,7 +150,7 @@ def test_context_ranks_keep_what_is_planned(train_ranks: Callable[[Words, str], 
 
 
 def test_validation_is_the_same_for_context_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    words = (*BASE, *LLAMA, *DROPS, "train.evaluate={every: 2, batches: 2}", "train.microbatch=2", "checkpoint.final=false")
+    words = (*BASE, *LLAMA, *DROPS, "train.evaluate={every: 1, batches: 2}", "train.microbatch=2", "checkpoint.final=false")
     layouts = ("dp: 1", "cp: 4, zero: 1", "cp: 2, tp: 2, sequence: true", "cp: 2, pp: 2")
     one, *others = (ranks.train(tmp_path / f"at{at}", *words, *laid_out(layout)) for at, layout in enumerate(layouts))
     assert len(one.figures("validation_loss")) == 2
@@ -168,7 +169,7 @@ CHANGES = (
 
 @pytest.mark.parametrize(("one", "other"), CHANGES)
 def test_context_ranks_go_on_from_what_others_saved(ranks: RankPool, tmp_path: Path, one: str, other: str) -> None:
-    curve = (*BASE, *GPT, *DROPS, "optim.schedule=constant", "optim.warmup=1")
+    curve = (*BASE, *GPT, *DROPS, "optim.schedule=constant", f"train.steps={RESUMED}")
     losses, norms = reference_curve(curve)
     ranks.train(tmp_path / "run", *curve, "train.microbatch=2", *laid_out(one), f"train.steps={SAVED}")
     job = ranks.train(tmp_path / "run", *curve, "train.microbatch=1", *laid_out(other))
