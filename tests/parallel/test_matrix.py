@@ -22,10 +22,10 @@ from distrain.trainer.plan.plan import make_plan
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
 
-STEPS = 3
+STEPS = 2  # how states go on from step to step is in test_fit_matrix, test_native and test_pipe
 BASE = (
-    *("quickstart", "data=synthetic", f"train.steps={STEPS}", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
-    *("optim.lr=1e-3", "optim.warmup=2", "checkpoint.final=false", "train.clip=0.5"),
+    *("quickstart", "data=synthetic", f"train.steps={STEPS}", "train.seq=16", "train.evaluate.every=0", "log.every=1"),
+    *("optim.lr=1e-3", "optim.warmup=1", "checkpoint.final=false", "train.clip=0.5"),
 )
 # fmt: off
 SHAPES: dict[str, Words] = {
@@ -33,10 +33,10 @@ SHAPES: dict[str, Words] = {
     "gpt odd":        ("model=tiny",       "model.tied=false", "model.heads=6", "model.head_dim=8", "model.ffn=250",
                        "model.vocab=257",  "model.dropout=0.1"),
     "llama tied":     ("model=tiny_llama", "model.tied=true",  "train.attention=math",
-                       "model.rope={type: llama3, factor: 4, original_max_position_embeddings: 16}"),
+                       "model.rope={type: llama3, factor: 4, original_max_position_embeddings: 8}"),
     "llama":          ("model=tiny_llama", "model.tied=false", "model.qk_norm=true",
-                       "model.rope={type: yarn, factor: 4, original_max_position_embeddings: 16}"),
-    "moe":            ("model=tiny_moe",   "model.aux_loss=0.01", "model.window=12"),
+                       "model.rope={type: yarn, factor: 4, original_max_position_embeddings: 8}"),
+    "moe":            ("model=tiny_moe",   "model.aux_loss=0.01", "model.window=6"),
 }
 
 
