@@ -14,6 +14,7 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.inductor_settings import INDUCTOR
 from distrain.trainer.plan.native.cost_model import step_moves, steps_in_one_kernel
 
 PROGRAM = Path(__file__).parents[1] / "rank_programs" / "compiled_adamw.py"
@@ -28,7 +29,7 @@ def answers() -> list[dict[str, Any]]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    known = {**os.environ, **alone, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0"}
+    known = {**os.environ, **INDUCTOR, **alone, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0"}
     done = subprocess.run([sys.executable, str(PROGRAM)], env=known, capture_output=True, text=True, timeout=DEADLINE)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == len(WIDTHS) + len(PRECISIONS), done.stderr[-3000:]

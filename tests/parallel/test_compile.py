@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.inductor_settings import INDUCTOR
 from distrain.tests.fakes.rank_pool import RankPool
 
 PROGRAM = Path(__file__).parents[1] / "rank_programs" / "compiled_layers.py"
@@ -61,7 +62,8 @@ def test_an_engine_trains_compiled_layers(layout: str, ranks: RankPool, tmp_path
     words += [*layout.split(), "log.every=1", "checkpoint.final=false"]
     run = [*words, "train.compile=true", f"log.dir={tmp_path}"]
     assert load_recipe("quickstart", run).train.compile
-    done = subprocess.run([sys.executable, "-m", "distrain", "fit", "conf=quickstart", *run], capture_output=True, text=True, timeout=900)
+    command = [sys.executable, "-m", "distrain", "fit", "conf=quickstart", *run]
+    done = subprocess.run(command, env={**os.environ, **INDUCTOR}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     losses = [json.loads(line)["loss"] for line in (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()]
     assert losses == pytest.approx(ranks.train(tmp_path / "plain", "quickstart", *words).figures("loss"), abs=1e-5, rel=0)
