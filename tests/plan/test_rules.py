@@ -88,6 +88,14 @@ BROKEN: list[tuple[Keys, str]] = [
         "parallel.shard=3 does not divide dp 16 x cp 1 = 16: set parallel.shard=2 or parallel.shard=4 or parallel.shard=1"),
     (MOE | {"parallel.ep": 4, "parallel.shard": 2},
         "parallel.shard=2 is not a multiple of parallel.ep=4: set parallel.shard=all"),
+    ({"parallel.staleness": 9, "train.steps": 9},
+        ("parallel.staleness=9 is not below train.steps=9: no sum of gradients would be used in a step: "
+         "set parallel.staleness=1 or train.steps=18")),
+    ({"parallel.staleness": 1, "parallel.overlap.data": False},
+        ("parallel.staleness=1 hides the sums of gradients, which parallel.overlap.data=false exposes: "
+         "set parallel.overlap.data=true or parallel.staleness=0")),
+    ({"parallel.reduce": "server", "parallel.servers": 9},
+        "parallel.servers=9 is more than 8 data-parallel ranks: set parallel.servers=8 or parallel.reduce=ring"),
     ({"parallel.sync.every": 4, "train.evaluate.every": 10},
         ("train.evaluate.every=10 is not a multiple of parallel.sync.every=4: workers have other weights then: "
          "set train.evaluate.every=12 or parallel.sync.every=1")),
