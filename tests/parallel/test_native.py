@@ -146,6 +146,7 @@ HYBRID = [
     (MOE,   8, ("parallel.zero=2", "parallel.shard=4", "parallel.ep=2")),
     (MOE,   2, ("parallel.zero=3", "parallel.ep=2")),
     (MOE,   4, ("parallel.zero=3", "parallel.ep=2", "parallel.recompute=full")),
+    (MOE,   4, ("parallel.zero=3", "parallel.ep=2", "parallel.tp=2")),
     (MOE,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.ep=2", "parallel.pp=2")),
     (LLAMA, 4, ("parallel.zero=3", "parallel.shard=2", "train.batch=8")),
     (GPT,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.pp=2")),

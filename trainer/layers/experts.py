@@ -99,7 +99,8 @@ class _CopyRows(torch.autograd.Function):
 
 
 def combine_rows(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """Return each token's sum of its copies' rows times weights [T, K]: of x [C, H], of the copies numbered `order` [C], [T, H]."""
+    """Return each token's sum of its copies' rows times weights [..., K]: of x [C, H], of the copies numbered `order` [C], [..., H]. It is
+    no view: the tensor axis sums it in place, and fully_shard's hook on it must run all the same."""
     total: Tensor = _CombineRows.apply(x, weights, order)  # type: ignore[no-untyped-call]
     return total
 
@@ -110,14 +111,14 @@ class _CombineRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights, order)
-        copies = _place_rows(x, order, weights.numel()).view(*weights.shape, -1)  # [T, K, H]
-        return copies.mul_(weights.to(x.dtype).unsqueeze(-1)).sum(1)
+        copies = _place_rows(x, order, weights.numel()).view(*weights.shape, -1)  # [..., K, H]
+        return copies.mul_(weights.to(x.dtype).unsqueeze(-1)).sum(-2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weights, order = ctx.saved_tensors
-        copy_grads = grad[order // weights.shape[1]]  # [C, H]
+        copy_grads = grad.flatten(0, -2)[order // weights.shape[-1]]  # [C, H]
         weights_grad = _place_rows((copy_grads * x).sum(-1, dtype=weights.dtype), order, weights.numel())
         return copy_grads.mul_(weights.flatten()[order].to(x.dtype).unsqueeze(-1)), weights_grad.view_as(weights), None
 

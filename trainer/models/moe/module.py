@@ -72,7 +72,7 @@ class Experts(nn.Module):
         else:
             exchange = plan_exchange(routing.ends, self.ep)
             outputs = return_rows(self.feed_forward(dispatch_rows(rows, exchange), exchange.ends), exchange)
-        return combine_rows(outputs, routing.weights.flatten(0, 1), routing.order).view_as(x)
+        return combine_rows(outputs, routing.weights, routing.order)
 
     def feed_forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Apply to rows [C, H] their experts; the rows of expert e end at `ends[e]`."""
