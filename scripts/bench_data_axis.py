@@ -83,8 +83,10 @@ def measure_link(rows: Sequence[BenchRow]) -> None:
         for row in rows:
             words = (*SHARED, *row.words, *link_words(), f"train.steps={WARM_UP + COUNTED}", "train.evaluate.every=0")
             planned = make_plan(load_recipe("quickstart", list(words))).time
-            fit(network.hosts[0].command_line, Path(folder) / "runs", *words, *hosts)
-            seconds = [each["seconds"] for each in read_metrics(Path(folder) / "runs")][WARM_UP:]
+            own = Path(folder) / f"row{rows.index(row)}"
+            fit(network.hosts[0].command_line, own, *words, *hosts)
+            seconds = [each["seconds"] for each in read_metrics(own)][WARM_UP:]
+            assert len(seconds) == COUNTED
             found = (planned.step if planned else 0.0, sum(seconds) / len(seconds))
             first = list(found) if not first[0] else first
             ratios = "".join(f"{each / base:>8.2f}" for each, base in zip(found, first, strict=True))

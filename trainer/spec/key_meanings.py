@@ -122,7 +122,7 @@ KEYS = {
     "parallel.recompute":           Key("what backward computes again: selective the core of attention, full each layer"),
     "parallel.reduce":              Key("how gradients are summed; hierarchical: inside nodes, then between"),
     "parallel.servers":             Key("data-parallel ranks that sum gradients and step weights for all, under reduce=server"),
-    "parallel.staleness":          Key("steps that pass before a sum of gradients is used: their computation hides it", "steps"),
+    "parallel.staleness":          Key("steps that pass before a sum of gradients is used: a whole step hides it", "steps"),
     "parallel.sync.every":         Key("steps that replicas take alone between two together; 1: they sum gradients at each"),
     "parallel.sync.across":        Key("who steps alone: all: each replica; node: the replicas of a node, which sum gradients"),
     "parallel.sync.outer.lr":      Key("rate of the step together; 1 without momentum: the mean of the weights"),

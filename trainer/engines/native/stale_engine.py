@@ -1,4 +1,4 @@
-"""Engine `native` where sums of gradients are used some steps late, so that whole steps hide their messages (parallel.staleness)."""
+"""Engine `native` where sums of gradients are used some steps late, so that a whole step hides their messages (parallel.staleness)."""
 
 from __future__ import annotations
 

@@ -70,12 +70,12 @@ class DataMessages(NamedTuple):
     least: float  # seconds of a round that are exposed even under the longest pass
     under_forward: bool  # else under backward
     every: int = 1  # steps from one that has them to the next
-    staleness: int = 0  # steps under which a round hides, instead of one pass
+    late: bool = False  # a whole step hides a round, instead of one pass; each step sends one, however late its sum is used
     on_ranks: tuple[int, int] | None = None  # parts of a round that a parameter server sends, and another rank; None: all alike
 
     def exposed_seconds(self, forward: float, backward: float, step: float) -> float:
-        """Exposed seconds a step, under passes of so many seconds, or the passes of whole steps; they slow down by what they hide."""
-        passing = self.staleness * step if self.staleness else forward if self.under_forward else backward
+        """Exposed seconds a step, under passes of so many seconds, or all passes of a step; they slow down by what they hide."""
+        passing = step if self.late else forward if self.under_forward else backward
         return max(self.least, self.seconds - passing * (1 - CONTENTION)) * self.rounds / self.every
 
 
@@ -150,7 +150,7 @@ def _server_messages(shards: ZeroShards, wire: Wire, sync: GradientSync) -> list
     gradients = _exchange(shards.elements * sync.gradient, (sync.servers - 1, sync.servers), shards, wire, sync)
     weights = _exchange(shards.elements * sync.weight, (wire.size - 1, 0), shards, wire, sync)
     if sync.staleness:
-        gradients = gradients._replace(staleness=sync.staleness, least=gradients.seconds * CONTENTION)
+        gradients = gradients._replace(late=True, least=gradients.seconds * CONTENTION)
     elif sync.overlap:
         one = gradients.seconds / -(-shards.elements // sync.bucket)
         gradients = gradients._replace(least=max(one, gradients.seconds * CONTENTION))
@@ -208,9 +208,9 @@ def _messages(verb: str, total: int, parts: int, rounds: int, wire: Wire, sync: 
 
 
 def _gradient_messages(verb: str, total: int, parts: int, rounds: int, wire: Wire, sync: GradientSync) -> DataMessages:
-    """Sums of gradients: they hide under backward, or, where they are used some steps later, under those steps."""
+    """Sums of gradients: they hide under backward, or, where they are used some steps later, under a whole step."""
     found = _messages(verb, total, parts, rounds, wire, sync, "backward")
-    return found._replace(staleness=sync.staleness, least=found.seconds * CONTENTION) if sync.staleness else found
+    return found._replace(late=True, least=found.seconds * CONTENTION) if sync.staleness else found
 
 
 def traffic_row(messages: DataMessages, forward: float, backward: float, step: float, *, on_server: bool | None = None) -> TrafficRow:
