@@ -113,10 +113,12 @@ def test_forward_comes_before_backward_and_backward_before_weight_gradients(pipe
 
 
 def legal(name: str, stages: int) -> list[tuple[int, int]]:
-    """Every (micro-batches, chunks) of a schedule of that many stages, up to 64 and 4."""
+    """(micro-batches, chunks) of a schedule of that many stages: every one up to a few more than fill a small pipeline, the counts at which
+    a larger one fills, and 64; of rounds of stages 1 to 3, of 1 to 4 chunks."""
+    few = range(1, 2 * stages + 5) if stages <= 8 else (1, 2, *(filled + more for filled in (stages, 2 * stages) for more in (-1, 0, 1)))
     if SCHEDULES[name].chunked:
-        return [(micros, chunks) for micros in range(stages, 65, stages) for chunks in range(1, 5)]
-    return [(micros, 1) for micros in range(least_micros(name, stages), 65)]
+        return [(rounds * stages, chunks) for rounds in (1, 2, 3) for chunks in (range(1, 5) if stages <= 8 else (2, 3))]
+    return [(micros, 1) for micros in (*few, 64) if micros >= least_micros(name, stages)]
 
 
 def even_seconds(parts: int) -> Callable[[str, int], float]:
