@@ -57,7 +57,7 @@ LAYOUTS = {
     "tp": ("cluster.gpus=2", "parallel.dp=1", "parallel.tp=2", "parallel.sequence=false", "train.batch=2"),
     "sequence": ("cluster.gpus=4", "parallel.dp=1", "parallel.tp=4", "parallel.sequence=true", "train.batch=2"),
     "cp": ("cluster.gpus=2", "parallel.dp=1", "parallel.cp=2", "train.batch=2"),
-    "pp": ("cluster.gpus=4", "parallel.dp=1", "parallel.pp=4", "train.batch=8", "model.layers=4"),
+    "pp": ("cluster.gpus=4", "parallel.dp=1", "parallel.pp=4", "train.batch=5", "model.layers=4"),  # a micro-batch more than are in flight
 }
 # fmt: off
 PLAIN = (
