@@ -130,9 +130,9 @@ def extra_native_sum() -> None:
     """The ranks of engine native add up their loss once more in each step."""
     original = native._sum_over_ranks
 
-    def sum_over_ranks(self, total, squares):
+    def sum_over_ranks(self, total, *others):
         dist.all_reduce(total.clone())
-        return original(self, total, squares)
+        return original(self, total, *others)
 
     native._sum_over_ranks = sum_over_ranks
 
@@ -141,8 +141,8 @@ def small_native_norm() -> None:
     """Engine native forgets a fifth of the gradients' squares."""
     original = native._sum_over_ranks
 
-    def sum_over_ranks(self, total, squares):
-        sums = original(self, total, squares)
+    def sum_over_ranks(self, *given):
+        sums = original(self, *given)
         sums[1] *= 0.8
         return sums
 
@@ -175,13 +175,13 @@ def larger_norm() -> None:
 
 def lost_error() -> None:
     """What compression leaves out of the gradients of a step is not added to the next step's."""
-    original = compression.rebuild
+    original = compression.complete
 
-    def rebuild(self):
+    def complete(self):
         original(self)
         self.errors.zero_()
 
-    compression.rebuild = rebuild
+    compression.complete = complete
 
 
 def other_order() -> None:
