@@ -48,6 +48,9 @@ def check_memory(folder: Path) -> None:
     measured = json.loads((folder / "measured.json").read_text())
     for kind in ("weights", "gradients", "optimizer"):
         assert measured["memory"][kind] == pytest.approx(max(getattr(stage.bytes, kind) for stage in stages), abs=2048), kind
+    if run.parallel.reduce == "server" and (late := run.parallel.staleness):  # gradients of the late buckets have not come in the last step
+        planned = max(stage.bytes.buffers for stage in stages)
+        assert planned * late / (late + 1) - 2048 <= measured["memory"]["buffers"] <= planned + 2048
     if run.parallel.reduce != "server" or mesh_of(run.parallel, plan.world).dp < plan.world:
         return
     for rank, held in enumerate(measured["ranks"]):  # a rank that is no server keeps no more than counts of steps
@@ -116,13 +119,13 @@ def test_one_rank_sums_nothing_and_waits_for_nothing(ranks: RankPool, tmp_path: 
 ROUTES: list[tuple[Words, float]] = [
     ((*SERVER, "cluster.gpus=2", "model.dropout=0.1", "train.evaluate.every=7"), 1e-5),
     ((*TWO_SERVERS, "cluster.gpus=3", "train.batch=9", SMALL, "parallel.overlap.data=false"), 1e-5),
-    ((*TWO_SERVERS, "cluster.gpus=4", "parallel.cp=2", *HALF), 5e-3),
+    ((*TWO_SERVERS, "cluster.gpus=4", "parallel.cp=2", *HALF), 1e-3),
     (
         (*SERVER, "cluster.gpus=4", "parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=2", "optim=sgd", "optim.lr=0.03"),
         1e-5,
     ),
     ((*LEVELS, "model.dropout=0.1", SMALL), 1e-5),
-    ((*LEVELS, "cluster.gpus=4", "parallel.tp=2", "parallel.sequence=true", *HALF), 5e-3),
+    ((*LEVELS, "cluster.gpus=4", "parallel.tp=2", "parallel.sequence=true", *HALF), 1e-3),
 ]
 
 
@@ -131,7 +134,7 @@ def test_each_route_trains_the_curve_of_one_process(ranks: RankPool, tmp_path: P
     job = ranks.train(tmp_path / "run", *BASE, *words)
     losses, norms = reference_curve((*BASE, *(word for word in words if not word.startswith(("cluster.", "parallel.")))))
     assert job.figures("loss") == pytest.approx(losses, abs=apart, rel=0)
-    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=5e-2 if apart > 1e-5 else 2e-5)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=1e-2 if apart > 1e-5 else 2e-5)
     assert not differing_messages(job.folder)
     check_memory(job.folder)
 

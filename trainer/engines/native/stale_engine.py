@@ -30,8 +30,7 @@ class UnusedStep(NamedTuple):
 
 class StaleEngine(NativeEngine):
     """Trains with gradients that are used `staleness` steps after the one that computed them, or at the flush before an evaluation or a
-    checkpoint: an update of step t is made with the weights of step t - staleness (delayed gradients: arXiv:1806.03377 section 3.3 for
-    stages of a pipeline)."""
+    checkpoint: while they were summed, as many updates changed the weights."""
 
     reducer: BucketReducer
     buckets: Sequence[WeightBucket]
@@ -64,4 +63,5 @@ class StaleEngine(NativeEngine):
     def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super()._held_tensors()
         for step in self._unused:
-            yield from (("gradients", each) for sums in step.sums for each in sums.held_tensors())
+            for each in step.sums:
+                yield from each.held_tensors()

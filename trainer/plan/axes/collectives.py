@@ -95,12 +95,6 @@ def collective_cost(verb: str, payload: int, wire: Wire, algorithm: str = "ring"
 
 
 def server_seconds(payload: float, servers: int, wire: Wire) -> float:
-    """Seconds in which each of the wire's ranks gives every server, which is one of them, its part of `payload` bytes, or gets it: the
-    others take turns on a server's link, unless they have less to wait for than they send."""
-    part = payload / servers
-    return max(server_inflow(part, wire.size - 1, 1), server_inflow(part, servers, 1)) / wire.rate + wire.hop
-
-
-def server_inflow(payload: float, senders: int, rate: float) -> float:
-    """Bytes/s into a parameter server, and as many out of it: S bytes from each sender, `rate` times a second."""
-    return payload * senders * rate
+    """Seconds in which each of the wire's ranks gives every parameter server, which is one of them, its part of `payload` bytes, or gets
+    it: a server's link carries the parts of all others, another rank's those of all servers."""
+    return payload / servers * max(wire.size - 1, servers) / wire.rate + wire.hop

@@ -103,7 +103,7 @@ def data_messages(shards: ZeroShards, sync: GradientSync, layers: int) -> list[D
         rounds = sync.micros if sync.often else sync.updates
         verb = "reduce_scatter" if sync.scatters else "all_reduce"
         found = [
-            _gradient_messages(verb, gradients, buckets, rounds, shards.shard, sync),
+            _used_late(_messages(verb, gradients, buckets, rounds, shards.shard, sync, "backward"), sync),
             _messages("all_gather", weights, buckets, sync.updates, shards.shard, sync, "forward" if sync.gather_hides else ""),
         ]
     if shards.copies is not None:
@@ -121,12 +121,8 @@ def _sums(shards: ZeroShards, sync: GradientSync) -> list[DataMessages]:
         (factors.left, factors.matrices, "backward"),
         (factors.right, factors.matrices, ""),
     ]
-    if sync.staleness:
-        return [
-            _gradient_messages("all_reduce", shards.elements * sync.gradient, -(-shards.elements // sync.bucket), 1, shards.whole, sync)
-        ]
     return [
-        _messages("all_reduce", sent * sync.gradient, -(-filled // sync.bucket), sync.updates, shards.whole, sync, under)
+        _used_late(_messages("all_reduce", sent * sync.gradient, -(-filled // sync.bucket), sync.updates, shards.whole, sync, under), sync)
         for sent, filled, under in rows
         if sent
     ]
@@ -136,11 +132,10 @@ def _level_messages(shards: ZeroShards, apart: Wire, sync: GradientSync) -> list
     """Sums in two levels: each rank of a node sums a part of the gradients, the nodes sum the parts, and a node gathers them again. What
     follows the first message has no backward left to hide under."""
     buckets, bytes_of_sums = -(-shards.elements // sync.bucket), shards.elements * sync.gradient
-    inside = sync._replace(algorithm="ring")
     return [
-        _messages("reduce_scatter", bytes_of_sums, buckets, sync.updates, shards.shard, inside, "backward"),
-        _messages("all_reduce", -(-bytes_of_sums // sync.inner), buckets, sync.updates, apart, inside, ""),
-        _messages("all_gather", bytes_of_sums, buckets, sync.updates, shards.shard, inside, ""),
+        _messages("reduce_scatter", bytes_of_sums, buckets, sync.updates, shards.shard, sync, "backward"),
+        _messages("all_reduce", -(-bytes_of_sums // sync.inner), buckets, sync.updates, apart, sync, ""),
+        _messages("all_gather", bytes_of_sums, buckets, sync.updates, shards.shard, sync, ""),
     ]
 
 
@@ -149,12 +144,10 @@ def _server_messages(shards: ZeroShards, wire: Wire, sync: GradientSync) -> list
     A server sends its gradients to the others and its weights to all; another rank sends gradients alone."""
     gradients = _exchange(shards.elements * sync.gradient, (sync.servers - 1, sync.servers), shards, wire, sync)
     weights = _exchange(shards.elements * sync.weight, (wire.size - 1, 0), shards, wire, sync)
-    if sync.staleness:
-        gradients = gradients._replace(late=True, least=gradients.seconds * CONTENTION)
-    elif sync.overlap:
+    if sync.overlap:
         one = gradients.seconds / -(-shards.elements // sync.bucket)
         gradients = gradients._replace(least=max(one, gradients.seconds * CONTENTION))
-    return [gradients, weights]
+    return [_used_late(gradients, sync), weights]
 
 
 def _exchange(total: int, sends: tuple[int, int], shards: ZeroShards, wire: Wire, sync: GradientSync) -> DataMessages:
@@ -207,10 +200,9 @@ def _messages(verb: str, total: int, parts: int, rounds: int, wire: Wire, sync: 
     return DataMessages(verb, payload, parts, rounds, sent, wire.link, in_round, least, under == "forward")
 
 
-def _gradient_messages(verb: str, total: int, parts: int, rounds: int, wire: Wire, sync: GradientSync) -> DataMessages:
-    """Sums of gradients: they hide under backward, or, where they are used some steps later, under a whole step."""
-    found = _messages(verb, total, parts, rounds, wire, sync, "backward")
-    return found._replace(late=True, least=found.seconds * CONTENTION) if sync.staleness else found
+def _used_late(sums: DataMessages, sync: GradientSync) -> DataMessages:
+    """The same sums of gradients, which hide under a whole step where they are used some steps later."""
+    return sums._replace(late=True, least=sums.seconds * CONTENTION) if sync.staleness else sums
 
 
 def traffic_row(messages: DataMessages, forward: float, backward: float, step: float, *, on_server: bool | None = None) -> TrafficRow:

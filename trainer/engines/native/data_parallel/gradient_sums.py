@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from .parameter_servers import ServerMessages
+
 
 class SumRounds(Protocol):
     """A sum in several messages, each of which needs the one before. Each method returns the message under way, or None."""
@@ -26,6 +28,11 @@ class SumRounds(Protocol):
         """Return all that is kept beside the gradients."""
 
 
+def received_tensors(work: Any) -> Sequence[Tensor]:
+    """Return the gradients of other ranks that a message under way brings to a parameter server; none of other messages."""
+    return work.added if isinstance(work, ServerMessages) else ()
+
+
 class SumUnderWay(NamedTuple):
     """A step's gradients of a bucket while other steps are computed: what autograd added to, and the sum that is under way."""
 
@@ -34,6 +41,7 @@ class SumUnderWay(NamedTuple):
     scattered: Tensor | None
     work: Any
 
-    def held_tensors(self) -> Iterator[Tensor]:
-        """Yield what it keeps."""
-        yield from (each for each in (self.gradients, self.scattered) if each is not None)
+    def held_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (kind, tensor) of all that it keeps."""
+        yield from (("gradients", each) for each in (self.gradients, self.scattered) if each is not None)
+        yield from (("buffers", each) for each in received_tensors(self.work))

@@ -18,7 +18,8 @@ Transfer = tuple[Callable[..., Any], Tensor, int]  # isend or irecv, what, the o
 
 
 class ParameterServers:
-    """The servers of a group of ranks, each of which owns an equal part of every bucket. A server is a worker too."""
+    """The servers of a group of ranks, each of which owns an equal part of every bucket. A server computes gradients as all
+    other ranks do."""
 
     def __init__(self, group: Group, servers: int, *, keeps_all: bool) -> None:
         """`keeps_all`: gradients of several buckets are under way at once; else those of one, so that a server has few of them."""

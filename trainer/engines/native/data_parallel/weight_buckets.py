@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ....plan.native.buckets import Bucket
 from ...rank_parameter import RankParameter
-from .gradient_sums import SumRounds, SumUnderWay
-from .parameter_servers import ServerMessages
+from .gradient_sums import SumRounds, SumUnderWay, received_tensors
 from .shard_groups import ShardGroups
 
 MASTER_DTYPE = torch.float32
@@ -240,7 +239,7 @@ class WeightBucket:
                 yield "gradients", each
         for each in self.rounds.held_tensors() if self.rounds else ():
             yield "buffers", each
-        for each in self._work.added if isinstance(self._work, ServerMessages) else ():
+        for each in received_tensors(self._work):
             yield "buffers", each
 
     def _allocate(self) -> None:
