@@ -143,7 +143,8 @@ def planned_saved_bytes(run: Run) -> int:
             case _:
                 return sum(bytes_of(op.saves_torch) for op in ops)
 
-    return sum(bytes_of(op.saves_torch) for op in table.embedding + table.head) + run.model.layers * layer(table.layer)
+    ends, dense = sum(bytes_of(op.saves_torch) for op in table.embedding + table.head), table.dense_layers
+    return ends + dense * layer(table.dense_layer) + (run.model.layers - dense) * layer(table.layer)
 
 
 def measured_saved_bytes(run: Run) -> int:

@@ -29,7 +29,7 @@ BASE = (
 )
 CURVES = {
     "as it is":   (),
-    "balanced":   ("model.aux_loss=0.3", "model.shared_experts=1"),
+    "balanced":   ("model.aux_loss=0.3", "model.shared_experts=1", "model.layers=3", "model.dense_layers=1"),
     "small room": ("model.aux_loss=0.3", "model.capacity=1.0", "model.dropout=0.1"),
 }
 LAYOUTS = (  # ranks, degrees, the rest

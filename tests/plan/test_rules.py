@@ -58,6 +58,16 @@ BROKEN: list[tuple[Keys, str]] = [
         "parallel.recompute=full: family hf saves all activations: set parallel.recompute=none"),
     ({"model.experts": 8},
         "model.experts=8 is for family mla or moe, not gpt: set model.experts=0"),
+    ({"model.dense_layers": 1},
+        "model.dense_layers=1: all layers of family gpt are dense: set model.dense_layers=0"),
+    (MOE | {"model.dense_layers": 12},
+        "model.dense_layers=12 is not below model.layers=12, whose others have experts: set model.dense_layers=11"),
+    (MOE | {"model.dense_layers": 3, "parallel.pp": 2, "parallel.stages": (3, 9)},
+        ("parallel.stages=[3,9] begins with 3, not more than model.dense_layers=3, which are in the first part with another layer: "
+         "set parallel.stages=null")),
+    (MOE | {"model.dense_layers": 9, "parallel.pp": 4},
+        ("parallel.pp=4 is more than the model.layers=12, of which the first 9 are dense and in one part: "
+         "set parallel.pp=1")),
     ({"parallel.ep": 2},
         "parallel.ep=2 splits experts, and family gpt has none: set parallel.ep=1"),
     (MOE | {"model.family": "mla", "model.q_lora_rank": 0, "model.v_head_dim": 16},

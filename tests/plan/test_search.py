@@ -22,7 +22,7 @@ CASES = {
     "gpt": (Model(**GPT, layers=4, hidden=1024, heads=16, vocab=50257), 1, 4, 1.9e9, 4, 1024, False),
     "llama": (Model(**LLAMA, layers=6, hidden=2048, heads=16, kv_heads=2, ffn=5632, vocab=32000), 2, 2, 3.2e9, 4, 2048, True),
     "moe": (
-        Model(**LLAMA | {"family": "moe"}, layers=3, hidden=512, heads=8, ffn=1024, vocab=8192, experts=4, top_k=2),
+        Model(**LLAMA | {"family": "moe"}, layers=4, dense_layers=1, hidden=512, heads=8, ffn=1024, vocab=8192, experts=4, top_k=2),
         1,
         4,
         0.3e9,
@@ -49,7 +49,7 @@ def run_of(name: str) -> Run:
 
 def every_layout(run: Run) -> Iterator[Run]:
     """Yield the runs of plain loops over all values, legal or not."""
-    world, layers = run.cluster.nodes * run.cluster.gpus, run.model.layers
+    world, layers = run.cluster.nodes * run.cluster.gpus, run.model.repeated_layers
     whole = [each for each in range(1, world + 1) if world % each == 0]
     for tp, pp, cp, ep in product(whole, whole, whole, whole if run.model.experts else [1]):
         if world % (tp * pp * cp):

@@ -25,6 +25,7 @@ from distrain.trainer.plan.search.step_paths import Path, StepPaths
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 
 LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope", "heads": 8}
+EXPERTS: dict[str, Any] = {"family": "moe", "experts": 2, "top_k": 1, "dense_layers": 2}  # of every third case
 CASES = 6
 
 
@@ -34,7 +35,15 @@ def random_run(schedule: str, case: int) -> Run:
     pp = random.choice([2, 3, 4])
     parts = SCHEDULES[schedule].parts(2 if SCHEDULES[schedule].chunked else 1)
     layers = random.randint(pp * parts, pp * parts + 5)
-    model = Model(**LLAMA, layers=layers, hidden=512, ffn=1536, vocab=random.choice([1024, 60000]), tied=random.random() < 0.5)
+    words = LLAMA | (EXPERTS if case % 3 == 2 else {})
+    model = Model(
+        **words,
+        layers=layers + words.get("dense_layers", 0),
+        hidden=512,
+        ffn=1536,
+        vocab=random.choice([1024, 60000]),
+        tied=random.random() < 0.5,
+    )
     parallel = Parallel(
         dp=2, pp=pp, zero=random.choice([0, 1]), schedule=schedule, chunks=2 if SCHEDULES[schedule].chunked else 1,
         recompute=random.choice(["none", "full"]),
@@ -63,7 +72,7 @@ def every_partition(schedule: str, case: int) -> list[tuple[float, int]]:
     run = random_run(schedule, case)
     context, layout = layout_of(run)
     rows = []
-    for stages in partitions(run.model.layers, len(layout.partition.parts)):
+    for stages in partitions(run.model.repeated_layers, len(layout.partition.parts)):
         cost = layout_cost(context, with_stages(layout, stages))
         assert cost.seconds
         rows.append((cost.seconds.step, cost.peak))

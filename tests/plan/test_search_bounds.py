@@ -46,7 +46,7 @@ def test_blocks_over_arrays_cost_what_each_split_does(name: str, form: Activatio
         for number, ((mesh, microbatch), each) in list(enumerate(zip(keys, wires, strict=True), at * len(rows)))[::3]:
             own = context.block_costs(block_split(replace(mesh, recompute=recompute), microbatch, form, fused=fused), each)
             assert [getattr(found, field)[number] for field in ("tied", "stream", "saved_once")] == [own.tied, own.stream, own.saved_once]
-            for block in ("embedding", "layer", "head"):
+            for block in ("embedding", "first", "layer", "head", *(["dense_layer"] if own.dense_layer else [])):
                 for field in fields(BlockCost):
                     if field.name != "messages":
                         value = getattr(getattr(found, block), field.name)[number]

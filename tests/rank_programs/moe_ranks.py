@@ -34,7 +34,7 @@ SHAPE: dict[str, Any] = {"family": "moe", "layers": 2, "hidden": 12, "heads": 4,
 SHAPE |= {"norm": "rmsnorm", "act": "swiglu", "positions": "rope", "top_k": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "dropless": {},
-    "balanced": {"aux_loss": 0.5, "shared_experts": 1, "experts": 8},  # several of a rank
+    "balanced": {"aux_loss": 0.5, "shared_experts": 1, "experts": 8, "dense_layers": 1},  # several of a rank
     "limited capacity": {"aux_loss": 0.5, "capacity": 0.75, "dropout": 0.1},
 }
 

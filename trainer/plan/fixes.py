@@ -215,7 +215,7 @@ def _single_changes(run: Run) -> Iterator[Change]:
         yield (("parallel.recompute", "full"),)
     if train.attention == "math":
         yield (("train.attention", "flash"),)
-    for axis, most in (("tp", run.cluster.gpus), ("pp", run.model.layers), ("cp", run.cluster.gpus)):
+    for axis, most in (("tp", run.cluster.gpus), ("pp", run.model.repeated_layers), ("cp", run.cluster.gpus)):
         now = getattr(parallel, axis)
         for times in (2, 4, 8):
             if now * times <= most and (axis != "tp" or run.model.heads % (now * times) == 0):  # rather than pad

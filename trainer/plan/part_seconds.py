@@ -60,7 +60,7 @@ def _of_parts(layout: Layout, blocks: BlockCosts, of_blocks: Callable[[HeldBlock
 
 def _held_blocks(blocks: BlockCosts, layers: int, has_embedding: bool, has_head: bool) -> HeldBlocks:
     """The blocks of a part with so many layers and these ends of the model, and how many it has of each."""
-    return [(blocks.layer, layers), *[(blocks.embedding, 1)] * has_embedding, *[(blocks.head, 1)] * has_head]
+    return [(blocks.layer, layers), *[(blocks.first, 1)] * has_embedding, *[(blocks.head, 1)] * has_head]
 
 
 def _action_seconds(held: HeldBlocks) -> dict[str, float]:

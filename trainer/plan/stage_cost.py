@@ -102,7 +102,7 @@ def _stage_passes(context: CostContext, layout: Layout, blocks: BlockCosts, kind
     forward, backward = layers * (layer.forward or 0.0), layers * (layer.backward or 0.0)
     weight_gradients = layers * layer.weight_gradients
     message_forward, message_backward = layers * layer.message_forward, layers * layer.message_backward
-    for here, end in ((first, blocks.embedding), (last, blocks.head)):
+    for here, end in ((first, blocks.first), (last, blocks.head)):
         if here:
             forward += end.forward or 0.0
             backward += end.backward or 0.0
@@ -205,14 +205,17 @@ def stage_elements(blocks: BlockCosts, kind: StageKind) -> StageElements:
     layers, first, last = kind
     layer, head = blocks.layer, blocks.head
     dense, frozen, experts = layers * layer.dense, layers * layer.frozen, layers * layer.experts
-    for here, end in ((first, blocks.embedding), (last, head)):
+    matrices = layers * layer.matrices
+    for here, end in ((first, blocks.first), (last, head)):
         if here:
             dense += end.dense
             frozen += end.frozen
+    if first and blocks.dense_layer:
+        matrices += blocks.first.matrices
     if first and last:
         dense -= blocks.tied
         frozen -= blocks.tied if head.frozen else 0
-    return StageElements(dense, frozen, experts, layers * layer.matrices, layers * layer.expert_matrices)
+    return StageElements(dense, frozen, experts, matrices, layers * layer.expert_matrices)
 
 
 def last_passes(layout: Layout) -> int:
@@ -239,9 +242,10 @@ def logits_in_flight(layout: Layout) -> int:
 
 
 def _saved_bytes(layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
-    """Activations that a stage saves of one micro-batch: its layers', the embedding's, and rotary positions once for each part."""
+    """Activations that a stage saves of one micro-batch: its layers', what the first stage has before them, and rotary positions once for
+    each part."""
     saved = kind.layers * blocks.layer.saved + layout.chunks * blocks.saved_once
-    return saved + (blocks.embedding.saved - blocks.saved_once if kind.first else 0)
+    return saved + (blocks.first.saved - blocks.saved_once if kind.first else 0)
 
 
 def data_messages(context: CostContext, layout: Layout, kind: StageKind, held: StageElements, sync: GradientSync) -> list[DataMessages]:
@@ -264,7 +268,7 @@ def data_messages(context: CostContext, layout: Layout, kind: StageKind, held: S
         factors = engine.factors(context, layout, kind, expert=of_experts)
         single = context.single_link(together) if route.servers else None
         shards = dp.ZeroShards(elements, frozen, together, shard, copies, factors, single)
-        found += dp.data_messages(shards, route, kind.layers)
+        found += dp.data_messages(shards, route, context.layers_of(kind))
         found += dp.averaging_messages(shards, apart, sync) if apart else []
         owners = shard if layout.parallel.zero and shard.size > 1 else together
         found += engine.matrix_messages(context, layout, kind, owners, sync, expert=of_experts)
@@ -291,5 +295,6 @@ def _tensors(context: CostContext, kind: StageKind) -> int:
 
 
 def _trained_tensors(context: CostContext, kind: StageKind) -> int:
-    parts = ((kind.first, context.table.embedding), (kind.layers, context.table.layer), (kind.last, context.table.head))
+    table, dense = context.table, kind.first * context.dense_layers
+    parts = ((kind.first, table.embedding), (dense, table.dense_layer), (kind.layers, table.layer), (kind.last, table.head))
     return sum([many * sum([not weight.frozen for weight in block_weights(ops)]) for many, ops in parts if many])

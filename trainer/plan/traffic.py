@@ -57,7 +57,7 @@ def _stage_rows(context: CostContext, layout: Layout, cost: LayoutCost, stage: i
             elements = engine.tied_elements(context, layout, blocks, data)
             rows += pp.tied_sum(elements * engine.summed_width(context, layout), pair) if elements else []
     counts: Counter[tuple[str, str, int]] = Counter()
-    for many, block in ((kind.layers, blocks.layer), (kind.first, blocks.embedding), (kind.last, blocks.head)):
+    for many, block in ((kind.layers, blocks.layer), (kind.first, blocks.first), (kind.last, blocks.head)):
         for message in block.messages if many else ():
             counts[message.axis, message.verb, message.payload] += many * (message.forward + message.backward) * layout.micros
     return rows + _block_rows(layout, counts, layout.micros * (stage_cost.passes.message_forward + stage_cost.passes.message_backward))

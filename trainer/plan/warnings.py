@@ -106,7 +106,7 @@ def _stale_gradients(context: CostContext, layout: Layout, cost: LayoutCost, thr
 
 
 def _unbalanced_stages(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    counts, chunks, parts = layout.partition.counts, layout.parallel.chunks, layout.partition.parts
+    counts, chunks, parts = layout.partition.whole_counts, layout.parallel.chunks, layout.partition.whole_parts
     if min(counts) == max(counts):
         if min(parts) < max(parts):
             says = f"{sum(parts)} layers over {len(parts)} parts, two a stage: the bubble is planned as if they were balanced"
@@ -157,7 +157,7 @@ def _padding(context: CostContext, layout: Layout, cost: LayoutCost, throughput:
     model, sizes, degree = context.run.model, context.table.sizes, layout.mesh.tp
     local = local_sizes(sizes, degree, vocab_multiple=model.vocab_multiple)
     table = context.table
-    used_dims = {dim for weight in block_weights(table.embedding + table.layer + table.head) for dim in weight.dims}
+    used_dims = {dim for weight in block_weights(table.embedding + table.dense_layer + table.layer + table.head) for dim in weight.dims}
     for dim, part in PADDED.items():
         padded = local[dim] * degree
         if dim not in used_dims or padded == sizes[dim]:

@@ -248,7 +248,7 @@ def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
     return {
         "kv_heads": model.kv_heads or model.heads,
         "head_dim": model.head_dim or model.hidden // model.heads,
-        "ffn": (model.expert_ffn or ffn) if mixture else ffn,
+        "ffn": (model.expert_ffn or ffn) if mixture and not model.dense_layers else ffn,
         "expert_ffn": (model.expert_ffn or ffn) if mixture else None,
         "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
         "context": (model.context or seq) if model.positions == "learned" else None,

@@ -55,6 +55,7 @@ class Model:
     top_k: Natural = 0
     expert_ffn: Count | None = None
     shared_experts: Natural = 0
+    dense_layers: Natural = 0
     aux_loss: NotNegative = 0.0
     capacity: Positive | None = None
     hf: str | None = None
@@ -72,6 +73,11 @@ class Model:
     def effective_window(self, seq: int) -> int | None:
         """The window, where some layers have it and it is shorter than sequences of `seq` tokens; None where it hides nothing."""
         return self.window if self.window and self.window < seq and self.windowed_layers else None
+
+    @property
+    def repeated_layers(self) -> int:
+        """The number of layers that are alike: all but the first dense ones; at least 1, which a rule asks for."""
+        return max(1, self.layers - self.dense_layers)
 
     @property
     def windowed_layers(self) -> int:

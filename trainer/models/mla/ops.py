@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ...spec.run import Model, Train
 from ..ops.op_table import Dims, Op, OpTable, Product, Tensor, Weight
-from ..ops.shared_ops import STREAM, TOKENS, linear, mixture, pre_norm_table
+from ..ops.shared_ops import STREAM, TOKENS, linear, mixture_table
 
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of `model`, as config.json has them
 MLA_QUERY: Dims = ("heads", "query_dim")  # of a head: elements without positions, then those with
@@ -21,7 +21,7 @@ def table(model: Model, train: Train) -> OpTable:
     query_dim = key_dim + rope_dim
     sizes = {"query_latent": query_latent, "key_latent": key_latent, "key_dim": key_dim, "rope_dim": rope_dim, "head_dim": value_dim}
     sizes |= {"query_dim": query_dim, "mean_dim": (query_dim + value_dim) // 2}  # mean: of products with keys and with values
-    return pre_norm_table(model, train, _attention(has_query_latent=query_latent > 0), mixture(model), sizes)
+    return mixture_table(model, train, _attention(has_query_latent=query_latent > 0), sizes)
 
 
 def _attention(*, has_query_latent: bool) -> tuple[Op, ...]:

@@ -119,7 +119,7 @@ class MoELayer(AttentionHalf):
 
 
 class MoETransformer(Transformer):
-    """A transformer of such layers. `model.aux_loss` adds to the gradients, not to the loss that is returned.
+    """A transformer of such layers behind the first dense ones. `model.aux_loss` adds to the gradients, not to the loss that is returned.
 
     A part that is not the last does not see the loss's gradient: the engine sets `loss_gradient` before its backward.
     """
@@ -131,6 +131,8 @@ class MoETransformer(Transformer):
         self.near_ties: list[Tensor] = []  # of each layer, of all training forwards since the engine last took them
 
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
+        if index < run.model.dense_layers:
+            return super().make_layer(parameters, run, index)
         return MoELayer(parameters, run, index, self.tp, self.ep)
 
     def forward(
@@ -160,6 +162,9 @@ class MoETransformer(Transformer):
     def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         self.imbalances = []
         for layer in self.layers.values():
+            if not isinstance(layer, MoELayer):
+                x = self.run_layer(layer, x, inputs)
+                continue
             x, imbalances, near_ties = self.run_layer(layer, x, inputs)
             if self.training:
                 self.near_ties.append(near_ties)

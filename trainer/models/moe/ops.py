@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ...spec.run import Model, Train
 from ..ops.op_table import OpTable
-from ..ops.shared_ops import attention, mixture, pre_norm_table
+from ..ops.shared_ops import attention, mixture_table
 
 
 def table(model: Model, train: Train) -> OpTable:
     """The op table of a mixture of experts."""
-    return pre_norm_table(model, train, attention(model, train), mixture(model))
+    return mixture_table(model, train, attention(model, train))

@@ -20,7 +20,7 @@ def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
         table = replace(table, embedding=tuple(_with_mask(op, fused=fused) for op in table.embedding))
     copied = run.cluster.device.kind != "cpu" and (run.data.documents or run.train.precision == "fp32") and run.parallel.cp == 1
     if fused and copied:
-        table = replace(table, layer=tuple(_with_copies(op) for op in table.layer))
+        table = table.replace_ops(lambda op: (_with_copies(op),))
     return table
 
 

@@ -15,12 +15,7 @@ def with_lora(table: OpTable, model: Model, train: Train) -> OpTable:
     """Return a table whose weights are frozen, and in which A [inner, rank] and B [rank, outer] follow each target of `model.lora`."""
     if not model.lora.rank:
         return table
-    return replace(
-        table,
-        embedding=tuple(_frozen_op(op, train, is_target=False) for op in table.embedding),
-        layer=tuple(each for op in table.layer for each in _layer_ops(op, model, train)),
-        head=tuple(_frozen_op(op, train, is_target=False) for op in table.head),
-    )
+    return table.replace_ops(lambda op: _layer_ops(op, model, train), ends=lambda op: _frozen_op(op, train, is_target=False))
 
 
 def without_lora(run: Run) -> Run:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 from ...spec.run import Model, Train
@@ -102,21 +102,37 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True)
 class OpTable:
-    """A model as blocks of ops: those before the layers, those of one layer, and those after the layers."""
+    """A model as blocks of ops: those before the layers, those of one layer, and those after the layers.
+
+    The first `dense_layers` layers are `dense_layer`: their feed-forward is not a mixture of experts.
+    """
 
     sizes: Mapping[str, int]
     embedding: tuple[Op, ...]
     layer: tuple[Op, ...]
     head: tuple[Op, ...]
     tied: bool  # `head.weight` is the embedding's `embedding.weight`
+    dense_layer: tuple[Op, ...] = ()
+    dense_layers: int = 0
     has_costs: bool = True  # False: only the weights are stated, in one block; computation and activations are unknown
     largest_layer: int | None = None  # elements of the largest layer or other module, where all weights are stated in one block
 
     def blocks(self, layers: int) -> Iterator[tuple[int, tuple[Op, ...]]]:
         """Yield (number of such blocks, ops) for each kind of block in a model of so many layers."""
         yield 1, self.embedding
-        yield layers, self.layer
+        yield self.dense_layers, self.dense_layer
+        yield layers - self.dense_layers, self.layer
         yield 1, self.head
+
+    def layer_ops(self, index: int) -> tuple[Op, ...]:
+        """Return the ops of layer number `index`."""
+        return self.dense_layer if index < self.dense_layers else self.layer
+
+    def replace_ops(self, change: Callable[[Op], Iterable[Op]], *, ends: Callable[[Op], Op] | None = None) -> OpTable:
+        """Return the table with other ops in place of each op of a layer, and of each op of the embedding and the head."""
+        layer, dense_layer = (tuple(each for op in ops for each in change(op)) for ops in (self.layer, self.dense_layer))
+        embedding, head = (tuple(map(ends, ops)) if ends else ops for ops in (self.embedding, self.head))
+        return replace(self, layer=layer, dense_layer=dense_layer, embedding=embedding, head=head)
 
 
 def logical_sizes(model: Model, train: Train) -> dict[str, int]:
@@ -179,7 +195,7 @@ def model_parameters(table: OpTable, layers: range, *, first: bool = True, last:
 
     A tied head has no parameter of its own; in a part without the embedding it is a parameter with the embedding's name.
     """
-    blocks = [(f"layers.{index}.", table.layer) for index in layers]
+    blocks = [(f"layers.{index}.", table.layer_ops(index)) for index in layers]
     for prefix, ops in (("", table.embedding),) * first + (*blocks,) + (("", table.head),) * last:
         for op in ops:
             for weight in op.weights:

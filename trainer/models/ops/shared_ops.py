@@ -287,18 +287,29 @@ def pre_norm_table(
     model: Model, train: Train, attention: tuple[Op, ...], feed_forward: tuple[Op, ...], sizes: Mapping[str, int] | None = None
 ) -> OpTable:
     """The op table of a model whose layers normalize before attention and before the feed-forward. `sizes`: of further logical dims."""
-    layer = (
+    return OpTable(
+        sizes={**logical_sizes(model, train), **(sizes or {})},
+        embedding=embedding(model, train),
+        layer=_pre_norm_layer(model, attention, feed_forward),
+        head=(norm("norm", model), *head(model)),
+        tied=model.tied,
+    )
+
+
+def mixture_table(model: Model, train: Train, attention: tuple[Op, ...], sizes: Mapping[str, int] | None = None) -> OpTable:
+    """The op table of a model whose feed-forward is a mixture of experts, but for the first `model.dense_layers` layers."""
+    table = pre_norm_table(model, train, attention, mixture(model), sizes)
+    if not model.dense_layers:
+        return table
+    return replace(table, dense_layers=model.dense_layers, dense_layer=_pre_norm_layer(model, attention, feed_forward(model)))
+
+
+def _pre_norm_layer(model: Model, attention: tuple[Op, ...], feed_forward: tuple[Op, ...]) -> tuple[Op, ...]:
+    return (
         norm("norm1", model),
         *attention,
         residual("attention.residual", model),
         norm("norm2", model),
         *feed_forward,
         residual("mlp.residual", model),
-    )
-    return OpTable(
-        sizes={**logical_sizes(model, train), **(sizes or {})},
-        embedding=embedding(model, train),
-        layer=layer,
-        head=(norm("norm", model), *head(model)),
-        tied=model.tied,
     )

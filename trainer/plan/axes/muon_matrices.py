@@ -38,7 +38,7 @@ def matrix_order(shards: Sequence[WeightShard]) -> list[DealtMatrix]:
     rows = []
     for shard in shards:
         if shard.hidden_matrix:
-            place = places.setdefault(_name_in_layer(shard.name), len(places))
+            place = places.setdefault(name_in_layer(shard.name), len(places))
             rows.append((-newton_schulz_flops(*shard.matrix, 1), place, shard))
     rows.sort(key=lambda row: row[:2])
     return [DealtMatrix(shard, expert) for *_, shard in rows for expert in range(matrices_of(shard.size))]
@@ -55,5 +55,6 @@ def dealt(first: int, count: int, at: int, every: int) -> int:
     return (first + count - at + every - 1) // every - (first - at + every - 1) // every
 
 
-def _name_in_layer(name: str) -> str:
+def name_in_layer(name: str) -> str:
+    """Return a weight's name inside its layer."""
     return name.split(".", 2)[2]

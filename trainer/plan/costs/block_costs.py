@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from ...models.ops.op_table import Op, OpTable, is_hidden_matrix
@@ -16,7 +16,7 @@ from ..axes.weight_slices import HeadShards
 from ..layout.mesh import Wires
 from .block_temporary_bytes import OpBytes, block_temporary_bytes, op_bytes
 from .local_tensors import BlockSplit, LocalTensors, logits_bytes
-from .number_or_array import for_each, is_number
+from .number_or_array import for_each, is_number, larger
 from .op_seconds import OpSeconds, op_kernels, op_seconds
 from .pass_seconds import BlockMessage, RankOp, block_seconds
 from .precision import widths
@@ -54,11 +54,17 @@ class BlockCost:
     messages: tuple[AxisMessage, ...]
 
 
+BLOCK_COST_NAMES = tuple(field.name for field in fields(BlockCost))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCosts:
-    """The costs of a model's blocks under one split."""
+    """The costs of a model's blocks under one split. `first` are those before the layers that all stages have: the embedding, and the
+    model's dense layers (`dense_layer` each) where it has some."""
 
     embedding: BlockCost
+    dense_layer: BlockCost | None
+    first: BlockCost
     layer: BlockCost
     head: BlockCost
     tied: int  # elements of the weight that embedding and head share, on one rank
@@ -114,13 +120,15 @@ class SplitCosts:
         outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local
         self.stream = self.local.bytes(STREAM)
         self.layer = self._ops(table.layer, self.local)
+        self.dense_layer = self._ops(table.dense_layer, self.local) if table.dense_layers else None
         self.ends = [self._ops(ops, outside) for ops in (table.embedding, table.head)]
         self._cost_of_ends: dict[int, list[BlockCost]] = {}  # by hooks
         saves = [tensor for op in table.embedding for tensor in op.saves_torch] if split.form == "torch" else []
         once = [tensor for tensor in saves if {"head_dim", "window", "keys"} & set(tensor.dims)]
         self.tied = self.local.count(("vocab", "hidden")) if table.tied else 0
         self.saved_once = sum(map(self.local.bytes, once))
-        self.elements = (self.tied, *self.ends[0].elements, *self.layer.elements, *self.ends[1].elements)
+        dense = self.dense_layer.elements if self.dense_layer else ()
+        self.elements = (self.tied, *self.ends[0].elements, *dense, *self.layer.elements, *self.ends[1].elements)
 
     def blocks(self, recompute: str, hooks: int) -> BlockCosts:
         """The costs of the blocks with a recomputation of layers, under hooks as BlockSplit counts them."""
@@ -128,8 +136,11 @@ class SplitCosts:
         if ends is None:
             ends = self._cost_of_ends[hooks] = [_block_cost(self, each, "none", hooks) for each in self.ends]
         (embedding, head), layer = ends, _block_cost(self, self.layer, recompute, hooks)
+        dense = _block_cost(self, self.dense_layer, recompute, hooks) if self.dense_layer else None
         return BlockCosts(
             embedding=embedding,
+            dense_layer=dense,
+            first=_followed_by(embedding, dense, self.table.dense_layers) if dense else embedding,
             layer=layer,
             head=head,
             tied=self.tied,
@@ -181,7 +192,7 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
         expert_matrices=elements.expert_matrices,
         saved=saved,
         recomputed=every - saved,
-        temporary=block_temporary_bytes(row.bytes, repeats, stream, residual=row is costs.layer),
+        temporary=block_temporary_bytes(row.bytes, repeats, stream, residual=row not in costs.ends),
         logits=row.logits,
         forward=seconds.forward,
         backward=seconds.backward,
@@ -189,6 +200,25 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
         message_forward=seconds.message_forward,
         message_backward=seconds.message_backward,
         messages=tuple([each.message for each in messages]),
+    )
+
+
+def _followed_by(block: BlockCost, other: BlockCost, many: int) -> BlockCost:
+    """The costs of a block and of `many` other ones behind it."""
+
+    def both(one: float | None, each: float | None) -> float | None:
+        return None if one is None or each is None else one + many * each
+
+    repeated = [each._replace(forward=many * each.forward, backward=many * each.backward) for each in other.messages]
+    apart = ("recomputed", "temporary", "forward", "backward", "messages")
+    sums = {name: getattr(block, name) + many * getattr(other, name) for name in BLOCK_COST_NAMES if name not in apart}
+    return BlockCost(
+        recomputed=larger(block.recomputed, other.recomputed),
+        temporary=larger(block.temporary, other.temporary),
+        forward=both(block.forward, other.forward),
+        backward=both(block.backward, other.backward),
+        messages=(*block.messages, *repeated),
+        **sums,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from math import log2, prod
 from typing import Any
 
@@ -9,6 +11,7 @@ from ...models.families import op_table
 from ...models.ops.op_table import (
     Op,
     OpTable,
+    Parameter,
     block_weights,
     element_count,
     forward_flops,
@@ -19,7 +22,7 @@ from ...models.ops.op_table import (
 from ...spec.run import Run
 from ..axes.collectives import Wire
 from ..axes.weight_slices import HeadShards
-from ..layout.layout import LayerPartition, layer_partition, split_layers
+from ..layout.layout import LayerPartition, StageKind, layer_partition, split_layers
 from ..layout.mesh import Mesh, Wires, group_wire, mesh_wires, ranks_in_node, split_group
 from .block_costs import BlockCosts, SplitCosts
 from .local_tensors import BlockSplit
@@ -50,10 +53,8 @@ class CostContext:
         self.parameters = parameter_count(self.table, run.model.layers)
         self.trained_parameters = parameter_count(self.table, run.model.layers, trained=True)
         self.active_parameters = parameter_count(self.table, run.model.layers, active=True)
-        blocks = (("embedding", self.table.embedding), ("layer", self.table.layer), ("head", self.table.head))
-        self._flops = {name: self._sum_flops(ops) for name, ops in blocks}
-        self._weight_gradients = {name: self._sum_flops(tuple(op for op in ops if not is_frozen(op))) for name, ops in blocks}
-        self._core = self._sum_flops(tuple(op for op in self.table.layer if op.core))
+        self.dense_layers = self.table.dense_layers
+        self.layers = run.model.repeated_layers  # layers that are alike
         self._block_costs: dict[tuple[BlockSplit, tuple[int, ...]], BlockCosts] = {}
         self._splits: dict[tuple[object, ...], SplitCosts] = {}
         self._wires: dict[Mesh, Wires] = {}
@@ -63,31 +64,45 @@ class CostContext:
         self.synced: dict[tuple[object, ...], Any] = {}  # SyncedStates of kinds of stage, by stage_cost.py's keys
         self.memo: dict[tuple[object, ...], Any] = {}  # a cost model's results, by keys of its own
 
-    @property
+    @cached_property
     def forward_flops(self) -> int:
         """FLOPs of one sequence's forward pass, attention in full."""
-        return self._of_model(self._flops)
+        return self._flops(lambda op: True)
 
-    @property
+    @cached_property
     def flops_per_token(self) -> float:
         """Model FLOPs of a token, forward and backward, by the convention of train.flops; frozen weights have no gradients."""
         if self.run.train.flops == "parameters" or not self.table.has_costs:
             return 6.0 * self.active_parameters - 2.0 * (self.parameters - self.trained_parameters)
-        return (2.0 * self.forward_flops + self._of_model(self._weight_gradients)) / self.run.train.seq
+        return (2.0 * self.forward_flops + self._flops(lambda op: not is_frozen(op))) / self.run.train.seq
 
     @property
     def spared_bytes(self) -> int:
         """Bytes of all states that the optimizer doesn't keep of hidden matrices (precision.py)."""
         if not self.spared:
             return 0
-        layer = model_parameters(self.table, range(1), first=False, last=False)
-        matrices = (prod(each.shape(self.table.sizes)) for each in layer if each.hidden_matrix and not each.frozen)
-        return self.spared * self.run.model.layers * sum(matrices)
+        kinds = ((StageKind(0, True, False), 1), (StageKind(1, False, False), self.layers))
+        return self.spared * sum(
+            many * prod(each.shape(self.table.sizes))
+            for kind, many in kinds
+            for each in self.stage_parameters(kind)
+            if each.hidden_matrix and not each.frozen
+        )
+
+    def layers_of(self, kind: StageKind) -> int:
+        """The layers of a kind of stage, dense ones included."""
+        return kind.layers + kind.first * self.dense_layers
+
+    def stage_parameters(self, kind: StageKind) -> Iterator[Parameter]:
+        """Yield the parameters of a kind of stage."""
+        layers = range(0 if kind.first else self.dense_layers, self.dense_layers + kind.layers)
+        return model_parameters(self.table, layers, first=kind.first, last=kind.last)
 
     def recompute_flops_per_token(self, recompute: str) -> float:
         """FLOPs of a token that recomputation adds."""
-        each = {"full": self._flops["layer"], "selective": self._core, "none": 0}[recompute]
-        return self.run.model.layers * each / self.run.train.seq
+        if recompute == "none":
+            return 0.0
+        return self._flops(lambda op: op.core or recompute == "full", ends=False) / self.run.train.seq
 
     def block_costs(self, split: BlockSplit, wires: Wires) -> BlockCosts:
         """The costs of the model's blocks under a split and its wires. Wires differ only in how many ranks of a group a node has."""
@@ -136,10 +151,13 @@ class CostContext:
 
     def _partition(self, stages: int, chunks: int, folded: bool, given: tuple[int, ...] | None) -> LayerPartition:
         if given:
-            return layer_partition(given, chunks=chunks, folded=folded)
-        table = self.table
-        layer, first, last = self._load("layer", table.layer), self._load("embedding", table.embedding), self._load("head", table.head)
-        return split_layers(self.run.model.layers, stages, layer, first, last, chunks=chunks, folded=folded)
+            parts = (given[0] - self.dense_layers, *given[1:])
+            return layer_partition(parts, chunks=chunks, folded=folded, dense_layers=self.dense_layers)
+        table, dense = self.table, self.dense_layers
+        layer, first, last = (self._load(ops) for ops in (table.layer, table.embedding, table.head))
+        if dense:
+            first += dense * self._load(table.dense_layer)
+        return split_layers(self.layers, stages, layer, first, last, chunks=chunks, folded=folded, dense_layers=dense)
 
     def kv_copies_wire(self, mesh: Mesh) -> Wire:
         """The wire of the tensor-parallel ranks that hold the same key and value heads."""
@@ -147,14 +165,18 @@ class CostContext:
         copies = HeadShards(sizes["heads"], sizes["kv_heads"], mesh.tp).copies
         return group_wire(copies, ranks_in_node(((copies, 1),), cluster.gpus) or 1, cluster.inside, cluster.between)
 
+    def _flops(self, counts: Callable[[Op], bool], *, ends: bool = True) -> int:
+        """FLOPs of one sequence's forward pass through those ops of the model that count, of its layers alone without its ends."""
+        return sum(
+            many * self._sum_flops(tuple(op for op in ops if counts(op)))
+            for many, ops in self.table.blocks(self.run.model.layers)
+            if ends or ops in (self.table.layer, self.table.dense_layer)
+        )
+
     def _sum_flops(self, ops: tuple[Op, ...]) -> int:
         """FLOPs of one sequence's forward pass through ops."""
         return sum(forward_flops(op, self.table.sizes) for op in ops) // self.run.train.microbatch
 
-    def _of_model(self, blocks: dict[str, int]) -> int:
-        """The sum over the blocks of the model of a number that each kind of block has."""
-        return blocks["embedding"] + self.run.model.layers * blocks["layer"] + blocks["head"]
-
-    def _load(self, name: str, ops: tuple[Op, ...]) -> float:
+    def _load(self, ops: tuple[Op, ...]) -> float:
         elements = sum(element_count(weight.dims, self.table.sizes) for weight in block_weights(ops))
-        return elements / self.parameters + (self._flops[name] / self.forward_flops if self.table.has_costs else 0.0)
+        return elements / self.parameters + (self._sum_flops(ops) / self.forward_flops if self.table.has_costs else 0.0)

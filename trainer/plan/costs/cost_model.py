@@ -19,6 +19,7 @@ from .block_costs import BlockCosts
 from .control_message import ControlMessage
 from .cost_context import CostContext
 from .muon import MUON, data_messages, newton_schulz_seconds, step_bytes, tensor_messages
+from .number_or_array import larger
 from .precision import MASTER_BYTES
 from .traffic_term import TrafficTerm
 
@@ -138,7 +139,7 @@ class CostModel:
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
         """Return the bytes of a micro-batch's passes on a rank of a kind of stage."""
         return PassBytes(
-            workspace=blocks.layer.recomputed + gathered_input(layout, blocks) + (2 * blocks.stream if layout.mesh.pp > 1 else 0)
+            workspace=_recomputed(blocks, kind) + gathered_input(layout, blocks) + (2 * blocks.stream if layout.mesh.pp > 1 else 0)
         )
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
@@ -188,9 +189,9 @@ class CostModel:
     ) -> int:
         """Return the gradient elements that the tensor axis sums on the data-parallel rank `data` of a kind of stage (None: on the one with
         most), of weights that all of its ranks hold (`replicated`) or some of them (`shared`)."""
-        ends = (blocks.embedding,) * kind.first + (blocks.head,) * kind.last
+        ends = (blocks.first,) * kind.first + (blocks.head,) * kind.last
         if copies == "shared":
-            return kind.layers * blocks.layer.shared
+            return kind.layers * blocks.layer.shared + sum(end.shared for end in ends)
         return kind.layers * blocks.layer.replicated + sum(end.replicated for end in ends)
 
     def summed_width(self, context: CostContext, layout: Layout) -> int:
@@ -212,7 +213,8 @@ class CostModel:
         return iter(())
 
     def control_messages(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
-        """Return the control messages of a step on a rank with these weight shards and so many layers; None: they are not planned."""
+        """Return the control messages of a step on a rank with these weight shards, and with experts in so many layers; None: they are not
+        planned."""
         return None
 
     def _buffers(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, parameters: int) -> int:
@@ -222,8 +224,9 @@ class CostModel:
         """
         parallel, width, layer = layout.parallel, context.widths, blocks.layer
         if parallel.zero == 3 and layout.shard_ranks > 1:
+            others = (blocks.embedding, *([blocks.dense_layer] if blocks.dense_layer else []))
             largest = context.table.largest_layer or max(
-                layer.dense + layer.experts, kind.first * blocks.embedding.dense, kind.last * blocks.head.dense
+                layer.dense + layer.experts, *[kind.first * each.dense for each in others], kind.last * blocks.head.dense
             )
             return largest * (2 * width.weight + width.gradient)
         return min(parallel.bucket, parameters) * width.gradient if layout.shard_ranks > 1 and parallel.zero > 0 else 0
@@ -246,6 +249,12 @@ def matrices_to_step(layout: Layout, held: StageElements) -> int:
 def sharded_elements(layout: Layout, dense: int, experts: int) -> int:
     """Return the elements of a rank's ZeRO shard of `dense` parameters and of `experts`."""
     return -(-dense // layout.shard_ranks) - (-experts // layout.expert_shard_ranks)
+
+
+def _recomputed(blocks: BlockCosts, kind: StageKind) -> int:
+    """Return the bytes that recomputation adds while it runs in the layer of which it adds most."""
+    dense = blocks.dense_layer.recomputed * kind.first if blocks.dense_layer else 0
+    return larger(blocks.layer.recomputed, dense)
 
 
 def gathered_input(layout: Layout, blocks: BlockCosts) -> int:

@@ -6,6 +6,7 @@ tensor-parallel ranks with their blocks; where each data-parallel rank steps all
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from ...models.ops.op_table import Parameter, model_parameters
 from ...spec.run import Run
 from ..axes import dp
 from ..axes.collectives import Wire, collective_cost
-from ..axes.muon_matrices import dealt, matrices_of, matrix_order
+from ..axes.muon_matrices import dealt, matrices_of, matrix_order, name_in_layer
 from ..axes.traffic_row import TrafficRow
 from ..axes.weight_slices import WeightShard, weight_shard
 from ..layout.layout import Layout, StageKind
@@ -30,10 +31,12 @@ NORM_TENSORS = 3  # an update is cast, read for its norm, and divided by it
 
 
 class EqualMatrices(NamedTuple):
-    """Matrices of one weight, which each layer has: the weight's shards on every tensor-parallel rank, how many a layer has on a rank."""
+    """Matrices of one weight, which layers have: the weight's shards on every tensor-parallel rank, how many a rank has of a layer, and
+    of all dense layers together."""
 
     shards: tuple[WeightShard, ...]
     in_layer: int
+    in_dense_layers: int
 
     @property
     def whole(self) -> tuple[int, int]:
@@ -81,20 +84,29 @@ def stage_matrices(context: CostContext, mesh: Mesh, kind: StageKind, *, expert:
         context.memo[key] = list(_equal_matrices(context, mesh, expert))
     found, first = [], 0
     for equal in context.memo[key]:
-        count = kind.layers * equal.in_layer
+        count = kind.layers * equal.in_layer + kind.first * equal.in_dense_layers
+        if not count:
+            continue
         found.append(DealtMatrices(equal, first, count))
         first += count
     return found if first else []
 
 
 def _equal_matrices(context: CostContext, mesh: Mesh, expert: bool) -> Iterator[EqualMatrices]:
-    layer = model_parameters(context.table, range(1), first=False, last=False)
-    rows = [_shards(context, mesh, each) for each in layer if each.hidden_matrix and not each.frozen]
-    by_name = {shards[0].name: shards for shards in rows if shards[0].expert == expert}
-    order = matrix_order([shards[0] for shards in by_name.values()])
-    for name in dict.fromkeys(each.shard.name for each in order):
-        shards = by_name[name]
-        yield EqualMatrices(shards, matrices_of(shards[0].size))
+    dense = context.dense_layers
+    layers = [*([0] if dense else []), dense]  # a dense one, if there are, and another one
+    rows = [
+        _shards(context, mesh, each)
+        for layer in layers
+        for each in model_parameters(context.table, range(layer, layer + 1), first=False, last=False)
+        if each.hidden_matrix and not each.frozen
+    ]
+    rows = [shards for shards in rows if shards[0].expert == expert]
+    by_name = {name_in_layer(shards[0].name): shards for shards in rows}
+    counts = Counter({shards[0].name: matrices_of(shards[0].size) for shards in rows})
+    order = matrix_order([shards[0] for shards in rows])
+    for name in dict.fromkeys(name_in_layer(each.shard.name) for each in order):
+        yield EqualMatrices(by_name[name], counts[f"layers.{dense}.{name}"], dense * counts[f"layers.0.{name}"] if dense else 0)
 
 
 def _shards(context: CostContext, mesh: Mesh, parameter: Parameter) -> tuple[WeightShard, ...]:

@@ -19,7 +19,7 @@ FLAG_BYTES, FLOAT32_BYTES, WIDE_BYTES = 1, 4, 8  # bytes of an overflow flag, a 
 
 
 def control_messages(run: Run, mesh: Mesh, held: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
-    """The control messages of a step on a rank that holds these weight shards and so many layers, on whatever group they go.
+    """The control messages of a step on a rank that holds these weight shards and so many layers with experts, on whatever group they go.
 
     None for fp16: a step whose gradients overflow takes no norm.
     """

@@ -1,6 +1,6 @@
 """The flat tensors of DeepSpeed's ZeRO: a rank's parameters end to end, partitioned over the data-parallel ranks.
 
-All layers of a model are alike, so that positions follow from one layer, in a time that does not grow with their number.
+All layers but the first dense ones are alike, so that positions follow from one layer, in a time that does not grow with their number.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class FlatElements(NamedTuple):
 def stage_parameters(
     table: OpTable, layers: int, *, first: bool, last: bool, tp: int, vocab_multiple: int, ep: int = 1, frozen: bool = False
 ) -> StageParameters:
-    """Return the trained or the frozen parameters that a rank holds of so many layers, the embedding (`first`) and the head (`last`)."""
+    """Return the trained or the frozen parameters that a rank holds of so many layers, the embedding and the dense layers (`first`) and
+    the head (`last`)."""
 
     def rows(parameters: Iterable[Parameter]) -> Iterator[FlatParameter]:
         for parameter in parameters:
@@ -61,9 +62,11 @@ def stage_parameters(
             copies: TensorCopies = "" if tp == 1 else "shared" if shard.shared else "" if shard.is_split else "replicated"
             yield FlatParameter(prod(shard.size), len(shard.size) > 1, copies, shard.expert)
 
-    before = tuple(rows(model_parameters(table, range(0), first=first, last=False)))
-    ends = tuple(rows(model_parameters(table, range(0), first=first, last=last)))
-    return StageParameters(before, tuple(rows(model_parameters(table, range(1), first=False, last=False))), layers, ends[len(before) :])
+    dense = range(table.dense_layers if first else 0)
+    before = tuple(rows(model_parameters(table, dense, first=first, last=False)))
+    ends = tuple(rows(model_parameters(table, dense, first=first, last=last)))
+    layer = model_parameters(table, range(table.dense_layers, table.dense_layers + 1), first=False, last=False)
+    return StageParameters(before, tuple(rows(layer)), layers, ends[len(before) :])
 
 
 @lru_cache(maxsize=256)

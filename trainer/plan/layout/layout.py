@@ -21,7 +21,10 @@ LAST_LAYERS = 2  # of a stage, which are assigned one at a time in larger models
 
 
 class StageKind(NamedTuple):
-    """Stages with the same number of layers, with or without the embedding (`first`) and the head (`last`)."""
+    """Stages with the same number of layers, with or without the embedding (`first`) and the head (`last`).
+
+    The first stage has the model's dense layers too, which `layers` does not count.
+    """
 
     layers: int
     first: bool
@@ -30,16 +33,30 @@ class StageKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerPartition:
-    """The layers of a model as parts and stages. A stage holds one part or several: in a folded pipeline two, else its chunks."""
+    """The layers of a model as parts and stages. A stage holds one part or several: in a folded pipeline two, else its chunks.
+
+    The first part has the model's `dense_layers` beside those that are counted.
+    """
 
     parts: tuple[int, ...]  # layers of each part, in the order of the model
     counts: tuple[int, ...]  # layers of each stage
     kinds: tuple[StageKind, ...]
     kind_of_stage: tuple[int, ...]  # the index into `kinds` of each stage
     stages_of_kind: tuple[int, ...]  # how many stages are of each kind
-    starts: tuple[int, ...]  # the first layer of each part, then the number of layers
+    starts: tuple[int, ...]  # the first layer of each part, then the number of layers, dense ones included
     runs: tuple[tuple[int, int], ...]  # (first stage, kind) of neighbouring stages of one kind
     is_folded: bool  # stage r of p holds the parts r and 2p - 1 - r; else r, r + p, r + 2p, ...
+    dense_layers: int
+
+    @property
+    def whole_parts(self) -> tuple[int, ...]:
+        """The layers of each part, dense ones included, as `parallel.stages` has them."""
+        return (self.dense_layers + self.parts[0], *self.parts[1:])
+
+    @property
+    def whole_counts(self) -> tuple[int, ...]:
+        """The layers of each stage, dense ones included."""
+        return (self.dense_layers + self.counts[0], *self.counts[1:])
 
 
 class Layout(NamedTuple):
@@ -92,8 +109,9 @@ def _mesh(degrees: tuple[tuple[str, int], ...]) -> Mesh:
     return Mesh(**dict(degrees))
 
 
-def layer_partition(parts: tuple[int, ...], *, chunks: int = 1, folded: bool = False) -> LayerPartition:
-    """The stages of parts with these layers, `chunks` parts a stage (folded: two, its first stage with both ends of the model)."""
+def layer_partition(parts: tuple[int, ...], *, chunks: int = 1, folded: bool = False, dense_layers: int = 0) -> LayerPartition:
+    """The stages of parts with these layers, `chunks` parts a stage (folded: two, its first stage with both ends of the model). The first
+    part has `dense_layers` besides."""
     stages = len(parts) // (2 if folded else chunks)
     if folded:
         counts = tuple(one + other for one, other in zip(parts[:stages], reversed(parts[stages:]), strict=True))
@@ -105,23 +123,27 @@ def layer_partition(parts: tuple[int, ...], *, chunks: int = 1, folded: bool = F
     kind_of_stage = tuple([kinds[kind] for kind in every])
     runs = tuple((next(stages)[0], at) for at, stages in groupby(enumerate(kind_of_stage), key=lambda row: row[1]))
     stages_of_kind = tuple(kind_of_stage.count(at) for at in range(len(kinds)))
-    return LayerPartition(parts, counts, tuple(kinds), kind_of_stage, stages_of_kind, (0, *accumulate(parts)), runs, folded)
+    starts = (0, *[dense_layers + end for end in accumulate(parts)])
+    return LayerPartition(parts, counts, tuple(kinds), kind_of_stage, stages_of_kind, starts, runs, folded, dense_layers)
 
 
 @lru_cache(maxsize=64)
-def split_layers(layers: int, stages: int, layer: float, first: float, last: float, *, chunks: int = 1, folded: bool) -> LayerPartition:
-    """The stages of a model whose layers are balanced over its parts."""
+def split_layers(
+    layers: int, stages: int, layer: float, first: float, last: float, *, chunks: int = 1, folded: bool, dense_layers: int = 0
+) -> LayerPartition:
+    """The stages of a model whose layers are balanced over its parts; its `dense_layers` come before them, in the first part."""
     parts = stages * (2 if folded else chunks)
-    return layer_partition(balanced_layers(layers, parts, layer, first, last), chunks=chunks, folded=folded)
+    counts = balanced_layers(layers, parts, layer, first, last, even=not dense_layers)
+    return layer_partition(counts, chunks=chunks, folded=folded, dense_layers=dense_layers)
 
 
-def balanced_layers(layers: int, stages: int, layer: float, first: float, last: float) -> tuple[int, ...]:
-    """Layers of each stage: even where they divide; else each layer goes to the stage that is lightest with it.
+def balanced_layers(layers: int, stages: int, layer: float, first: float, last: float, *, even: bool = True) -> tuple[int, ...]:
+    """Layers of each stage: even where they divide, if that is asked for; else each layer goes to the stage that is lightest with it.
 
-    `layer` is a layer's load, `first` and `last` are those of the embedding and the head, in the same unit. With equal layers this is the
-    split whose fullest stage is lightest.
+    `layer` is a layer's load, `first` and `last` are those of what the first stage has before its layers and the last stage after them,
+    in the same unit. With equal layers this is the split whose fullest stage is lightest.
     """
-    if layers % stages == 0:
+    if even and layers % stages == 0:
         return (layers // stages,) * stages
     counts = [1] * stages if layers - stages <= ONE_BY_ONE else _almost_balanced_layers(layers, stages, layer, first, last)
     ends = {0: first, stages - 1: last} if stages > 1 else {0: first + last}

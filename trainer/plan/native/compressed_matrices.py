@@ -45,7 +45,7 @@ def stage_matrices(context: CostContext, layout: Layout, kind: StageKind) -> tup
 
 def _matrices(context: CostContext, layout: Layout, kind: StageKind, ranks: tuple[int, ...]) -> Iterator[StageMatrices]:
     mesh, multiple = layout.mesh, context.run.model.vocab_multiple
-    for parameter in model_parameters(context.table, range(kind.layers), first=kind.first, last=kind.last):
+    for parameter in context.stage_parameters(kind):
         shard = weight_shard(parameter, context.table.sizes, mesh.tp, 0, vocab_multiple=multiple, ep=mesh.ep)
         stack = None if parameter.frozen else compressed_stack(shard.size, ranks[shard.expert])
         if stack:

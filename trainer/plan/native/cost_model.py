@@ -94,8 +94,9 @@ class NativeCosts(CostModel):
         if gathers_once(layout.parallel):
             gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained_parameters
         else:
-            layer = blocks.layer.dense + blocks.layer.experts
-            ends = held.dense + held.experts - kind.layers * layer
+            layer, dense = blocks.layer.dense + blocks.layer.experts, blocks.dense_layer.dense * kind.first if blocks.dense_layer else 0
+            ends = held.dense + held.experts - kind.layers * layer - context.dense_layers * dense
+            layer = max(layer, dense)
             gathered = (ends + 2 * layer) * width.weight + max(ends, layer) * (width.weight + width.gradient)
         return StateBytes(
             weights=MASTER_BYTES * own,

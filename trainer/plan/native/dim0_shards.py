@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from ...models.ops.op_table import model_parameters
 from ...spec.run import Parallel
 from ..axes.weight_slices import TensorCopies, WeightShard, weight_shard
 from ..costs.cost_context import CostContext
@@ -57,7 +56,7 @@ def stage_rows(context: CostContext, kind: StageKind, mesh: Mesh) -> tuple[tuple
 
 
 def _rows(context: CostContext, kind: StageKind, mesh: Mesh) -> Iterator[WeightRows]:
-    for parameter in model_parameters(context.table, range(kind.layers), first=kind.first, last=kind.last):
+    for parameter in context.stage_parameters(kind):
         if not parameter.frozen:
             shard = weight_shard(parameter, context.table.sizes, mesh.tp, 0, vocab_multiple=context.run.model.vocab_multiple, ep=mesh.ep)
             yield rows_of_size(shard.size, _copies(mesh, shard))._replace(expert=shard.expert, hidden_matrix=shard.hidden_matrix)

@@ -19,13 +19,13 @@ MOST_STAGES = 10_000
 
 def pipeline_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """Each stage, and each chunk of it, has a layer. Chunks are for interleaved schedules, which need micro-batches in rounds."""
-    layers, stages, chunks = run.model.layers, parallel.pp, parallel.chunks
+    layers, stages, chunks = run.model.repeated_layers, parallel.pp, parallel.chunks
     if stages > MOST_STAGES:
         yield BrokenRule("pp", f"parallel.pp={stages} is more than the {MOST_STAGES:,} stages that a plan has", ((("parallel.pp", 1),),))
     elif stages * chunks > layers:
         each = f"parallel.pp={stages}" + (f" x parallel.chunks={chunks}" if chunks > 1 else "")
         fewer: tuple[Change, ...] = ((("parallel.chunks", max(1, layers // stages)),),) if chunks > 1 and stages <= layers else ()
-        yield BrokenRule("pp", f"{each} is more than model.layers={layers}", fewer + nearest_divisors("parallel.pp", stages, layers))
+        yield BrokenRule("pp", f"{each} is more than {_layers_text(run)}", fewer + nearest_divisors("parallel.pp", stages, layers))
     if problem := _schedule_problem(parallel):
         yield problem
         return
@@ -45,6 +45,13 @@ def pipeline_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Bro
         yield from _folded_rules(run, parallel, microbatch)
     if stages > 1 and schedule.delay and not schedule.delay.each_micro_batch:
         yield from _late_step_rules(run, parallel, microbatch)
+
+
+def _layers_text(run: Run) -> str:
+    """The layers that stages share out, in words: those that are not in the first part whatever the stages are."""
+    model = run.model
+    behind = f", of which the first {model.dense_layers} are dense and in one part" if model.dense_layers else ""
+    return f"{'the ' * bool(behind)}model.layers={model.layers}{behind}"
 
 
 def _schedule_problem(parallel: Parallel) -> BrokenRule | None:
@@ -75,20 +82,24 @@ def _file_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
     if parallel.chunks != chunks:
         says = f"parallel.schedule={parallel.schedule} has {plural(lists.chunks, 'part')} a stage, and parallel.chunks is {parallel.chunks}"
         yield BrokenRule("chunks", says, ((("parallel.chunks", chunks),),))
-    elif lists.folded and run.model.layers < 2 * parallel.pp:
-        says = f"parallel.schedule={parallel.schedule} needs {2 * parallel.pp} parts, more than model.layers={run.model.layers}"
+    elif lists.folded and run.model.repeated_layers < 2 * parallel.pp:
+        says = f"parallel.schedule={parallel.schedule} needs {2 * parallel.pp} parts, more than {_layers_text(run)}"
         yield BrokenRule("pp", says, ((("parallel.schedule", "1f1b"),),))
 
 
 def _stages_rules(run: Run, parallel: Parallel, parts: int) -> Iterator[BrokenRule]:
-    """parallel.stages has a number of layers for each part of the model, and they add up to the model's."""
-    given, layers = parallel.stages or (), run.model.layers
+    """parallel.stages has a number of layers for each part of the model, and they add up to the model's. The first part has all dense
+    layers, and one more."""
+    given, layers, dense = parallel.stages or (), run.model.layers, run.model.dense_layers
     balanced: tuple[Change, ...] = ((("parallel.stages", None),),)
     words = f"parallel.stages={list(given)}".replace(" ", "")
     if len(given) != parts:
         yield BrokenRule("stages", f"{words} has {len(given)} entries, and the pipeline has {parts} parts", balanced)
     elif sum(given) != layers:
         yield BrokenRule("stages", f"{words} adds up to {sum(given)} layers, not to model.layers={layers}", balanced)
+    elif dense and given[0] <= dense:
+        says = f"{words} begins with {given[0]}, not more than model.dense_layers={dense}, which are in the first part with another layer"
+        yield BrokenRule("stages", says, balanced)
 
 
 def _interleaved_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
@@ -119,10 +130,10 @@ def _late_step_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[
 
 def _folded_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """A folded schedule gives each stage two parts of the model, and needs a micro-batch for each part of the model."""
-    layers, parts = run.model.layers, 2 * parallel.pp
+    layers, parts = run.model.repeated_layers, 2 * parallel.pp
     plain: Change = (("parallel.schedule", "1f1b"),)
     if parallel.pp <= layers < parts:
-        says = f"parallel.schedule={parallel.schedule} needs 2 x parallel.pp={parallel.pp} parts, more than model.layers={layers}"
+        says = f"parallel.schedule={parallel.schedule} needs 2 x parallel.pp={parallel.pp} parts, more than {_layers_text(run)}"
         yield BrokenRule("pp", says, (plain, *nearest_divisors("parallel.pp", layers // 2, layers)))
     micros = micro_batches(run, parallel, microbatch)
     if micros is not None and micros < parts:

@@ -116,6 +116,9 @@ def experts_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Brok
             yield BrokenRule(
                 "experts", f"model.experts={words.experts} is for family {mixtures}, not {words.family}", ((("model.experts", 0),),)
             )
+        if words.dense_layers:
+            says = f"model.dense_layers={words.dense_layers}: all layers of family {words.family} are dense"
+            yield BrokenRule("experts", says, ((("model.dense_layers", 0),),))
         if parallel.ep > 1:
             yield BrokenRule(
                 "experts", f"parallel.ep={parallel.ep} splits experts, and family {words.family} has none", ((("parallel.ep", 1),),)
@@ -123,6 +126,9 @@ def experts_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Brok
         return
     if not words.experts:
         yield BrokenRule("experts", f"model.experts=0: family {words.family} has at least one expert", fix="set model.experts")
+    elif words.dense_layers >= words.layers:
+        says = f"model.dense_layers={words.dense_layers} is not below model.layers={words.layers}, whose others have experts"
+        yield BrokenRule("experts", says, ((("model.dense_layers", words.layers - 1),),))
     elif not 1 <= words.top_k <= words.experts:
         yield BrokenRule(
             "top_k",

@@ -91,7 +91,7 @@ def _no_experts(run: Run, mesh: Mesh) -> str:
 
 def _expert_ffn(run: Run, mesh: Mesh) -> str:
     model = run.model
-    own = has_experts(model) and model.expert_ffn not in (None, model.ffn)
+    own = has_experts(model) and model.expert_ffn not in (None, model.ffn) and not model.dense_layers
     return f"model.expert_ffn={model.expert_ffn} of every layer" if own else ""
 
 
@@ -181,7 +181,8 @@ IDLE: dict[str, Condition] = {
 }
 READ: dict[str, tuple[str, ...]] = {  # by section
     "model":           ("family", "layers", "hidden", "heads", "vocab", "kv_heads", "vocab_multiple", "tied", "bias",
-                        "qkv_bias", "qk_norm", "norm", "norm_eps", "act", "positions", "dropout", "hf", "parameters", "experts"),
+                        "qkv_bias", "qk_norm", "norm", "norm_eps", "act", "positions", "dropout", "hf", "parameters", "experts",
+                        "dense_layers"),
     "model.lora":      ("rank",),
     "cluster":         ("nodes", "gpus", "storage", "price", "mtbf"),
     "cluster.device":  ("name", "memory", "bandwidth", "peak", "kind", "units", "sustained", "flash", "streaming", "launch", "dispatch",

@@ -206,9 +206,10 @@ def _with_best_stages(context: CostContext, found: CostedLayout, capacity: int) 
     best = best_stages(context, layout, even.blocks, capacity, below=min(found.seconds, even.seconds.step))
     if best.stages is None:
         return found, None
-    peak = layout_cost(context, with_stages(layout, best.stages)).peak
-    candidate = found.candidate._replace(parallel=replace(layout.parallel, stages=best.stages))
-    boundaries = FoundBoundaries(stages=best.stages, even_step=even.seconds.step, least_step=best.least)
+    changed = with_stages(layout, best.stages)
+    peak = layout_cost(context, changed).peak
+    candidate = found.candidate._replace(parallel=changed.parallel)
+    boundaries = FoundBoundaries(stages=changed.partition.whole_parts, even_step=even.seconds.step, least_step=best.least)
     return CostedLayout(best.seconds, peak, candidate), boundaries
 
 

@@ -36,11 +36,10 @@ class Bounds:
         fused, layout = self.run.train.compile, replace(self.run.parallel, zero=zero)
         return frozenset((activation_form(self.run, layout, row), fused and (row is None or zero < 3)) for row in self._rows)
 
-    def fixed_bytes(self, tp: Array, pp: Array, ep: Array, zero: Zero, offload: Offload) -> Array:
-        """The least bytes of the trained weights of a stage's layers, and a data rank's share of their gradients and optimizer states, on a
-        mesh with these degrees and states."""
+    def fixed_bytes(self, layers: Array, tp: Array, pp: Array, ep: Array, zero: Zero, offload: Offload) -> Array:
+        """The least bytes of the trained weights of a stage with so many layers, and a data rank's share of their gradients and optimizer
+        states, on a mesh with these degrees and states."""
         width = self.context.widths
-        layers = -(-self.run.model.layers // pp)
         whole = layers * (self.dense + self.experts / ep) / tp
         shard = whole * tp * pp / self.context.world
         weights = 0.0 if offload.parameters else width.weight * (shard if zero == 3 else whole)
@@ -62,5 +61,5 @@ class Bounds:
 
     def _stage_activation_bytes(self, kind: StageKind, in_flight: Array, blocks: BlockCosts) -> Array:
         temporary = stage_temporary_bytes(self.context, blocks, kind) if self.runnable else 0
-        ends = (blocks.embedding.saved - blocks.saved_once) * kind.first * in_flight + (blocks.head.logits + blocks.head.saved) * kind.last
+        ends = (blocks.first.saved - blocks.saved_once) * kind.first * in_flight + (blocks.head.logits + blocks.head.saved) * kind.last
         return kind.layers * blocks.layer.saved * in_flight + ends + temporary

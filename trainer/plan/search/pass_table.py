@@ -85,6 +85,11 @@ class PassTable:
         self._block_splits: dict[tuple[object, ...], BlockSplit] = {}
         self._wires = [context.wires(mesh_of(parallel, context.world)) for parallel in self.meshes]
         self._passes = self._every_pass()
+        fewest: dict[int, int] = {}  # by stages
+        for partition in {each.partition for each in self._staged}:
+            ends, stages = (partition.counts[0], partition.counts[-1]), len(partition.counts)
+            fewest[stages] = min(*ends, fewest.get(stages, space.run.model.layers))
+        self.end_layers = [fewest.get(each.pp, 0) for each in self.meshes]  # the fewest of the first or the last stage of each mesh
         self._parallel: dict[tuple[int, bool, int], Parallel] = {}
         counts = self._passes.schedules
         self._pass = np.repeat(np.arange(len(counts)), counts)  # of each row
@@ -99,7 +104,8 @@ class PassTable:
         if not self._rows:
             return
         tp, pp, ep = (np.array([getattr(each, name) for each in self.meshes]) for name in ("tp", "pp", "ep"))
-        fixed = np.stack([self.bounds.fixed_bytes(tp, pp, ep, max(zeros), offload) for zeros in self.forms.values()])
+        layers = np.array(self.end_layers)
+        fixed = np.stack([self.bounds.fixed_bytes(layers, tp, pp, ep, max(zeros), offload) for zeros in self.forms.values()])
         mesh = self._passes.mesh[self._pass]
         peak = (self._kept.max(axis=1) + fixed[:, mesh]).ravel()
         seconds = self._seconds.min(axis=1).ravel()

@@ -116,26 +116,26 @@ class LayoutSearch:
             if self._may_matter(keys[bound.mesh], bound.seconds, bound.peak):
                 each = table.pass_of(bound)
                 if each.mesh not in known:
-                    known[each.mesh] = self._mesh_states(table.meshes[each.mesh], timed)
+                    known[each.mesh] = self._mesh_states(table.meshes[each.mesh], table.end_layers[each.mesh], timed)
                 self._search_pass(each, known[each.mesh], table.forms[each.forms])
 
     def _in_time(self, rows: list[CostedLayout]) -> Iterator[CostedLayout]:
         return (row for row in rows if not self._is_too_slow(row.seconds))
 
-    def _mesh_states(self, parallel: Parallel, timed: bool) -> MeshStates:
+    def _mesh_states(self, parallel: Parallel, layers: int, timed: bool) -> MeshStates:
         states = [each for each in self.space.states(parallel) if self._is_timed(each) == timed]
         wires = self.context.wires(mesh_of(parallel, self.context.world))
         ranks = (parallel.tp, parallel.ep, wires.data.size)
         place = (*ranks, wires.data, wires.expert_copies)
-        return MeshStates([self._state_row(parallel, each) for each in states], ranks, place, replace(parallel, sequence=False), {})
+        return MeshStates([self._state_row(parallel, layers, each) for each in states], ranks, place, replace(parallel, sequence=False), {})
 
     def _is_timed(self, state: StateChoice) -> bool:
         """Whether the seconds of such layouts are known."""
         return self.context.rates is not None and not (state.offload.optimizer or state.offload.parameters)
 
-    def _state_row(self, parallel: Parallel, state: StateChoice) -> StateRow:
+    def _state_row(self, parallel: Parallel, layers: int, state: StateChoice) -> StateRow:
         zero, shard, offload = state
-        fixed = self.bounds.fixed_bytes(parallel.tp, parallel.pp, parallel.ep, zero, offload)
+        fixed = self.bounds.fixed_bytes(layers, parallel.tp, parallel.pp, parallel.ep, zero, offload)
         key = (zero, shard, offload.optimizer, offload.parameters)
         return StateRow(state, fixed, self._numbers.setdefault(key, len(self._numbers)))
 

@@ -269,7 +269,7 @@ class Space:
         """Every divisor of a stage's layers."""
         if schedule not in SCHEDULES or not SCHEDULES[schedule].chunked or parallel.pp == 1:
             return (1,)
-        return tuple(divisors(self.run.model.layers // parallel.pp))
+        return tuple(divisors(self.run.model.repeated_layers // parallel.pp))
 
     def _engine_key(self, parallel: Parallel) -> tuple[bool, ...]:
         """All of a mesh and its pass that the limits of engines read; tests/plan/test_search.py holds that nothing else is."""

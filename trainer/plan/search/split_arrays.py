@@ -39,9 +39,13 @@ def blocks_of_splits(
 
 def map_fields(function: Callable[..., Any], blocks: Sequence[BlockCosts]) -> BlockCosts:
     """The function of each number of several block costs; messages and counts of all parameters are left out."""
-    ends: dict[str, Any] = {name: _map_block(function, [getattr(each, name) for each in blocks]) for name in ("embedding", "layer", "head")}
+    has_dense = blocks[0].dense_layer is not None
+    names = ("embedding", *(("dense_layer", "first") if has_dense else ()), "layer", "head")
+    mapped: dict[str, Any] = {name: _map_block(function, [getattr(each, name) for each in blocks]) for name in names}
+    if not has_dense:
+        mapped["first"] = mapped["embedding"]
     whole = {name: function(*[getattr(each, name) for each in blocks]) for name in ("tied", "stream", "saved_once")}
-    return replace(blocks[0], **ends, **whole, elements=())
+    return replace(blocks[0], **mapped, **whole, elements=())
 
 
 def _map_block(function: Callable[..., Any], blocks: Sequence[BlockCost]) -> BlockCost:

@@ -38,9 +38,9 @@ class BestStages(NamedTuple):
 
 
 def with_stages(layout: Layout, stages: tuple[int, ...]) -> Layout:
-    """A layout whose parts have these layers."""
-    partition = layer_partition(stages, chunks=layout.chunks, folded=layout.is_folded)
-    return layout._replace(parallel=replace(layout.parallel, stages=stages), partition=partition)
+    """A layout whose parts have these layers; the first one has the dense layers of the layout besides."""
+    partition = layer_partition(stages, chunks=layout.chunks, folded=layout.is_folded, dense_layers=layout.partition.dense_layers)
+    return layout._replace(parallel=replace(layout.parallel, stages=partition.whole_parts), partition=partition)
 
 
 def best_stages(
@@ -64,7 +64,7 @@ class _StageSearch:
 
     def __init__(self, context: CostContext, layout: Layout, blocks: BlockCosts, capacity: int, paths: StepPaths) -> None:
         self.context, self.layout, self.capacity, self.paths = context, layout, capacity, paths
-        self.layers, self.stages, self.chunks = context.run.model.layers, layout.mesh.pp, layout.chunks
+        self.layers, self.stages, self.chunks = context.layers, layout.mesh.pp, layout.chunks
         self.order = [part for stage in range(self.stages) for part in layout.parts(stage)]  # the part of each position
         self.head_stage = 0 if layout.is_folded else self.stages - 1
         self.fixed = (layout.micros * hop_seconds(layout, blocks) + tied_seconds(context, layout, blocks)) * (1 + context.tail)

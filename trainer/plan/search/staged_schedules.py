@@ -24,28 +24,28 @@ class PassSeconds(NamedTuple):
     """The seconds of one micro-batch on the blocks of a model under one split."""
 
     layer: Array  # forward and backward, with messages
-    embedding: Array
+    first: Array  # of all blocks before the layers
     head: Array
     layer_weights: Array  # of backward, weights' gradients
     ends_weights: Array
     head_weights: Array
     layer_forward: Array
-    embedding_forward: Array
+    first_forward: Array
     head_forward: Array
 
 
 def pass_seconds(blocks: BlockCosts) -> PassSeconds:
     """The seconds of a split's blocks."""
-    layer, embedding, head = blocks.layer, blocks.embedding, blocks.head
+    layer, first, head = blocks.layer, blocks.first, blocks.head
     return PassSeconds(
         layer=_block_seconds(layer),
-        embedding=_block_seconds(embedding),
+        first=_block_seconds(first),
         head=_block_seconds(head),
         layer_weights=layer.weight_gradients,
-        ends_weights=embedding.weight_gradients + head.weight_gradients,
+        ends_weights=first.weight_gradients + head.weight_gradients,
         head_weights=head.weight_gradients,
         layer_forward=_seconds_or_zero(layer.forward) + layer.message_forward,
-        embedding_forward=_seconds_or_zero(embedding.forward) + embedding.message_forward,
+        first_forward=_seconds_or_zero(first.forward) + first.message_forward,
         head_forward=_seconds_or_zero(head.forward) + head.message_forward,
     )
 
@@ -117,7 +117,7 @@ class StagedSchedules:
         sends = hop * self.parts
 
         def total(kind: StageKind) -> Array:
-            return kind.layers * each.layer + kind.first * each.embedding + kind.last * each.head + sends
+            return kind.layers * each.layer + kind.first * each.first + kind.last * each.head + sends
 
         totals = [total(kind) for kind in self.kinds]
         busiest = totals[0]
@@ -135,12 +135,12 @@ class StagedSchedules:
         """Return a lower bound of a simulated step in which the first and the last stage take so many seconds a micro-batch. The last stage
         starts after the forwards of the parts before its first one. The first stage's first backward comes after a micro-batch's forwards,
         and the backwards of the parts behind its own; before it, that stage runs no more forwards than it has micro-batches in flight."""
-        started = self.before_last * each.layer_forward + each.embedding_forward + (self.stages - 1) * hop / 2
-        forwards = self.layers * each.layer_forward + each.embedding_forward + each.head_forward
+        started = self.before_last * each.layer_forward + each.first_forward + (self.stages - 1) * hop / 2
+        forwards = self.layers * each.layer_forward + each.first_forward + each.head_forward
         backwards = self.behind * (each.layer - each.layer_forward - self.splits_backward * each.layer_weights)
         backwards += (1 - self.is_folded) * (each.head - each.head_forward - self.splits_backward * each.head_weights)
         others = self.own_others * each.layer_forward + self.is_folded * each.head_forward
-        longest = larger(self.own_first * each.layer_forward + each.embedding_forward, others)
+        longest = larger(self.own_first * each.layer_forward + each.first_forward, others)
         idle = forwards + backwards - self.in_flight * longest * self.own_parts
         return larger(self.micros * last + started, self.micros * first + idle)
 
@@ -162,8 +162,8 @@ def stacked_schedules(rows: Sequence[StagedSchedule]) -> StagedSchedules:
         first_kind=_stacked_kinds([each.kinds[each.kind_of_stage[0]] for each in partitions]),
         last_kind=_stacked_kinds([each.kinds[each.kind_of_stage[-1]] for each in partitions]),
         fewest=np.array([min([kind.layers for kind in each.kinds]) for each in partitions]),
-        layers=np.array([each.starts[-1] for each in partitions]),
-        before_last=np.array([each.starts[len(each.counts) - 1] for each in partitions]),
+        layers=np.array([sum(each.parts) for each in partitions]),
+        before_last=np.array([sum(each.parts[: len(each.counts) - 1]) for each in partitions]),
         behind=np.array([0 if each.is_folded else sum(each.parts[len(each.parts) - len(each.counts) + 1 :]) for each in partitions]),
         own_parts=np.array([len(each) for each in own]),
         own_first=np.array([each[0] for each in own]),

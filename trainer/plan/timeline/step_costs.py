@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...spec.run import Run
-from ..costs.block_costs import BlockCosts
+from ..costs.block_costs import BlockCost, BlockCosts
 from ..costs.cost_context import CostContext
 from ..layout.layout import Layout
 from ..layout.schedules import stage_and_chunk
@@ -163,11 +163,15 @@ def _message_rounds(layout: Layout, kind: StageCost, tail_factor: float) -> Iter
         )
 
 
+def _layer_block(layout: Layout, blocks: BlockCosts, layer: int) -> BlockCost:
+    return blocks.dense_layer if blocks.dense_layer and layer < layout.partition.dense_layers else blocks.layer
+
+
 def _block_weights(layout: Layout, blocks: BlockCosts, part: int) -> Iterator[BlockWeight]:
     """The blocks of a part of the model, in the order of its forward."""
     first, end = layout.layers(part)
     named = [("embedding", blocks.embedding)] if part == 0 else []
-    named += [(f"layer {layer}", blocks.layer) for layer in range(first, end)]
+    named += [(f"layer {layer}", _layer_block(layout, blocks, layer)) for layer in range(first, end)]
     named += [("head", blocks.head)] if part == len(layout.partition.parts) - 1 else []
     for name, block in named:
         yield BlockWeight(name, (block.forward or 0.0) + block.message_forward, (block.backward or 0.0) + block.message_backward)
