@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers.tensor_parallel import all_reduce
+from ..models.build import named_constants
 from ..parallel.process_groups import Grid
 from ..parallel.rank_model import RankPart
 from ..plan.axes.weight_slices import WeightShard
@@ -101,7 +102,8 @@ class Engine(ABC):
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank holds now, by kind."""
-        return bytes_by_kind(self._held_tensors())
+        constants = (tensor for each in self.parts for _, tensor in named_constants(each.module))
+        return bytes_by_kind([*self._held_tensors(), *(("weights", tensor) for tensor in constants)])
 
     def prepare_save(self) -> None:
         """Make what the ranks hold fit for a checkpoint. To be called on every rank before one is saved, once all results have come."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...engines.engine import Engine
 from ...engines.rank_parameter import ERROR
 from ...launch.rank.channel import OnProgress
+from ...models.build import named_constants
 from ...models.families import is_made_by_transformers
 from ...models.hf_format.transformers_weights import read_published_weights
 from ...models.hf_format.weights import read_hf_weights
@@ -102,6 +103,16 @@ def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
     return "what compression has left out of gradients until then is dropped: gradients travel whole now"
 
 
+def load_hf_constants(run: Run, engine: Engine, on_progress: OnProgress) -> None:
+    """Load the constants of this rank's parts from model.weights, a Hugging Face folder. Raises Unreadable where it holds another model."""
+    held = {name: tensor for each in engine.parts for name, tensor in named_constants(each.module)}
+    if not held:
+        return
+    for name, tensor in read_hf_weights(Path(run.model.weights or ""), run, held):
+        on_progress("read")
+        held[name].copy_(tensor)
+
+
 def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress) -> None:
     """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that. LoRA's own
     weights keep their initial values.
@@ -118,3 +129,4 @@ def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgres
         return slice_values(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
 
     engine.restore(partial(read_range, read=read), UNTRAINED, there.__contains__)
+    load_hf_constants(run, engine, on_progress)

@@ -74,11 +74,14 @@ HF_TENSORS = {
 
 
 def hf_tensor(weight: str, tensors: Mapping[str, HfTensor]) -> HfTensor:
-    """Return the tensor of one of our weights: layers.3.mlp.up.bias is transformer.h.3.mlp.c_fc.bias."""
+    """Return the tensor of one of our weights: layers.3.mlp.up.bias is transformer.h.3.mlp.c_fc.bias. A row of a weight's whole name, with
+    its kind, names the tensor whole."""
     layer, _, kind = weight.rpartition(".")
     index = ""
     if layer.startswith("layers."):
         _, index, layer = layer.split(".", 2)
+    if (whole := tensors.get(f"{layer}.{kind}")) is not None:
+        return replace(whole, name=whole.name.replace("#", index))
     tensor = tensors[layer]
     name = f"{tensor.name.replace('#', index)}.{kind}"
     return HfTensor(name, transposed=tensor.transposed and kind == "weight", third=tensor.third)

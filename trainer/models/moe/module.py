@@ -25,11 +25,13 @@ from .routing import Routing, imbalance, near_tie_count, route
 
 
 class Router(nn.Module):
-    """Each token's logit for each expert, in float32."""
+    """Each token's logit for each expert, in float32. `constants` holds the bias [E] of the choice, which is no parameter of the module:
+    no engine rounds, shards or steps it."""
 
     def __init__(self, parameters: Parameters) -> None:
         super().__init__()
         self.weight = parameters["weight"]
+        self.constants = {"bias": parameters["bias"].data} if "bias" in parameters else {}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, H] -> [B, S, E]."""
@@ -90,7 +92,7 @@ class MoELayer(AttentionHalf):
         self.router = Router(sub_parameters(parameters, "router"))
         self.experts = Experts(sub_parameters(parameters, "experts"), model.act, ep)
         self.shared = FeedForward(sub_parameters(parameters, "shared"), model, tp) if model.shared_experts else None
-        self.tp, self.top_k, self.has_aux_loss = tp, model.top_k, model.aux_loss > 0
+        self.tp, self.top_k, self.rule, self.has_aux_loss = tp, model.top_k, model.router, model.aux_loss > 0
         # tokens of each sequence that an expert takes
         self.capacity = None if model.capacity is None else int(model.capacity * model.top_k * run.train.seq / model.experts)
 
@@ -108,13 +110,15 @@ class MoELayer(AttentionHalf):
 
         All ranks of a tensor-parallel group route all tokens alike: each gathers the logits and the tokens whole.
         """
-        logits = self.router(x)
+        logits, bias = self.router(x), self.router.constants.get("bias")
         if self.tp is not None:
             logits, x = gather_inputs(logits, self.tp), gather_inputs(x, self.tp)
-        routing = route(logits, self.top_k, self.capacity, cp)
+        routing = route(logits, self.top_k, self.capacity, cp, router=self.rule, bias=bias)
         output = self.experts(x, routing)
-        imbalances = imbalance(logits, routing.chosen, cp) if self.has_aux_loss else None
-        near_ties = near_tie_count(logits, self.top_k, x.dtype)
+        imbalances = None
+        if self.has_aux_loss:
+            imbalances = imbalance(logits, routing.chosen, cp, router=self.rule, bias=bias, scores=routing.scores)
+        near_ties = near_tie_count(logits, self.top_k, x.dtype, self.rule, bias)
         return (output if self.tp is None else reduce_outputs(output, self.tp)), imbalances, near_ties
 
 
