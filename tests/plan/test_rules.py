@@ -71,7 +71,8 @@ BROKEN: list[tuple[Keys, str]] = [
     (MOE | {"model.top_k": 9},
         "model.top_k=9 is not from 1 to model.experts=8: set model.top_k=2"),
     (MOE | {"model.router.groups": 3},
-        "model.router.groups=3 does not divide model.experts=8: set model.router.groups=2 or model.router.groups=4 or model.router.groups=1"),
+        ("model.router.groups=3 does not divide model.experts=8: "
+         "set model.router.groups=2 or model.router.groups=4 or model.router.groups=1")),
     (MOE | {"model.router.groups": 4, "model.router.top_groups": 5},
         "model.router.top_groups=5 is more than model.router.groups=4: set model.router.top_groups=4"),
     (MOE | {"model.router.groups": 4, "model.top_k": 3},

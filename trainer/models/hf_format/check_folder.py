@@ -35,7 +35,8 @@ class FolderWeight:
 
 
 def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
-    """Return the weights and constants of a run's model in a folder; raises Unreadable with every difference between the folder and the model.
+    """Return the weights and constants of a run's model in a folder; raises Unreadable with every difference between the folder and the
+    model.
 
     Reads config.json and the headers of the weight files, but no tensor.
     """

@@ -77,9 +77,7 @@ def choose_experts(logits: Tensor, top_k: int, router: Router, bias: Tensor | No
         return logits.topk(top_k, dim=-1)
     values, _ = _choice_values(logits.detach(), router, bias)
     if router.top_groups < router.groups:
-        best = _group_values(values, router, bias).topk(router.top_groups, dim=-1).indices
-        is_best = torch.zeros_like(values[..., : router.groups], dtype=torch.bool).scatter_(-1, best, True)  # [B, S, G]
-        values = values.masked_fill(~_of_experts(is_best, values), -torch.inf)
+        values = _of_best_groups(values, _group_values(values, router, bias), router)
     chosen = values.topk(top_k, dim=-1).indices
     return take(logits, chosen), chosen
 
@@ -116,13 +114,20 @@ def _choice_values(logits: Tensor, router: Router, bias: Tensor | None) -> tuple
 
 def _group_values(values: Tensor, router: Router, bias: Tensor | None) -> Tensor:
     """Return the value of each group [B, S, G]: its experts' largest, with a bias the sum of their two largest (DeepSeek-V2 and V3)."""
-    grouped = values.unflatten(-1, (router.groups, -1))
+    grouped = _by_group(values, router)
     return grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
 
 
-def _of_experts(of_groups: Tensor, like: Tensor) -> Tensor:
-    """Return what groups have, [B, S, G], for each of their experts."""
-    return of_groups.unsqueeze(-1).expand(*of_groups.shape, like.shape[-1] // of_groups.shape[-1]).flatten(-2)
+def _by_group(values: Tensor, router: Router) -> Tensor:
+    """Return values [B, S, E] as [B, S, G, E / G]."""
+    return values.view(*values.shape[:-1], router.groups, -1)
+
+
+def _of_best_groups(values: Tensor, groups: Tensor, router: Router) -> Tensor:
+    """Return the values [B, S, E] of the experts of the best groups, by theirs [B, S, G], and -inf of the others."""
+    best = groups.topk(router.top_groups, dim=-1).indices
+    is_other = torch.ones_like(groups, dtype=torch.bool).scatter_(-1, best, False)
+    return _by_group(values, router).masked_fill(is_other.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 def copy_weights(chosen: Tensor, router: Router) -> Tensor:
@@ -159,15 +164,12 @@ def near_tie_count(logits: Tensor, top_k: int, dtype: torch.dtype, router: Route
     values, slopes = _choice_values(logits, router, bias)
     is_close = torch.zeros_like(rounding, dtype=torch.bool)
     if router.top_groups < router.groups:
-        groups = _group_values(values, router, bias)
+        groups, group_slopes = _group_values(values, router, bias), None
         if slopes is not None:  # a group's value changes with two of its experts
-            at = values.unflatten(-1, (router.groups, -1)).topk(2, dim=-1).indices
-            group_slopes = slopes.unflatten(-1, (router.groups, -1)).gather(-1, at).sum(-1)
-        else:
-            group_slopes = None
+            two = _by_group(values, router).topk(2, dim=-1).indices
+            group_slopes = _by_group(slopes, router).gather(-1, two).sum(-1)
         is_close = _is_close(groups, group_slopes, router.top_groups, rounding)
-        last = groups.topk(router.top_groups, dim=-1).values[..., -1:]
-        values = values.masked_fill(~_of_experts(groups >= last, values), -torch.inf)
+        values = _of_best_groups(values, groups, router)
     if top_k < logits.shape[-1]:
         is_close = is_close | _is_close(values, slopes, top_k, rounding)
     return is_close.sum()
