@@ -105,11 +105,11 @@ class _Take(torch.autograd.Function):
 
 
 def _choice_values(logits: Tensor, router: Router, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the values by which tokens choose experts, [B, S, E], and their derivatives by the logits; None: they are the logits."""
+    """Return the values by which tokens choose experts, [B, S, E], and the scores in them; None: they are the logits."""
     if bias is None:
         return logits, None
     scores = torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
-    return scores + bias, scores * (1 - scores)
+    return scores + bias, scores
 
 
 def _group_values(values: Tensor, router: Router, bias: Tensor | None) -> Tensor:
@@ -161,7 +161,8 @@ def near_tie_count(logits: Tensor, top_k: int, dtype: torch.dtype, router: Route
     change: another order of summation, as in another layout, can send them elsewhere."""
     logits = logits.detach()
     rounding = NEAR_TIE_UNITS * torch.finfo(dtype).eps * logits.abs().amax(-1)  # of a logit
-    values, slopes = _choice_values(logits, router, bias)
+    values, scores = _choice_values(logits, router, bias)
+    slopes = None if scores is None else scores * (1 - scores)  # of values by their logits
     is_close = torch.zeros_like(rounding, dtype=torch.bool)
     if router.top_groups < router.groups:
         groups, group_slopes = _group_values(values, router, bias), None

@@ -225,11 +225,9 @@ def _routing_saves(model: Model, copies: Dims) -> tuple[Tensor, ...]:
     scores, share = Tensor((*copies[:-1], "choices"), 4), Tensor(("batch", "choices"), 4)
     has_sum = router.score == "sigmoid" and router.normalize
     before_scale = (weight,) if has_sum or (router.scale != 1 and not router.has_shared_scores) else ()
-    balance = (scores, share) if model.aux_loss else ()
-    if model.aux_loss and router.score == "sigmoid":
-        balance += (of_token,)
-    shared = (scores,) if router.has_shared_scores and not model.aux_loss else ()
-    return choice, weight, *before_scale, *((of_token,) if has_sum else ()), *shared, *balance
+    sums = (of_token,) * (has_sum + (router.score == "sigmoid" and model.aux_loss > 0))
+    balance = (scores, share) if model.aux_loss else (scores,) if router.has_shared_scores else ()
+    return choice, weight, *before_scale, *sums, *balance
 
 
 def _routing_kernels(model: Model) -> int:
