@@ -251,16 +251,13 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
 
 def _with_synonyms(config: dict[str, Any], kind: ConfigKind) -> dict[str, Any]:
     """Return a config in which all synonyms of a key that it states have its value."""
-    for row in (each for each in kind.rows if each.synonyms):
-        if stated := [config[name] for name in row.theirs if name in config]:
-            config = dict.fromkeys(row.theirs, stated[0]) | config
-    return config
+    stated = ((row.theirs, config[name]) for row in kind.rows if row.synonyms for name in row.theirs if name in config)
+    return {name: value for names, value in stated for name in names} | config
 
 
 def needs_family_hf(path: str | Path) -> bool:
     """Whether only transformers has the model_type of a config.json, so that it is of family hf; raises Unreadable for a bad file."""
-    model_type = read_json(config_file(path)).get("model_type")
-    return isinstance(model_type, str) and model_type not in CONFIG_KINDS
+    return isinstance(model_type := read_json(config_file(path)).get("model_type"), str) and model_type not in CONFIG_KINDS
 
 
 def family_of_type(model_type: str) -> str:

@@ -24,7 +24,7 @@ from .routing import Routing, imbalance, near_tie_count, route
 # B batch, S sequence, H hidden, E experts, K experts per token, C copies of tokens that are computed, F expert_ffn
 
 
-class Router(nn.Module):
+class RouterLayer(nn.Module):
     """Each token's logit for each expert, in float32. `constants` holds the bias [E] of the choice, which is no parameter of the module:
     no engine rounds, shards or steps it."""
 
@@ -89,7 +89,7 @@ class MoELayer(AttentionHalf):
     def __init__(self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, ep: Group | None) -> None:
         super().__init__(parameters, run, layer, tp)
         model = run.model
-        self.router = Router(sub_parameters(parameters, "router"))
+        self.router = RouterLayer(sub_parameters(parameters, "router"))
         self.experts = Experts(sub_parameters(parameters, "experts"), model.act, ep)
         self.shared = FeedForward(sub_parameters(parameters, "shared"), model, tp) if model.shared_experts else None
         self.tp, self.top_k, self.rule, self.has_aux_loss = tp, model.top_k, model.router, model.aux_loss > 0
