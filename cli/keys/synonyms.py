@@ -142,6 +142,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("n_group moe_router_num_groups num_expert_groups", "model.router.groups"),
     _row("topk_group moe_router_group_topk num_limited_groups", "model.router.top_groups"),
     _row("moe_router_enable_expert_bias e_score_correction_bias", "model.router.bias", "", YES),
+    _row("moe_router_bias_update_rate", "model.router.bias_rate"),
     _row("moe_intermediate_size moe_ffn_hidden_size", "model.expert_ffn"),
     _row("moe_aux_loss_coeff router_aux_loss_coef", "model.aux_loss"),
     _row("rope_theta rotary_base rotary_emb_base", "model.rope_base"),

@@ -122,7 +122,7 @@ def test_a_layer_matches_the_written_out_formulas(changes: dict[str, Any]) -> No
     run = run_of(**changes, model__aux_loss=0.1)
     layer = module_of(run).layers["1"]
     x = torch.randn(B, S, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    routed, imbalances, _ = layer.mixture(x)
+    routed, imbalances, *_ = layer.mixture(x)
     output = routed if layer.shared is None else routed + layer.shared(x)
     weights = {**dict(layer.named_parameters()), **dict(named_constants(layer))}
     rows = [written_out(run, weights, sequence) for sequence in x]

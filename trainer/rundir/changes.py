@@ -26,6 +26,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("model.vocab_multiple", "free"),        # padding of a rank's slice
     ("model.dropout",        "reported"),
     ("model.aux_loss",       "reported"),        # the weight of an additional loss
+    ("model.router.bias_rate", "reported"),      # how fast, not where
     ("model.",               "refused"),
     ("data.cache",           "free"),
     ("data.",                "acceptable"),

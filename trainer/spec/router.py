@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .bounded_numbers import Count, Positive
+from .bounded_numbers import Count, NotNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class Router:
     """How a token's logits choose its experts, and weigh their outputs; the default is Mixtral's (arXiv:2401.04088 section 2.1).
 
     `groups` and `top_groups` limit the choice to the experts of some groups (arXiv:2405.04434 section 2.2.2), `bias` adds to scores for
-    the choice alone (arXiv:2408.15664).
+    the choice alone and changes by `bias_rate` a step (arXiv:2408.15664).
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -22,6 +22,7 @@ class Router:
     groups: Count = 1
     top_groups: Count = 1
     bias: bool = False
+    bias_rate: NotNegative = 0.0
 
     @property
     def has_shared_scores(self) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...models.build import build_model, load_weights, module_of_family, named_constants
+from ...models.build import build_model, load_weights, module_of_family
 from ...models.families import FAMILIES, family_of, is_made_by_transformers, op_table
 from ...models.hf_format.weights import read_hf_weights
 from ...models.ops.op_table import parameter_count, round_up
@@ -109,8 +109,6 @@ def load_model(saved: SavedRun, device: torch.device) -> Transformer | CausalLM:
         )
     if run.model.lora.rank and run.model.weights:
         load_weights(module, read_hf_weights(Path(run.model.weights), run), partial=True)
-    if run.model.router.bias and run.model.weights:
-        load_weights(module, read_hf_weights(Path(run.model.weights), run, dict(named_constants(module))), partial=True)
     read = ((name, saved.weights.read(whole_slice(name, "weight", shape))) for name, shape in shapes.items())
     load_weights(module, read, partial=run.model.lora.rank > 0)
     return module.eval()

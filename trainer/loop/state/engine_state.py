@@ -12,16 +12,16 @@ from torch import Tensor
 from ...engines.engine import Engine
 from ...engines.rank_parameter import ERROR
 from ...launch.rank.channel import OnProgress
-from ...models.build import named_constants
 from ...models.families import is_made_by_transformers
 from ...models.hf_format.transformers_weights import read_published_weights
 from ...models.hf_format.weights import read_hf_weights
 from ...parallel.process_groups import Grid
+from ...plan.axes.weight_slices import WeightShard
 from ...plan.layout.workers import OUTER_MOMENTUM
 from ...rundir.run_in_manifest import run_record
 from ...spec.run import Run
 from ..checkpoint import CheckpointReader, SavedCheckpoint, SaveFailed, Shard, Slice, gather_over, save_shards
-from ..checkpoint.shard_positions import checkpoint_shards, is_saved_here, read_range, slice_values, weight_shapes
+from ..checkpoint.shard_positions import checkpoint_shards, constant_shard, is_saved_here, read_range, slice_values, weight_shapes
 from ..step.train_progress import TrainProgress
 from .resume_loss_check import resume_check_record
 from .training_setup import TrainingSetup
@@ -74,6 +74,14 @@ def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
         errors = [(ERROR, part.error)] if part.error is not None else []
         for kind, held in (("weight", part.weight), *part.states(), *errors):
             yield from checkpoint_shards(part.shard, kind, part.start, held)
+    for shard, tensor in _constant_shards(engine, grid):
+        if is_saved_here(shard, turns[shard.name], replica=grid.coordinate("data"), replicas=grid.size("data")):
+            yield from checkpoint_shards(shard, "weight", 0, tensor.view(-1))
+
+
+def _constant_shards(engine: Engine, grid: Grid) -> Iterator[tuple[WeightShard, Tensor]]:
+    for name, tensor in engine.constants():
+        yield constant_shard(name, tuple(tensor.shape), copy=grid.coordinate("tp"), copies=grid.size("tp")), tensor
 
 
 def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Sequence[str], on_progress: OnProgress) -> None:
@@ -93,6 +101,8 @@ def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Seq
     if any(kind != OUTER_MOMENTUM for kind in new_moments):
         counters = counters | {"optimizer_steps": UNTRAINED["optimizer_steps"]}
     engine.restore(partial(read_range, read=read), counters, engine.run.model.is_trained)
+    for shard, tensor in _constant_shards(engine, engine.grid):
+        tensor.view(-1).copy_(read_range(shard, "weight", 0, tensor.numel(), read=read))
 
 
 def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
@@ -103,16 +113,6 @@ def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
     return "what compression has left out of gradients until then is dropped: gradients travel whole now"
 
 
-def load_hf_constants(run: Run, engine: Engine, on_progress: OnProgress) -> None:
-    """Load the constants of this rank's parts from model.weights, a Hugging Face folder. Raises Unreadable where it holds another model."""
-    held = {name: tensor for each in engine.parts for name, tensor in named_constants(each.module)}
-    if not held:
-        return
-    for name, tensor in read_hf_weights(Path(run.model.weights or ""), run, held):
-        on_progress("read")
-        held[name].copy_(tensor)
-
-
 def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress) -> None:
     """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that. LoRA's own
     weights keep their initial values.
@@ -121,6 +121,7 @@ def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgres
     """
     assert run.model.weights is not None
     mine = {placed.name for part in grid.position.parts for placed in grid.position.weight_shards(run, part)}
+    mine.update(name for name, _ in engine.constants())
     read_weights = read_published_weights if is_made_by_transformers(run.model) else read_hf_weights
     there = {name: tensor for name, tensor in read_weights(Path(run.model.weights), run) if name in mine}
 
@@ -129,4 +130,5 @@ def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgres
         return slice_values(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
 
     engine.restore(partial(read_range, read=read), UNTRAINED, there.__contains__)
-    load_hf_constants(run, engine, on_progress)
+    for name, constant in engine.constants():
+        constant.copy_(there[name])

@@ -16,7 +16,7 @@ from ..checkpoint.shard_positions import weight_shapes
 from ..data.samples.batches import Batches
 from ..failures.fail_together import fail_together
 from ..step.train_progress import BEGINNING, TrainProgress, resumed_progress
-from .engine_state import dropped_errors, load_hf_constants, load_hf_weights, restore_engine
+from .engine_state import dropped_errors, load_hf_weights, restore_engine
 from .resume_loss_check import check_resumed_loss
 
 
@@ -37,8 +37,6 @@ def load_initial_state(
     if run.model.weights and (run.model.lora.rank or not search.checkpoint):  # LoRA's checkpoints hold what is trained alone
         fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.report_progress))
         say(f"starts from the weights in {run.model.weights}")
-    elif run.model.weights and run.model.router.bias:  # constants are in no checkpoint
-        fail_together(gather, partial(load_hf_constants, run, engine, channel.report_progress))
     if search.checkpoint:
         return _load_checkpoint(run, search.checkpoint, changes_since(search.checkpoint), grid, engine, batches, channel, gather)
     return BEGINNING

@@ -122,7 +122,7 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
         "expert_ffn": model.expert_ffn or ffn,
         "shared_experts": model.shared_experts,
         "capacity": model.capacity,
-        **{f"router.{row.name}": getattr(model.router, row.name) for row in fields(model.router)},
+        **{f"router.{row.name}": getattr(model.router, row.name) for row in fields(model.router) if row.name != "bias_rate"},
     }
     window = model.effective_window(run.train.seq)
     types = model.layer_types if window and model.windowed_layers < model.layers else None
@@ -174,7 +174,7 @@ def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:
     if model.experts:
         plain = not (bias or qkv_bias or model.shared_experts or model.capacity) and some_windowed == all_windowed
         form = Router(normalize=model.router.normalize or not model.qk_norm)  # Mixtral always normalizes
-        return ("qwen3_moe" if model.qk_norm else "mixtral") if plain and model.router == form else ""
+        return ("qwen3_moe" if model.qk_norm else "mixtral") if plain and replace(model.router, bias_rate=0.0) == form else ""
     if model.qk_norm:
         return "" if bias or qkv_bias else "qwen3"
     if bias:

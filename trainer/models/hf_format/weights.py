@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,8 @@ NO_TOKENS: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, 
 TEMPERATURE = 0.8  # the default of `distrain generate`
 
 
-def read_hf_weights(folder: str | Path, run: Run, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight and constant of a run's model, or those of some `names`, by logical name, in its logical shape, reading one at a
-    time.
+def read_hf_weights(folder: str | Path, run: Run) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight and constant of a run's model by logical name, in its logical shape, reading one at a time.
 
     Raises Unreadable, before the first, with every difference between the folder and the model.
     """
@@ -37,7 +36,7 @@ def read_hf_weights(folder: str | Path, run: Run, names: Container[str] | None =
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)]
         file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        for weight in (each for each in weights if names is None or each.name in names):
+        for weight in weights:
             parts = [_read_tensor(file_of[tensor.name], tensor, shape) for tensor, shape in expert_tensors(weight.tensor, weight.shape)]
             yield weight.name, torch.stack(parts) if "@" in weight.tensor.name else parts[0]
 

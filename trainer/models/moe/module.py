@@ -19,7 +19,7 @@ from ...layers.transformer.context_parallel import ContextParallel
 from ...layers.transformer.feed_forward import ACTIVATIONS, FeedForward
 from ...layers.transformer.transformer import AttentionHalf, LayerInputs, Transformer
 from ...spec.run import Run
-from .routing import Routing, imbalance, near_tie_count, route
+from .routing import Routing, expert_loads, imbalance, near_tie_count, route
 
 # B batch, S sequence, H hidden, E experts, K experts per token, C copies of tokens that are computed, F expert_ffn
 
@@ -96,17 +96,18 @@ class MoELayer(AttentionHalf):
         # tokens of each sequence that an expert takes
         self.capacity = None if model.capacity is None else int(model.capacity * model.top_k * run.train.seq / model.experts)
 
-    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return (hidden states [B, S, H], each sequence's routing imbalance [B] where the auxiliary loss uses it, near ties)."""
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Return (hidden states [B, S, H], each sequence's routing imbalance [B] where the auxiliary loss uses it, near ties, how many
+        tokens chose each expert [E] where that steps a bias)."""
         x = self.attend(x, inputs)
         normed = self.norm2(x)
-        mixture, imbalances, near_ties = self.mixture(normed, inputs.cp)
+        mixture, imbalances, near_ties, load = self.mixture(normed, inputs.cp)
         if self.shared is not None:
             mixture = mixture + self.shared(normed)
-        return x + self.dropout2(mixture, inputs.sharded_dropout_states), imbalances, near_ties
+        return x + self.dropout2(mixture, inputs.sharded_dropout_states), imbalances, near_ties, load
 
-    def mixture(self, x: Tensor, cp: ContextParallel | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return (the routed experts' output [B, S, H], routing imbalances, near ties).
+    def mixture(self, x: Tensor, cp: ContextParallel | None = None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Return (the routed experts' output [B, S, H], routing imbalances, near ties, tokens of each expert).
 
         All ranks of a tensor-parallel group route all tokens alike: each gathers the logits and the tokens whole.
         """
@@ -119,7 +120,8 @@ class MoELayer(AttentionHalf):
         if self.has_aux_loss:
             imbalances = imbalance(logits, routing.chosen, cp, router=self.rule, bias=bias, scores=routing.scores)
         near_ties = near_tie_count(logits, self.top_k, x.dtype, self.rule, bias)
-        return (output if self.tp is None else reduce_outputs(output, self.tp)), imbalances, near_ties
+        load = expert_loads(routing.chosen, logits.shape[-1]) if bias is not None and self.rule.bias_rate else None
+        return (output if self.tp is None else reduce_outputs(output, self.tp)), imbalances, near_ties, load
 
 
 class MoETransformer(Transformer):
@@ -133,6 +135,7 @@ class MoETransformer(Transformer):
         self.loss_gradient = 1.0
         self.imbalances: list[Tensor] = []  # [B] of each layer, of the forward under way
         self.near_ties: list[Tensor] = []  # of each layer, of all training forwards since the engine last took them
+        self.loads: dict[str, Tensor] = {}  # [E] by layer, of the same forwards
 
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
         return MoELayer(parameters, run, index, self.tp, self.ep)
@@ -163,10 +166,12 @@ class MoETransformer(Transformer):
 
     def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         self.imbalances = []
-        for layer in self.layers.values():
-            x, imbalances, near_ties = self.run_layer(layer, x, inputs)
+        for name, layer in self.layers.items():
+            x, imbalances, near_ties, load = self.run_layer(layer, x, inputs)
             if self.training:
                 self.near_ties.append(near_ties)
+                if load is not None:
+                    self.loads[name] = self.loads.get(name, 0) + load
             if imbalances is not None:
                 self.imbalances.append(imbalances)
         return x

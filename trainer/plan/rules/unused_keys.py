@@ -89,12 +89,6 @@ def _no_experts(run: Run, mesh: Mesh) -> str:
     return "" if routes else f"model.family={run.model.family}"
 
 
-def _weights(run: Run, mesh: Mesh) -> str:
-    """A run that resumes reads what its checkpoints don't hold: LoRA's frozen weights, a router's bias."""
-    read_again = run.model.lora.rank or (run.model.router.bias and has_experts(run.model))
-    return "" if read_again else _is("checkpoint.resume", "must")(run, mesh)
-
-
 def _no_router(run: Run, mesh: Mesh) -> str:
     return "" if has_experts(run.model) else f"model.family={run.model.family}"
 
@@ -130,12 +124,13 @@ IDLE: dict[str, Condition] = {
     "model.lora.targets":      _is("model.lora.rank", 0),
     "model.top_k":             _no_experts,
     **{f"model.router.{key}": _no_router for key in ("score", "normalize", "scale", "groups", "bias")},
+    "model.router.bias_rate":  _any(_no_router, _is("model.router.bias", False)),
     "model.router.top_groups": _any(_no_router, _is("model.router.groups", 1)),
     "model.expert_ffn":        _no_experts,
     "model.shared_experts":    _no_experts,
     "model.aux_loss":          _no_experts,
     "model.capacity":          _no_experts,
-    "model.weights":           _weights,
+    "model.weights":           lambda run, mesh: "" if run.model.lora.rank else _is("checkpoint.resume", "must")(run, mesh),
     "parallel.shard":          _is("parallel.zero", 0),
     "parallel.gather":         _is_not("parallel.zero", 3),
     "parallel.schedule":       _is("parallel.pp", 1),
