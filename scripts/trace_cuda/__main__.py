@@ -27,8 +27,8 @@ GIB = 2**30
 # Each recipe that an engine here runs, as it is written.
 RECIPES = (
     "gpt2_124m", "gpt2_124m_1gpu", "llama3_2_1b_1node", "llama3_8b", "llama3_8b_1node", "llama3_8b_ethernet", "llama3_8b_128k",
-    "llama3_70b", "mixtral_8x7b", "finetune_llama", "llama3_8b_finetune", "megatron_22b", "gpt3_175b", "nano_shakespeare", "quickstart",
-    "tiny_2x2x2", "llama3_405b",
+    "llama3_70b", "mixtral_8x7b", "qwen3_30b_a3b", "finetune_llama", "llama3_8b_finetune", "megatron_22b", "gpt3_175b", "nano_shakespeare",
+    "quickstart", "tiny_2x2x2", "llama3_405b",
 )  # fmt: skip
 
 

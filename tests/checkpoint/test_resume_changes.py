@@ -63,14 +63,31 @@ def test_a_different_model_is_refused_with_the_name_of_its_key(key: str) -> None
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("model.rope_base", 5e5), ("model.experts", 8), ("model.top_k", 1), ("model.expert_ffn", 64), ("model.capacity", 1.5)],
+    [
+        ("model.rope_base", 5e5),
+        ("model.experts", 8),
+        ("model.top_k", 1),
+        ("model.expert_ffn", 64),
+        ("model.capacity", 1.5),
+        ("model.router.score", "sigmoid"),
+        ("model.router.normalize", False),
+        ("model.router.groups", 2),
+        ("model.router.bias", True),
+    ],
 )
 def test_a_different_mixture_is_refused(key: str, value: object) -> None:
     before = load_recipe("quickstart", ["model=tiny_moe"])
     assert [problem.says.split()[0] for problem in changes(before, (key, value)).problems] == [key]
 
 
-@pytest.mark.parametrize("change", [("model.rope_base", 5e5), ("model.kv_heads", 8), ("model.ffn", 1024), ("model.top_k", 3)])
+def test_another_rate_of_a_routers_bias_is_reported() -> None:
+    found = changes(load_recipe("quickstart", ["model=tiny_moe", "model.router.bias=true"]), ("model.router.bias_rate", 0.001))
+    assert (found.problems, [each.text for each in found.reported]) == ((), ["model.router.bias_rate 0.0 -> 0.001"])
+
+
+@pytest.mark.parametrize(
+    "change", [("model.rope_base", 5e5), ("model.kv_heads", 8), ("model.ffn", 1024), ("model.top_k", 3), ("model.router.scale", 2.0)]
+)
 def test_a_value_with_the_same_meaning_is_no_change(change: tuple[str, object]) -> None:
     assert changes(run(), change) == Changes()
 

@@ -15,7 +15,7 @@ from distrain.trainer.layers.counter_rng import dropout_keys
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
-from distrain.trainer.models.build import build_model
+from distrain.trainer.models.build import build_model, named_constants
 from distrain.trainer.spec.lr_schedule import learning_rate
 from distrain.trainer.spec.run import Run
 
@@ -39,8 +39,16 @@ def reference_curve(words: tuple[str, ...], left_out: frozenset[int] = frozenset
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), run.train.clip or torch.inf)))
         if step not in left_out:
             optimizer.step()
+        _step_biases(run, module, skip=step in left_out)
         losses.append(loss.item())
     return losses, norms
+
+
+def _step_biases(run: Run, module: nn.Module, *, skip: bool) -> None:
+    """arXiv:2408.15664 algorithm 1: b_e += rate x sign(mean load - load of e)."""
+    for (_, bias), load in zip(named_constants(module), getattr(module, "loads", {}).values(), strict=bool(run.model.router.bias_rate)):
+        bias += (not skip) * run.model.router.bias_rate * torch.sign(load.double().mean() - load.double()).float()
+    getattr(module, "loads", {}).clear()
 
 
 def _optimizer(run: Run, module: nn.Module) -> torch.optim.Optimizer:

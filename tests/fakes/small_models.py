@@ -11,11 +11,13 @@ from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.models.build import build_model, load_weights, named_weights
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.lora import Lora
+from distrain.trainer.spec.router import Router
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
 LORA = Lora(rank=3, alpha=6.0, targets=("query", "value", "out", "up", "down"))
+V3 = Router(score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)
 MODELS = {
     "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, context=40, bias=True, tied=True, act="gelu_tanh"),
     "nano": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu"),
@@ -24,6 +26,7 @@ MODELS = {
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
     "lora": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA, lora=LORA),
     "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
+    "grouped moe": Model(family="moe", layers=2, hidden=32, heads=4, ffn=24, vocab=64, experts=8, top_k=3, **LLAMA, router=V3),
 }
 B, S = 3, 24  # sequences, tokens of each
 

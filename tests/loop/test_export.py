@@ -161,11 +161,11 @@ def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
     [
         (
             ("model=tiny_moe", "model.shared_experts=1"),
-            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3 and Mixtral computes what this model does",
+            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE computes what this model does",
         ),
         (
             ("model.positions=rope",),
-            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3 and Mixtral computes what this model does",
+            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE computes what this model does",
         ),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_harmless_key_changes_no_logit(default_configs: Configs) -> None:
 
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24,
              "head_dim": 8, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 40, "num_local_experts": 2,
-             "sliding_window": 4}  # fmt: skip
+             "num_experts_per_tok": 2, "moe_intermediate_size": 12, "sliding_window": 4}  # fmt: skip
     read_elsewhere = {
         "max_position_embeddings",
         "rope_parameters",

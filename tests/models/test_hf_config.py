@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from distrain.tests.fakes.public_configs import GPT2, LLAMA2_7B, LLAMA31_8B, MINISTRAL_8B, MISTRAL_7B, MIXTRAL_8X7B, QWEN3_8B, QWEN25_7B
+from distrain.tests.fakes.public_configs import (
+    GPT2,
+    LLAMA2_7B,
+    LLAMA31_8B,
+    MINISTRAL_8B,
+    MISTRAL_7B,
+    MIXTRAL_8X7B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    QWEN25_7B,
+)
 from distrain.trainer.models.families import FAMILIES
 from distrain.trainer.models.hf_format.config import CONFIG_KINDS, read_hf_config
 from distrain.trainer.models.ops.op_table import parameter_count
@@ -26,6 +36,7 @@ PUBLIC = {
     "qwen3_8b": (QWEN3_8B, 8_190_735_360),
     "ministral_8b": (MINISTRAL_8B, 8_019_808_256),
     "mixtral_8x7b": (MIXTRAL_8X7B, 46_702_792_704),
+    "qwen3_30b_a3b": (QWEN3_30B_A3B, 30_532_122_624),
 }
 
 
@@ -100,6 +111,52 @@ def test_the_experts_of_mixtral_are_read(tmp_path: Path) -> None:
     assert [read_keys[key] for key in ("family", "experts", "top_k", "expert_ffn")] == ["moe", 8, 2, 14336]
 
 
+def test_qwen3_moe_is_read_key_by_key(tmp_path: Path) -> None:
+    file = write_config(tmp_path, QWEN3_30B_A3B)
+    assert read_hf_config(file) == {
+        "family": "moe",
+        "layers": 48,
+        "hidden": 2048,
+        "heads": 32,
+        "kv_heads": 4,
+        "head_dim": 128,
+        "vocab": 151936,
+        "tied": False,
+        "bias": False,
+        "qk_norm": True,
+        "norm": "rmsnorm",
+        "norm_eps": 1e-6,
+        "act": "swiglu",
+        "positions": "rope",
+        "rope_base": 1000000.0,
+        "rope": {"type": "default"},
+        "dropout": 0.0,
+        "experts": 128,
+        "top_k": 8,
+        "expert_ffn": 768,
+        "router": {"normalize": True},
+        "hf": str(file),
+    }
+
+
+def test_experts_have_the_names_of_both_versions_of_transformers(tmp_path: Path) -> None:
+    """And without norm_topk_prob weights are not normalized, as there."""
+    config = {key: value for key, value in QWEN3_30B_A3B.items() if key not in ("num_experts", "norm_topk_prob")}
+    keys = read_hf_config(write_config(tmp_path, config | {"num_local_experts": 64}))
+    assert (keys["experts"], keys["router"]) == (64, {"normalize": False})
+    assert read_hf_config(write_config(tmp_path, config))["experts"] == 128
+    assert read_hf_config(write_config(tmp_path, config | {"num_experts": 16, "num_local_experts": 16}))["experts"] == 16
+    says = refusal(write_config(tmp_path, config | {"num_experts": 16, "num_local_experts": 8}))
+    assert "num_experts=16, num_local_experts=8 differ, but model.experts is a single value" in says
+
+
+def test_every_layer_of_qwen3_moe_has_the_window(tmp_path: Path) -> None:
+    """transformers reads no max_window_layers there."""
+    keys = read_hf_config(write_config(tmp_path, QWEN3_30B_A3B | {"use_sliding_window": True, "sliding_window": 4096}))
+    assert (keys["window"], "layer_types" in keys) == (4096, False)
+    assert "window" not in read_hf_config(write_config(tmp_path, QWEN3_30B_A3B | {"sliding_window": 4096}))
+
+
 def test_the_rotary_base_is_read_from_the_keys_of_transformers_5(tmp_path: Path) -> None:
     rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
     config = {key: value for key, value in LLAMA2_7B.items() if key != "rope_scaling"} | rope
@@ -158,6 +215,10 @@ def test_windows_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
         (GPT2 | {"activation_function": "swish"}, "activation_function=swish"),
         (MIXTRAL_8X7B | {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        (QWEN3_30B_A3B | {"decoder_sparse_step": 2}, "family moe does not have decoder_sparse_step=2: it has 1"),
+        (QWEN3_30B_A3B | {"mlp_only_layers": [0, 1]}, "family moe does not have mlp_only_layers=[0, 1]: it has []"),
+        (QWEN3_30B_A3B | {"n_shared_experts": 1}, "n_shared_experts=1 is not known to family moe"),
+        (QWEN3_30B_A3B | {"norm_topk_prob": 1}, "norm_topk_prob=1 is not true or false"),
         (LLAMA31_8B | {"num_hidden_layers": "32"}, 'num_hidden_layers="32" is not a whole number'),
         (LLAMA31_8B | {"num_hidden_layers": True}, "num_hidden_layers=true is not a whole number"),
         (LLAMA31_8B | {"vocab_size": None}, "vocab_size=null is not a whole number"),
@@ -182,7 +243,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "deepseek_v3", 7])
 def test_the_refusal_of_an_unknown_model_type_lists_the_known_ones(name: object, tmp_path: Path) -> None:
     says = refusal(write_config(tmp_path, {"model_type": name}))
-    assert f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2, qwen3" in says
+    assert f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2, qwen3, qwen3_moe" in says
     assert "any other model type of transformers is family hf" in says
 
 

@@ -20,6 +20,7 @@ from distrain.trainer.models.hf_format.weights import read_hf_weights, write_hf_
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 from distrain.trainer.spec.read import read  # noqa: E402
+from distrain.trainer.spec.router import Router  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -32,10 +33,26 @@ OURS = {
     "llama with biases": Model(family="llama", layers=1, hidden=32, heads=4, ffn=56, vocab=64, bias=True, tied=True, **LLAMA),
     "mixtral": Model(family="moe", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, experts=4, top_k=2, **LLAMA),
     "qwen3": Model(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, qk_norm=True, **LLAMA),
+    "qwen3 moe": Model(
+        family="moe",
+        layers=2,
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=12,
+        expert_ffn=24,
+        vocab=64,
+        experts=4,
+        top_k=2,
+        qk_norm=True,
+        router=Router(normalize=False),
+        **LLAMA,
+    ),
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, vocab_multiple=48, **LLAMA),
 }
 ROPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 101, "n_positions": S}
+MOE = {"num_key_value_heads": 2, "head_dim": 12, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
 FAR = {"rope_type": "default", "rope_theta": 5e5}
 # fmt: off
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -50,6 +67,8 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3":            ("Qwen3Config",   ROPE | {"num_key_value_heads": 2, "head_dim": 12}),
     "qwen3, windows":   ("Qwen3Config",   ROPE | {"num_key_value_heads": 4, "head_dim": 8, "use_sliding_window": True, "sliding_window": 6,
                                           "max_window_layers": 1}),
+    "qwen3 moe":        ("Qwen3MoeConfig", ROPE | MOE | {"norm_topk_prob": True}),
+    "qwen3 moe, plain": ("Qwen3MoeConfig", ROPE | MOE | {"use_sliding_window": True, "sliding_window": 6}),
     "qwen2, tied":      ("Qwen2Config",   ROPE | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
 }
 # fmt: on
@@ -222,9 +241,22 @@ def test_existing_weights_are_not_overwritten(tmp_path: Path) -> None:
         write_hf_folder(named_weights(module_of(run), run), run, tmp_path)
 
 
-@pytest.mark.parametrize("change", [("model.act", "geglu"), ("model.norm", "layernorm"), ("model.positions", "none")])
-def test_a_model_without_a_class_in_transformers_is_not_written(change: tuple[str, str], tmp_path: Path) -> None:
-    run = with_changes(run_of(OURS["llama"]), [change])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", ("model.act", "geglu")),
+        ("llama", ("model.norm", "layernorm")),
+        ("llama", ("model.positions", "none")),
+        ("mixtral", ("model.router.normalize", False)),
+        ("mixtral", ("model.router.score", "sigmoid")),
+        ("qwen3 moe", ("model.router.scale", 2.0)),
+        ("qwen3 moe", ("model.router.groups", 2)),
+        ("qwen3 moe", ("model.router.bias", True)),
+        ("qwen3 moe", ("model.shared_experts", 1)),
+    ],
+)
+def test_a_model_without_a_class_in_transformers_is_not_written(name: str, change: tuple[str, Any], tmp_path: Path) -> None:
+    run = with_changes(run_of(OURS[name]), [change])
     with pytest.raises(Unreadable, match="none of Hugging Face's"):
         write_hf_folder(named_weights(module_of(run), run), run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

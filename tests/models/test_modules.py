@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from math import prod
 from typing import Any
 
@@ -29,6 +29,7 @@ from distrain.trainer.models.ops.op_table import (  # noqa: E402
     round_up,
 )
 from distrain.trainer.parallel.saved_bytes import count_saved_tensors  # noqa: E402
+from distrain.trainer.spec.router import Router  # noqa: E402
 from distrain.trainer.spec.run import Model, Run, Train  # noqa: E402
 
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
@@ -200,6 +201,24 @@ def test_torch_saves_the_bytes_of_the_op_table_with_a_window(name: str, window: 
         keys = {"train__attention": attention, "parallel__recompute": recompute, "model__dropout": dropout, "train__precision": precision}
         run = run_of(name, train__seq=24, model__window=window, **keys)
         assert measured_saved_bytes(run) == planned_saved_bytes(run), (attention, recompute, dropout, precision)
+
+
+ROUTERS = [
+    Router(score=score, normalize=normalize, scale=scale, groups=groups, bias=bias)
+    for score in ("softmax", "sigmoid")
+    for normalize in (True, False)
+    for scale in (1.0, 2.5)
+    for groups in (1, 2)
+    for bias in (False, True)
+]
+
+
+@pytest.mark.parametrize("aux_loss", [0.0, 0.1])
+@pytest.mark.parametrize("router", ROUTERS, ids=lambda router: "-".join(map(str, astuple(router))))
+def test_torch_saves_the_bytes_of_the_op_table_for_every_router(router: Router, aux_loss: float) -> None:
+    run = run_of("moe", model__router=router, model__aux_loss=aux_loss, train__precision="bf16")
+    counts = 8 * run.train.microbatch if aux_loss else 0  # labels of each sequence
+    assert measured_saved_bytes(run) == planned_saved_bytes(run) + counts
 
 
 def test_a_storage_is_counted_once_while_it_is_alive() -> None:

@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from distrain.trainer.layers import experts  # noqa: E402
 from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
-from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
+from distrain.trainer.models.build import build_model, load_weights, named_constants, named_weights  # noqa: E402
 from distrain.trainer.models.moe.routing import earlier_choices, imbalance, near_tie_count, route  # noqa: E402
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
+from distrain.trainer.spec.router import Router  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -58,12 +59,14 @@ def written_out(run: Run, w: dict[str, Any], x: Any) -> tuple[Any, Any]:
     rows, taken, wanted, chances = [], [0] * E, [0] * E, []
     for token in x:
         logits = token @ w["router.weight"]
-        chances.append(torch.exp(logits) / torch.exp(logits).sum())
-        first = sorted(range(E), key=lambda one: -logits[one].item())[: model.top_k]
-        shares = torch.exp(logits[first]) / torch.exp(logits[first]).sum()
+        scores = torch.exp(logits) / torch.exp(logits).sum() if model.router.score == "softmax" else 1 / (1 + torch.exp(-logits))
+        chances.append(scores / scores.sum())
+        first = chosen_written_out(model, scores, w.get("router.bias", torch.zeros(E)))
+        shares = scores[first] / scores[first].sum() if model.router.normalize else scores[first]
         row = torch.zeros_like(token)
-        for share, one in zip(shares, first, strict=True):
+        for one in largest(range(E), scores, model.top_k) if model.router.bias else first:
             wanted[one] += 1
+        for share, one in zip(model.router.scale * shares, first, strict=True):
             if room is None or taken[one] < room:
                 taken[one] += 1
                 row = row + share * feed_forward_written_out(
@@ -72,6 +75,19 @@ def written_out(run: Run, w: dict[str, Any], x: Any) -> tuple[Any, Any]:
         rows.append(row + feed_forward_written_out(w, "shared", token) if model.shared_experts else row)
     even = E * sum(want / (S * model.top_k) * chance for want, chance in zip(wanted, torch.stack(chances).mean(0), strict=True))
     return torch.stack(rows), even
+
+
+def chosen_written_out(model: Model, scores: Any, bias: Any) -> list[int]:
+    """Return a token's experts: of the best groups, by the largest score or with a bias by the sum of the two largest, the best."""
+    values, size = scores + bias, E // model.router.groups
+    groups = [range(first, first + size) for first in range(0, E, size)]
+    of_group = torch.stack([sum(sorted(values[list(each)], reverse=True)[: 2 if model.router.bias else 1]) for each in groups])
+    best = largest(range(len(groups)), of_group, model.router.top_groups)
+    return largest((one for group in best for one in groups[group]), values, model.top_k)
+
+
+def largest(these: Any, values: Any, count: int) -> list[int]:
+    return sorted(these, key=lambda one: -values[one].item())[:count]
 
 
 def feed_forward_written_out(w: dict[str, Any], name: str, x: Any) -> Any:
@@ -88,6 +104,14 @@ CHANGES = pytest.mark.parametrize(
         {"model__shared_experts": 2},
         {"model__capacity": 0.6},
         {"model__capacity": 1.5, "model__shared_experts": 1},
+        {"model__router": Router(normalize=False)},
+        {"model__router": Router(scale=2.5), "model__capacity": 0.9},
+        {"model__router": Router(groups=2, scale=16.0, normalize=False)},
+        {"model__router": Router(bias=True)},
+        {"model__router": Router(score="sigmoid", normalize=False)},
+        {"model__router": Router(score="sigmoid", groups=4, top_groups=2), "model__shared_experts": 1},
+        {"model__router": Router(score="sigmoid", groups=2, bias=True, scale=2.5)},
+        {"model__router": Router(score="sigmoid", groups=2, top_groups=2, bias=True), "model__top_k": 3, "model__capacity": 0.8},
     ],
     ids=lambda changes: " ".join(f"{key.removeprefix('model__')}={value}" for key, value in changes.items()) or "as it is",
 )
@@ -98,9 +122,10 @@ def test_a_layer_matches_the_written_out_formulas(changes: dict[str, Any]) -> No
     run = run_of(**changes, model__aux_loss=0.1)
     layer = module_of(run).layers["1"]
     x = torch.randn(B, S, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    routed, imbalances, _ = layer.mixture(x)
+    routed, imbalances, *_ = layer.mixture(x)
     output = routed if layer.shared is None else routed + layer.shared(x)
-    rows = [written_out(run, dict(layer.named_parameters()), sequence) for sequence in x]
+    weights = {**dict(layer.named_parameters()), **dict(named_constants(layer))}
+    rows = [written_out(run, weights, sequence) for sequence in x]
     expected, expected_imbalances = (torch.stack(each) for each in zip(*rows, strict=True))
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(imbalances, expected_imbalances, rtol=1e-12, atol=0)
@@ -166,6 +191,51 @@ def test_a_lead_of_sixteen_units_in_the_last_place_is_a_near_tie() -> None:
     logits = torch.tensor([[[1.0, 1.0, 0.0, -8.0]]]).repeat(1, 2, 1)
     logits[0, :, 1] -= torch.tensor([16, 17]) * 8 * torch.finfo(torch.float32).eps
     assert near_tie_count(logits, 1, torch.float32) == 1
+
+
+def near_ties(values: list[list[float]], router: Router, bias: list[float] | None = None, top_k: int = 1) -> int:
+    constant = None if bias is None else torch.tensor(bias, dtype=torch.float32)
+    return int(near_tie_count(torch.tensor([values], dtype=torch.float32), top_k, torch.float32, router, constant))
+
+
+def test_a_near_tie_of_groups_is_one_too() -> None:
+    """Of the last group that is chosen and the next, by what groups are chosen by; not of a group's own experts that are not chosen."""
+    two = Router(groups=2)
+    assert near_ties([[3, 1, 3.000001, 0], [3, 1, 3.1, 3.1], [3, 0, 0, 0], [2, 1, 5, 0]], two) == 2  # the second: of its experts
+    assert near_ties([[1, 1, 5, 0], [5, 0, 1, 1]], two) == 0
+    assert near_ties([[3, 1, 3.000001, 0]], Router(groups=2, top_groups=2)) == 1
+    by_sum = Router(score="sigmoid", groups=2, bias=True)
+    assert near_ties([[3, 1, 2, 1.9]], by_sum, [0.0] * 4) == 0
+    assert near_ties([[3, 1, 1, 3], [3, 1, 4, 1]], by_sum, [0.0] * 4, 2) == 1
+
+
+def test_with_a_bias_a_near_tie_is_of_scores_with_it() -> None:
+    """A lead of logits that a bias takes away is none; where sigmoids are flat, rounding of logits moves them less."""
+    v3 = Router(score="sigmoid", bias=True)
+    lead = float(torch.sigmoid(torch.tensor(1.0)) - torch.sigmoid(torch.tensor(0.0)))
+    assert near_ties([[1, 0]], v3, [0, 0]) == near_ties([[1, 1.00001]], v3, [0.1, 0]) == 0
+    assert near_ties([[1, 0]], v3, [0, lead]) == near_ties([[1, 1.00000001]], v3, [0, 0]) == 1
+    unit = torch.finfo(torch.float32).eps
+    for logit in (0.0, 4.0):
+        slope = float(torch.sigmoid(torch.tensor(logit)) * (1 - torch.sigmoid(torch.tensor(logit))))
+        bound = 16 * unit * (8 * slope + 1)  # of the largest logit, 8, and of a score of 1 at most
+        given = [[logit, logit, -8.0]]
+        assert [near_ties(given, v3, [lead, 0, 0]) for lead in (0.4 * bound, 1.2 * bound)] == [1, 0]
+
+
+def test_logits_choose_where_their_sigmoids_are_equal() -> None:
+    """Without a bias: in float32 both are 1."""
+    logits = torch.tensor([[[30.0, 40.0, 0.0, 0.0]]])
+    assert route(logits, 1, None, router=Router(score="sigmoid")).chosen.tolist() == [[[1]]]
+
+
+def test_experts_whose_sigmoids_are_all_0_weigh_nothing() -> None:
+    logits = torch.full((1, 2, 4), -200.0, requires_grad=True)
+    weights = route(logits, 2, None, router=Router(score="sigmoid")).weights
+    weights.sum().backward()
+    assert not weights.any()
+    assert logits.grad is not None
+    assert not logits.grad.any()
 
 
 def test_an_expert_takes_the_first_tokens_of_each_sequence_up_to_its_capacity() -> None:
@@ -250,7 +320,7 @@ def differences() -> dict[str, dict[str, float]]:
     return {layout: found for line in ended.stdout.splitlines() for layout, found in json.loads(line).items()}
 
 
-@pytest.mark.parametrize("model", ["dropless", "balanced", "limited capacity"])
+@pytest.mark.parametrize("model", ["dropless", "balanced", "limited capacity", "groups and bias"])
 @pytest.mark.parametrize("layout", SPLITS)
 def test_expert_and_tensor_ranks_compute_what_one_rank_computes(layout: str, model: str, differences: dict[str, dict[str, float]]) -> None:
     """In float64, and no token is routed to another expert."""

@@ -31,6 +31,8 @@ CURVES = {
     "as it is":   (),
     "balanced":   ("model.aux_loss=0.3", "model.shared_experts=1", "model.layers=3", "model.dense_layers=1"),
     "small room": ("model.aux_loss=0.3", "model.capacity=1.0", "model.dropout=0.1"),
+    "plain":      ("model.aux_loss=0.3", "model.router={normalize: false, scale: 4.0}", "model.qk_norm=true"),
+    "sigmoid":    ("model.aux_loss=0.3", "model.router={score: sigmoid, scale: 2.5, groups: 2, bias: true, bias_rate: 0.05}"),
 }
 LAYOUTS = (  # ranks, degrees, the rest
     ("as it is",   2, "zero: 3",                                            "train.microbatch=1"),
@@ -47,6 +49,10 @@ LAYOUTS = (  # ranks, degrees, the rest
     ("balanced",   2, "pp: 2",                                              "train.microbatch=2"),
     ("balanced",   4, "ep: 2, tp: 2, zero: 1",                              "train.microbatch=2"),
     ("balanced",   8, "ep: 2, tp: 2, pp: 2, sequence: true, zero: 1",       "train.microbatch=2"),
+    ("plain",      4, "cp: 2, tp: 2, sequence: true, zero: 1",              "train.microbatch=2"),
+    ("sigmoid",    4, "cp: 2, ep: 2, zero: 3, recompute: full",             "train.microbatch=1"),
+    ("sigmoid",    4, "tp: 2, pp: 2, sequence: true",                       "train.microbatch=2"),
+    ("sigmoid",    2, "zero: 2",                                            "train.microbatch=2"),
     ("small room", 2, "zero: 1",                                            "train.microbatch=2"),
     ("small room", 4, "ep: 2, zero: 0",                                     "train.microbatch=1"),
     ("small room", 4, "tp: 2, pp: 2, sequence: true, recompute: selective", "train.microbatch=1"),
@@ -112,7 +118,7 @@ def test_ranks_hold_the_planned_bytes(train_ranks: Any, row: tuple[str, int, str
             assert held["activations"] == planned.activations + planned.logits + counts
 
 
-LONGER = (*BASE, *CURVES["balanced"], "train.steps=3")
+LONGER = (*BASE, *CURVES["sigmoid"], "model.shared_experts=1", "train.steps=3")
 RESUMED = (*LONGER, "train.microbatch=2", "checkpoint.resume=auto")
 
 

@@ -80,6 +80,16 @@ BROKEN: list[tuple[Keys, str]] = [
         "model.experts=0: family moe has at least one expert: set model.experts"),
     (MOE | {"model.top_k": 9},
         "model.top_k=9 is not from 1 to model.experts=8: set model.top_k=2"),
+    (MOE | {"model.router.groups": 3},
+        ("model.router.groups=3 does not divide model.experts=8: "
+         "set model.router.groups=2 or model.router.groups=4 or model.router.groups=1")),
+    (MOE | {"model.router.groups": 4, "model.router.top_groups": 5},
+        "model.router.top_groups=5 is more than model.router.groups=4: set model.router.top_groups=4"),
+    (MOE | {"model.router.groups": 4, "model.top_k": 3},
+        "model.router.top_groups=1 groups of 2 have fewer experts than model.top_k=3: set model.router.top_groups=2"),
+    (MOE | {"model.router.groups": 8, "model.router.top_groups": 2, "model.router.bias": True},
+        ("model.router.bias=true adds up a group's two largest scores, and model.router.groups=8 leave one expert each: "
+         "set model.router.groups=1 or model.router.bias=false")),
     (MOE | {"model.experts": 9, "parallel.ep": 2},
         "parallel.ep=2 does not divide model.experts=9: set parallel.ep=1"),
     (MOE | {"parallel.ep": 8, "parallel.tp": 4},

@@ -90,6 +90,7 @@ def test_a_nearly_full_device_is_warned_of(share: float, said: list[str]) -> Non
 
 
 LATE: Keys = {"parallel.pp": 2, "parallel.schedule": "pipedream", "model.tied": False}
+STEPPED: Keys = MOE | {"model.router.bias": True, "model.router.bias_rate": 0.001}
 # fmt: off
 UNRUN: list[tuple[Keys, str]] = [
     ({"engine": "pipe", "parallel.pp": 2, "parallel.zero": 2},
@@ -157,6 +158,15 @@ UNRUN: list[tuple[Keys, str]] = [
          "set parallel.staleness=0 or parallel.compress.name=none")),
     (LATE | {"parallel.staleness": 1},
         "native does not run parallel.staleness=1 with parallel.schedule=pipedream: set parallel.schedule=1f1b or parallel.staleness=0"),
+    (STEPPED | {"parallel.staleness": 1},
+        ("native does not run model.router.bias_rate=0.001 with parallel.staleness=1: "
+         "set parallel.staleness=0 or model.router.bias_rate=0")),
+    (STEPPED | {"parallel.sync.every": 4},
+        ("native does not run model.router.bias_rate=0.001 with parallel.sync.every=4: "
+         "set parallel.sync.every=1 or model.router.bias_rate=0")),
+    (STEPPED | LATE,
+        ("native does not run model.router.bias_rate=0.001 with parallel.schedule=pipedream: "
+         "set parallel.schedule=1f1b or model.router.bias_rate=0")),
     ({"parallel.tp": 2, "parallel.pp": 2, "parallel.scatter": True},
         "pipe does not run parallel.scatter=true: set parallel.scatter=false or parallel.scatter=false parallel.sequence=true"),
     ({"parallel.pp": 2, "parallel.zero": 1, "parallel.offload.optimizer": True},

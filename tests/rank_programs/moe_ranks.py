@@ -21,11 +21,12 @@ from distrain.trainer.layers.counter_rng import DropoutKeys, dropout_keys, norma
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.layers.group import Group
 from distrain.trainer.layers.tensor_parallel import TensorParallel
-from distrain.trainer.models.build import build_model, build_module, named_weights
+from distrain.trainer.models.build import build_model, build_module, named_constants, named_weights
 from distrain.trainer.models.families import op_table
 from distrain.trainer.models.moe.module import Experts
 from distrain.trainer.models.ops.op_table import model_parameters
 from distrain.trainer.plan.axes.weight_slices import HeadShards, WeightShard, weight_shard
+from distrain.trainer.spec.router import Router
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
 
 B, S = 2, 16  # sequences of an expert rank, tokens of each
@@ -36,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dropless": {},
     "balanced": {"aux_loss": 0.5, "shared_experts": 1, "experts": 8, "dense_layers": 1},  # several of a rank
     "limited capacity": {"aux_loss": 0.5, "capacity": 0.75, "dropout": 0.1},
+    "groups and bias": {"aux_loss": 0.5, "experts": 8, "router": Router(score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)},
 }
 
 
@@ -69,7 +71,8 @@ def split_model(run: Run, whole: nn.Module, experts: Group | None, tensor: Group
     made = {name: nn.Parameter(weight_slice(found[name].detach(), each).clone()) for name, each in held.items()}
     heads = HeadShards(table.sizes["heads"], table.sizes["kv_heads"], tp).query_shard(tensor_rank)
     region = TensorParallel(group=tensor, sequence=run.parallel.sequence, first_head=heads.offset) if tensor else None
-    return build_module(made, run, region, ep=experts), held
+    constants = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in named_constants(whole)}
+    return build_module(made | constants, run, region, ep=experts), held
 
 
 def weight_slice(x: Tensor, by: WeightShard) -> Tensor:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers.tensor_parallel import all_reduce
+from ..models.build import named_constants
+from ..models.moe.routing import step_bias, take_loads
 from ..parallel.process_groups import Grid
 from ..parallel.rank_model import RankPart
 from ..plan.axes.weight_slices import WeightShard
@@ -101,7 +103,7 @@ class Engine(ABC):
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank holds now, by kind."""
-        return bytes_by_kind(self._held_tensors())
+        return bytes_by_kind([*self._held_tensors(), *(("weights", tensor) for _, tensor in self.constants())])
 
     def prepare_save(self) -> None:
         """Make what the ranks hold fit for a checkpoint. To be called on every rank before one is saved, once all results have come."""
@@ -110,6 +112,22 @@ class Engine(ABC):
     def optimizer_shards(self) -> Iterator[OptimizerShard]:
         """Yield this rank's part of the float32 weights and of the optimizer's states."""
         yield from (whole_parameter(row, self.optimizer) for row in self.parameters if row.parameter.requires_grad)
+
+    def constants(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the constants of this rank's parts by logical name, whole: no optimizer steps them."""
+        for each in self.parts:
+            yield from named_constants(each.module)
+
+    def step_biases(self, result: StepResult) -> None:
+        """Step the biases of routers by the tokens that all replicas sent to each expert in the step just done, as model.router.bias_rate
+        says; not after a skipped step. Every rank of a step calls it."""
+        if loads := [load for each in self.parts for load in take_loads(each.module)]:
+            counts = torch.stack([load for _, load in loads])  # [layers, experts]
+            if group := self.grid.group("data"):
+                dist.all_reduce(counts, group=group.handle)
+            if not result.skipped:
+                for (bias, _), count in zip(loads, counts, strict=True):
+                    step_bias(bias, count, self.run.model.router.bias_rate)
 
     def counters(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside shards: optimizer steps taken, skipped steps, the state of fp16's loss scale."""

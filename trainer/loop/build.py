@@ -11,8 +11,8 @@ from torch import nn
 from ..engines.engine import Engine, ParameterPartitioner
 from ..engines.lazy_dynamo import disable_compile
 from ..layers.dtypes import PRECISION_DTYPES
-from ..models.build import build_module, copy_padded, initial_values, module_of_family
-from ..models.families import is_made_by_transformers
+from ..models.build import build_module, copy_padded, initial_values, module_of_family, zero_constants
+from ..models.families import is_made_by_transformers, op_table
 from ..parallel.process_groups import Grid
 from ..parallel.rank_model import RankPart, context_parallel_of, tensor_parallel_of
 from ..plan.axes.weight_slices import WeightShard
@@ -66,7 +66,7 @@ def build_parts(run: Run, grid: Grid, partition: ParameterPartitioner | None = N
             if partition:  # ZeRO-3: frees what other data-parallel ranks keep, before the next parameter is allocated
                 parameters[shard.name] = partition(parameters[shard.name], shard)
         module = build_module(
-            parameters,
+            parameters | zero_constants(op_table(run), part.layers, grid.world.device),
             run,
             tensor_parallel_of(run, grid),  # tp
             cp=context_parallel_of(grid),

@@ -111,7 +111,10 @@ def train_step(
         batches = [next(micro_batches) for _ in range(setup.engine.micros)]
         label_count = count_labels(batches, setup.grid, setup.host)
         micro_batches = iter(batches)
-    return setup.engine.step(lambda _: model_inputs(run, next(micro_batches), setup.grid, step), lr, label_count, byte_counter)
+    result = setup.engine.step(lambda _: model_inputs(run, next(micro_batches), setup.grid, step), lr, label_count, byte_counter)
+    if result is not None:
+        setup.engine.step_biases(result)
+    return result
 
 
 def log_step(

@@ -15,7 +15,7 @@ from ..spec.lora import Lora
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Model, Run
 from .families import FAMILIES, family_of, op_table
-from .ops.op_table import Parameter, model_parameters, round_up
+from .ops.op_table import OpTable, Parameter, model_constants, model_parameters, round_up
 
 if TYPE_CHECKING:
     from ..layers.group import Group
@@ -43,9 +43,22 @@ def build_model(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int
             values = initial_values(parameter.name, shape, (0,) * len(shape), shape, layers=run.model.layers, seed=seed, device=device)
             copy_padded(tensor, values)
         parameters[parameter.name] = nn.Parameter(tensor, requires_grad=run.model.is_trained(parameter.name))
-    module = build_module(parameters, run)
+    constants = zero_constants(table, range(run.model.layers), device)
+    module = build_module(parameters | constants, run)
     assert {name for name, _ in module.named_parameters()} == parameters.keys(), "the module and the op table name different parameters"
     return module
+
+
+def zero_constants(table: OpTable, layers: range, device: torch.device) -> dict[str, nn.Parameter]:
+    """Return the constants of these layers by logical name, zeros in float32: what training begins from without published weights."""
+    made = ((each.name, torch.zeros(each.shape(table.sizes), device=device)) for each in model_constants(table, layers))
+    return {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in made}
+
+
+def named_constants(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every constant that a module holds, by logical name."""
+    for prefix, each in module.named_modules():
+        yield from ((f"{prefix}.{name}", tensor) for name, tensor in getattr(each, "constants", {}).items())
 
 
 def build_module(
@@ -59,7 +72,7 @@ def build_module(
     first: bool = True,
     last: bool = True,
 ) -> Transformer:
-    """Build the module of a run's family around parameters by their logical names: the whole model, or a part of its layers.
+    """Build the module of a run's family around parameters and constants by their logical names: the whole model, or a part of its layers.
 
     Raises Unreadable where the family has no module.
     """
@@ -109,18 +122,21 @@ def logical_view(padded: Tensor, parameter: Parameter, sizes: Mapping[str, int])
 
 
 def named_weights(module: nn.Module, run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight of a whole model by logical name, in the op table's order and its logical shape, as views of the parameters."""
+    """Yield every weight of a whole model by logical name, in the op table's order and its logical shape, as views of the parameters; then
+    its constants."""
     parameters = dict(module.named_parameters())
     table = op_table(run)
     for parameter in model_parameters(table, range(run.model.layers)):
         yield parameter.name, logical_view(parameters[parameter.name], parameter, table.sizes)
+    yield from named_constants(module)
 
 
 def load_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, partial: bool = False) -> None:
-    """Copy weights by logical name into a whole model; raises KeyError where one is missing, unless these are a part of the weights."""
-    parameters = dict(module.named_parameters())
+    """Copy weights and constants by logical name into a whole model; raises KeyError where a weight is missing, unless these are a part of
+    the weights."""
+    parameters, constants = dict(module.named_parameters()), dict(named_constants(module))
     for name, tensor in tensors:
-        copy_padded(parameters.pop(name), tensor)
+        copy_padded(constants[name] if name in constants else parameters.pop(name), tensor)
     if parameters and not partial:
         raise KeyError(f"no weights for {', '.join(parameters)}")
 

@@ -88,13 +88,13 @@ FAMILIES: dict[str, Family] = {
         axes=(*DENSE, "ep"),
         defaults=LLAMA_DEFAULTS,
     ),
-    "moe": Family(  # Mixtral: arXiv:2401.04088
+    "moe": Family(  # Mixtral: arXiv:2401.04088; Qwen3-MoE: arXiv:2505.09388
         table=moe,
         axes=(*DENSE, "ep"),
         defaults=LLAMA_DEFAULTS,
         module="distrain.trainer.models.moe.module:MoETransformer",
         states_saved=True,
-        model_types=("mixtral",),
+        model_types=("mixtral", "qwen3_moe"),
     ),
 }
 

@@ -242,5 +242,6 @@ def plan_whole_run(context: CostContext, seconds: StepSeconds | None, errors: in
         cost=gpu_hours_cost(context.run.cluster, total) if total is not None else None,
         checkpoint_bytes=context.trained_parameters * (CHECKPOINT_WEIGHT_BYTES + moment_bytes(context.run.optim) + outer)
         - context.spared_bytes
+        + context.layers * context.layer_constants
         + errors,
     )

@@ -188,6 +188,7 @@ def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
     sums = tp_gradient_sums.traffic_rows(context, layout, blocks, kind)
     engine = cost_model(layout.engine)
     states = engine.state_bytes(context, layout, blocks, kind, elements)
+    states = states._replace(weights=states.weights + kind.layers * context.layer_constants)
     return HeldStates(
         elements,
         states,

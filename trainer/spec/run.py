@@ -11,6 +11,7 @@ from .bounded_numbers import MOST_FLOAT, Below1, Count, Natural, NotNegative, Po
 from .lora import Lora
 from .optimizer import Optim
 from .rope import Rope
+from .router import Router
 from .search_goal import SearchGoal
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
@@ -53,6 +54,7 @@ class Model:
     dropout: Below1 = 0.0
     experts: Natural = 0
     top_k: Natural = 0
+    router: Router = field(default_factory=Router)
     expert_ffn: Count | None = None
     shared_experts: Natural = 0
     dense_layers: Natural = 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...models.families import op_table
-from ...models.ops.op_table import model_parameters
+from ...models.ops.op_table import model_constants, model_parameters
 from ...plan.axes.weight_slices import WeightShard
 from ...spec.run import Run
 from . import Shard, Slice, block_slice
@@ -80,9 +80,16 @@ def slice_values(tensor: Tensor, part: Slice) -> Tensor:
 
 
 def weight_shapes(run: Run) -> dict[str, Sizes]:
-    """Return the logical shape of every trained weight of the whole model, by name: a checkpoint holds these."""
+    """Return the logical shape of every trained weight and every constant of the whole model, by name: a checkpoint holds these."""
     table, every = op_table(run), range(run.model.layers)
-    return {parameter.name: parameter.shape(table.sizes) for parameter in model_parameters(table, every) if not parameter.frozen}
+    trained = (parameter for parameter in model_parameters(table, every) if not parameter.frozen)
+    return {parameter.name: parameter.shape(table.sizes) for parameter in (*trained, *model_constants(table, every))}
+
+
+def constant_shard(name: str, shape: Sizes, *, copy: int, copies: int) -> WeightShard:
+    """Return a constant, whole, as number `copy` of the tensor axis's `copies` ranks has it."""
+    zeros = (0,) * len(shape)
+    return WeightShard(name=name, shape=shape, offset=zeros, length=shape, size=shape, copy=copy, copies=copies, shared=False)
 
 
 def is_saved_here(shard: WeightShard, turn: int, *, replica: int = 0, replicas: int = 1) -> bool:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...layers.dtypes import PRECISION_DTYPES
-from ...models.build import build_model, load_weights, merged_weights, named_weights
+from ...models.build import build_model, load_weights, merged_weights, named_constants, named_weights
 from ...models.families import FAMILIES, family_of, is_made_by_transformers
 from ...models.hf.module import CausalLM, write_causal_lm
 from ...models.hf_format.config import read_hf_config
@@ -98,7 +98,8 @@ def _write_model(module: Transformer | CausalLM, run: Run, folder: Path, dtype: 
         write_causal_lm(module, folder, dtype, special)
         write_json(folder / "generation_config.json", generation_config(run, special))
     else:
-        weights = ((name, each.to(dtype)) for name, each in named_weights(module, run))
+        constants = dict(named_constants(module))  # in float32, as transformers keeps them
+        weights = ((name, each if name in constants else each.to(dtype)) for name, each in named_weights(module, run))
         write_hf_folder(weights, run, folder, special=special)
 
 

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from ...layers.counter_rng import dropout_keys
 from ...layers.cross_entropy import IGNORED
-from ...models.build import build_model
+from ...models.build import build_model, named_constants
 from ...spec.run import Parallel, Run
 from ..checkpoint import LoadFailed
 from ..data.prepare import cache_folder, prepare_corpus
@@ -93,5 +93,6 @@ def compare_with_run(layout: str, simulate: Callable[[Run], ReferenceCurve]) -> 
     if run.model.weights or run.model.lora.rank:
         raise LoadFailed("another curve is simulated from drawn weights, all of them trained: leave model.weights and model.lora out")
     curve, saved = simulate(run), read_last_weights(Path(layout))
-    compared = furthest_weight(run, ((name, curve.weights[name].detach(), tensor) for name, tensor in saved))
+    weights = {**dict(named_constants(whole_model(run))), **curve.weights}
+    compared = furthest_weight(run, ((name, weights[name].detach(), tensor) for name, tensor in saved))
     return {"losses": curve.losses, "norms": curve.norms, "evaluation": curve.evaluation, **compared}

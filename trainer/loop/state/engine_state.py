@@ -16,11 +16,12 @@ from ...models.families import is_made_by_transformers
 from ...models.hf_format.transformers_weights import read_published_weights
 from ...models.hf_format.weights import read_hf_weights
 from ...parallel.process_groups import Grid
+from ...plan.axes.weight_slices import WeightShard
 from ...plan.layout.workers import OUTER_MOMENTUM
 from ...rundir.run_in_manifest import run_record
 from ...spec.run import Run
 from ..checkpoint import CheckpointReader, SavedCheckpoint, SaveFailed, Shard, Slice, gather_over, save_shards
-from ..checkpoint.shard_positions import checkpoint_shards, is_saved_here, read_range, slice_values, weight_shapes
+from ..checkpoint.shard_positions import checkpoint_shards, constant_shard, is_saved_here, read_range, slice_values, weight_shapes
 from ..step.train_progress import TrainProgress
 from .resume_loss_check import resume_check_record
 from .training_setup import TrainingSetup
@@ -73,6 +74,14 @@ def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
         errors = [(ERROR, part.error)] if part.error is not None else []
         for kind, held in (("weight", part.weight), *part.states(), *errors):
             yield from checkpoint_shards(part.shard, kind, part.start, held)
+    for shard, tensor in _constant_shards(engine, grid):
+        if is_saved_here(shard, turns[shard.name], replica=grid.coordinate("data"), replicas=grid.size("data")):
+            yield from checkpoint_shards(shard, "weight", 0, tensor.view(-1))
+
+
+def _constant_shards(engine: Engine, grid: Grid) -> Iterator[tuple[WeightShard, Tensor]]:
+    for name, tensor in engine.constants():
+        yield constant_shard(name, tuple(tensor.shape), copy=grid.coordinate("tp"), copies=grid.size("tp")), tensor
 
 
 def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Sequence[str], on_progress: OnProgress) -> None:
@@ -92,6 +101,8 @@ def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Seq
     if any(kind != OUTER_MOMENTUM for kind in new_moments):
         counters = counters | {"optimizer_steps": UNTRAINED["optimizer_steps"]}
     engine.restore(partial(read_range, read=read), counters, engine.run.model.is_trained)
+    for shard, tensor in _constant_shards(engine, engine.grid):
+        tensor.view(-1).copy_(read_range(shard, "weight", 0, tensor.numel(), read=read))
 
 
 def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
@@ -110,6 +121,7 @@ def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgres
     """
     assert run.model.weights is not None
     mine = {placed.name for part in grid.position.parts for placed in grid.position.weight_shards(run, part)}
+    mine.update(name for name, _ in engine.constants())
     read_weights = read_published_weights if is_made_by_transformers(run.model) else read_hf_weights
     there = {name: tensor for name, tensor in read_weights(Path(run.model.weights), run) if name in mine}
 
@@ -118,3 +130,5 @@ def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgres
         return slice_values(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
 
     engine.restore(partial(read_range, read=read), UNTRAINED, there.__contains__)
+    for name, constant in engine.constants():
+        constant.copy_(there[name])

@@ -14,7 +14,7 @@ from ...spec.read import read, value_text
 from ...spec.run import Model, Run
 from ..families import op_table
 from ..ops.lora import without_lora
-from ..ops.op_table import model_parameters
+from ..ops.op_table import model_constants, model_parameters
 from .config import config_file, read_hf_config, read_json
 from .harmless_keys import is_harmless
 from .names import HF_TENSORS, HfTensor, architecture_keys, expert_tensors, find_hf_tensor, hf_model_type
@@ -35,7 +35,8 @@ class FolderWeight:
 
 
 def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
-    """Return the weights of a run's model in a folder; raises Unreadable with every difference between the folder and the model.
+    """Return the weights and constants of a run's model in a folder; raises Unreadable with every difference between the folder and the
+    model.
 
     Reads config.json and the headers of the weight files, but no tensor.
     """
@@ -44,13 +45,14 @@ def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
         raise Unreadable(problems)
     shapes = {name: shape for file in weight_files(folder) for name, shape in tensor_shapes(file).items()}
     tensors, table = HF_TENSORS[hf_model_type(run)], op_table(without_lora(run))
+    layers = range(run.model.layers)
     weights = tuple(
         FolderWeight(
             name=parameter.name,
             shape=parameter.shape(table.sizes),
             tensor=find_hf_tensor(parameter.name, tensors, shapes),
         )
-        for parameter in model_parameters(table, range(run.model.layers))
+        for parameter in (*model_parameters(table, layers), *model_constants(table, layers))
     )
     problems = [problem for weight in weights for problem in _shape_problems(weight, shapes, folder)]
     if len(problems) > MAX_LISTED:

@@ -19,6 +19,7 @@ from .harmless_keys import is_harmless
 from .rope import ROPE_NAMES, json_text, read_rope, rope_keys, rope_problems
 from .window import WindowKeys, read_window, window_problems
 
+ROUTER: Final = "router."  # the section of `model` whose keys rows name whole
 REQUIRED: Final = "required"  # a size that the file itself has to state
 
 
@@ -27,7 +28,7 @@ class ConfigRow:
     """A key of our `model` and the file's keys for it, which have to agree.
 
     `default` is transformers' where a file lacks the key. A null is allowed where the default is None or with `nullable`, and means our
-    own default.
+    own default. `synonyms`: a file states one of them, or all.
     """
 
     ours: str
@@ -35,6 +36,7 @@ class ConfigRow:
     kind: type
     default: object = REQUIRED
     nullable: bool = False
+    synonyms: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class AllowedValues:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigKind:
-    """A model_type: its class in transformers, the keys that all its models have here, its rows and activations, its restrictions."""
+    """A model_type: its class in transformers, the keys that all its models have here, its rows and activations, its restrictions, and the
+    keys of the file that its models here do not read."""
 
     architecture: str
     fixed: Mapping[str, object]
@@ -56,13 +59,14 @@ class ConfigKind:
     act: str  # the file's key of the activation
     allowed: tuple[AllowedValues, ...] = ()
     window: WindowKeys | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def known_keys(self) -> frozenset[str]:
         """The keys of the file that are read or restricted."""
         rows = (name for row in self.rows for name in row.theirs)
         positions = (*(ROPE_NAMES if is_rotary(self) else ()), *(self.window.names if self.window else ()))
-        return frozenset((self.act, *rows, *positions, *(row.theirs for row in self.allowed)))
+        return frozenset((self.act, *rows, *positions, *(row.theirs for row in self.allowed), *self.unread))
 
 
 ROPE = {"norm": "rmsnorm", "positions": "rope", "dropout": 0.0}
@@ -106,6 +110,15 @@ QWEN3_KEYS = (
     ConfigRow("kv_heads",  ("num_key_value_heads",), int,   32, nullable=True),
     ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-6),
     ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
+)  # fmt: skip
+QWEN3_MOE_KEYS = (
+    ConfigRow("kv_heads",         ("num_key_value_heads",),              int,   4, nullable=True),
+    ConfigRow("norm_eps",         ("rms_norm_eps",),                     float, 1e-6),
+    ConfigRow("rope_base",        ("rope_theta",),                       float, 10000.0),
+    ConfigRow("experts",          ("num_experts", "num_local_experts"),  int,   128, synonyms=True),  # transformers 5 writes the second
+    ConfigRow("top_k",            ("num_experts_per_tok",),              int,   8),
+    ConfigRow("expert_ffn",       ("moe_intermediate_size",),            int,   768),
+    ConfigRow("router.normalize", ("norm_topk_prob",),                   bool,  False),
 )  # fmt: skip
 GPT2_KEYS = (
     ConfigRow("layers",   ("n_layer",),                                int),
@@ -191,6 +204,21 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         allowed=(*NO_DROPOUT, AllowedValues("attention_bias", (False,))),
         window=WindowKeys(4096, by_layer=True, switched=True),
     ),
+    "qwen3_moe": ConfigKind(
+        architecture="Qwen3MoeForCausalLM",
+        fixed=ROPE | {"bias": False, "qk_norm": True},
+        rows=tuple(row for row in SIZE_KEYS if row.ours != "ffn") + QWEN3_MOE_KEYS,
+        act="hidden_act",
+        acts=GATED,
+        allowed=(
+            *NO_DROPOUT,
+            AllowedValues("attention_bias", (False,)),
+            AllowedValues("decoder_sparse_step", (1,)),
+            AllowedValues("mlp_only_layers", ([],)),
+        ),
+        window=WindowKeys(4096, switched=True),
+        unread=("intermediate_size",),  # of layers without experts
+    ),
 }  # keyed by model_type
 
 
@@ -200,7 +228,7 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
     config = read_json(file)
     model_type = _known_model_type(config, file)
     kind, family = CONFIG_KINDS[model_type], family_of_type(model_type)
-    flat = {**config, **rope_keys(config)}
+    flat = _with_synonyms({**config, **rope_keys(config)}, kind)
     found = (
         *_type_problems(flat, kind),
         *_disagreements(flat, kind),
@@ -216,13 +244,20 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
     positions: dict[str, object] = {"rope": read_rope(config)} if is_rotary(kind) else {}
     positions |= read_window(config, kind.window) if kind.window else {}
     keys: dict[str, object] = {"family": family, **values, **kind.fixed, **positions, "act": act, "hf": str(path)}
-    return {key: value for key, value in keys.items() if value is not None}
+    router = {key.removeprefix(ROUTER): value for key, value in keys.items() if key.startswith(ROUTER)}
+    plain = {key: value for key, value in keys.items() if value is not None and not key.startswith(ROUTER)}
+    return plain | ({"router": router} if router else {})
+
+
+def _with_synonyms(config: dict[str, Any], kind: ConfigKind) -> dict[str, Any]:
+    """Return a config in which all synonyms of a key that it states have its value."""
+    stated = ((row.theirs, config[name]) for row in kind.rows if row.synonyms for name in row.theirs if name in config)
+    return {name: value for names, value in stated for name in names} | config
 
 
 def needs_family_hf(path: str | Path) -> bool:
     """Whether only transformers has the model_type of a config.json, so that it is of family hf; raises Unreadable for a bad file."""
-    model_type = read_json(config_file(path)).get("model_type")
-    return isinstance(model_type, str) and model_type not in CONFIG_KINDS
+    return isinstance(model_type := read_json(config_file(path)).get("model_type"), str) and model_type not in CONFIG_KINDS
 
 
 def family_of_type(model_type: str) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from ...spec.problem import Problem, Unreadable
+from ...spec.router import Router
 from ...spec.run import Model, Run
 from .config import CONFIG_KINDS
 
@@ -61,6 +62,12 @@ MIXTRAL_TENSORS = {name: tensor for name, tensor in LLAMA_TENSORS.items() if not
     "experts.up":      HfTensor("model.layers.#.block_sparse_moe.experts.@.w3", transposed=True),
     "experts.down":    HfTensor("model.layers.#.block_sparse_moe.experts.@.w2", transposed=True),
 }
+QWEN3_MOE_TENSORS = {name: tensor for name, tensor in QWEN3_TENSORS.items() if not name.startswith("mlp.")} | {
+    "router":          HfTensor("model.layers.#.mlp.gate",                transposed=True),
+    "experts.gate":    HfTensor("model.layers.#.mlp.experts.@.gate_proj", transposed=True),
+    "experts.up":      HfTensor("model.layers.#.mlp.experts.@.up_proj",   transposed=True),
+    "experts.down":    HfTensor("model.layers.#.mlp.experts.@.down_proj", transposed=True),
+}
 # fmt: on
 HF_TENSORS = {
     "gpt2": GPT2_TENSORS,
@@ -70,15 +77,19 @@ HF_TENSORS = {
     "mixtral": MIXTRAL_TENSORS,
     "qwen2": LLAMA_TENSORS,
     "qwen3": QWEN3_TENSORS,
+    "qwen3_moe": QWEN3_MOE_TENSORS,
 }  # keyed by the model_type that is written; Mistral without a window is written as Llama
 
 
 def hf_tensor(weight: str, tensors: Mapping[str, HfTensor]) -> HfTensor:
-    """Return the tensor of one of our weights: layers.3.mlp.up.bias is transformer.h.3.mlp.c_fc.bias."""
+    """Return the tensor of one of our weights: layers.3.mlp.up.bias is transformer.h.3.mlp.c_fc.bias. A row of a weight's whole name, with
+    its kind, names the tensor whole."""
     layer, _, kind = weight.rpartition(".")
     index = ""
     if layer.startswith("layers."):
         _, index, layer = layer.split(".", 2)
+    if (whole := tensors.get(f"{layer}.{kind}")) is not None:
+        return replace(whole, name=whole.name.replace("#", index))
     tensor = tensors[layer]
     name = f"{tensor.name.replace('#', index)}.{kind}"
     return HfTensor(name, transposed=tensor.transposed and kind == "weight", third=tensor.third)
@@ -111,6 +122,7 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
         "expert_ffn": model.expert_ffn or ffn,
         "shared_experts": model.shared_experts,
         "capacity": model.capacity,
+        **{f"router.{row.name}": getattr(model.router, row.name) for row in fields(model.router) if row.name != "bias_rate"},
     }
     window = model.effective_window(run.train.seq)
     types = model.layer_types if window and model.windowed_layers < model.layers else None
@@ -148,10 +160,10 @@ def hf_model_type(run: Run) -> str:
         model_type = ""
     if model_type:
         return model_type
-    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3 and Mixtral computes what this model does"
+    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE computes what this model does"
     fix = (
         "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
-        "Mixtral has no shared experts, and none has both biases and a window"
+        "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window"
     )
     raise Unreadable([Problem(rule="weights", says=says, mend=fix)])
 
@@ -159,11 +171,12 @@ def hf_model_type(run: Run) -> str:
 def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:
     """Return the model_type of a model with RMSNorm, rope and swiglu; "" where there is none."""
     some_windowed, all_windowed = model.windowed_layers > 0, model.windowed_layers == model.layers
-    if model.qk_norm:
-        return "" if bias or qkv_bias or model.experts else "qwen3"
     if model.experts:
-        plain = not (bias or qkv_bias or model.shared_experts or model.capacity)
-        return "mixtral" if plain and some_windowed == all_windowed else ""
+        plain = not (bias or qkv_bias or model.shared_experts or model.capacity) and some_windowed == all_windowed
+        form = Router(normalize=model.router.normalize or not model.qk_norm)  # Mixtral always normalizes
+        return ("qwen3_moe" if model.qk_norm else "mixtral") if plain and replace(model.router, bias_rate=0.0) == form else ""
+    if model.qk_norm:
+        return "" if bias or qkv_bias else "qwen3"
     if bias:
         return "llama" if qkv_bias and not some_windowed else ""
     if qkv_bias:

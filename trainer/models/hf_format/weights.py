@@ -27,7 +27,7 @@ TEMPERATURE = 0.8  # the default of `distrain generate`
 
 
 def read_hf_weights(folder: str | Path, run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight of a run's model by logical name, in its logical shape, reading one at a time.
+    """Yield each weight and constant of a run's model by logical name, in its logical shape, reading one at a time.
 
     Raises Unreadable, before the first, with every difference between the folder and the model.
     """

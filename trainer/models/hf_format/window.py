@@ -18,7 +18,8 @@ FIRST_WINDOWED = 28  # Qwen2's max_window_layers where a file lacks it
 class WindowKeys:
     """What a model_type reads of its windows: `default` is sliding_window where a file lacks it; `by_layer`: it reads layer_types.
 
-    `switched`: it has a window only with use_sliding_window, and without layer_types only from layer max_window_layers on.
+    `switched`: it has a window only with use_sliding_window and, where it reads layer_types and a file has none, only from layer
+    max_window_layers on.
     """
 
     default: int | None
@@ -53,7 +54,7 @@ def read_window(config: Mapping[str, Any], keys: WindowKeys) -> dict[str, object
     """Return `model.window` and `model.layer_types` of a config without problems; None where all layers are alike."""
     window, types = _window(config, keys), config.get("layer_types") if keys.by_layer else None
     layers = config["num_hidden_layers"]
-    if window is not None and types is None and keys.switched:
+    if window is not None and types is None and keys.switched and keys.by_layer:
         first = min(config.get("max_window_layers", FIRST_WINDOWED), layers)
         types = [FULL_ATTENTION] * first + [SLIDING_ATTENTION] * (layers - first)
     if window is None or not types or SLIDING_ATTENTION not in types:

@@ -19,17 +19,19 @@ from ...layers.transformer.context_parallel import ContextParallel
 from ...layers.transformer.feed_forward import ACTIVATIONS, FeedForward
 from ...layers.transformer.transformer import AttentionHalf, LayerInputs, Transformer
 from ...spec.run import Run
-from .routing import Routing, imbalance, near_tie_count, route
+from .routing import Routing, expert_loads, imbalance, near_tie_count, route
 
 # B batch, S sequence, H hidden, E experts, K experts per token, C copies of tokens that are computed, F expert_ffn
 
 
-class Router(nn.Module):
-    """Each token's logit for each expert, in float32."""
+class RouterLayer(nn.Module):
+    """Each token's logit for each expert, in float32. `constants` holds the bias [E] of the choice, which is no parameter of the module:
+    no engine rounds, shards or steps it."""
 
     def __init__(self, parameters: Parameters) -> None:
         super().__init__()
         self.weight = parameters["weight"]
+        self.constants = {"bias": parameters["bias"].data} if "bias" in parameters else {}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, H] -> [B, S, E]."""
@@ -87,35 +89,39 @@ class MoELayer(AttentionHalf):
     def __init__(self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, ep: Group | None) -> None:
         super().__init__(parameters, run, layer, tp)
         model = run.model
-        self.router = Router(sub_parameters(parameters, "router"))
+        self.router = RouterLayer(sub_parameters(parameters, "router"))
         self.experts = Experts(sub_parameters(parameters, "experts"), model.act, ep)
         self.shared = FeedForward(sub_parameters(parameters, "shared"), model, tp) if model.shared_experts else None
-        self.tp, self.top_k, self.has_aux_loss = tp, model.top_k, model.aux_loss > 0
+        self.tp, self.top_k, self.rule, self.has_aux_loss = tp, model.top_k, model.router, model.aux_loss > 0
         # tokens of each sequence that an expert takes
         self.capacity = None if model.capacity is None else int(model.capacity * model.top_k * run.train.seq / model.experts)
 
-    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return (hidden states [B, S, H], each sequence's routing imbalance [B] where the auxiliary loss uses it, near ties)."""
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Return (hidden states [B, S, H], each sequence's routing imbalance [B] where the auxiliary loss uses it, near ties, how many
+        tokens chose each expert [E] where that steps a bias)."""
         x = self.attend(x, inputs)
         normed = self.norm2(x)
-        mixture, imbalances, near_ties = self.mixture(normed, inputs.cp)
+        mixture, imbalances, near_ties, load = self.mixture(normed, inputs.cp)
         if self.shared is not None:
             mixture = mixture + self.shared(normed)
-        return x + self.dropout2(mixture, inputs.sharded_dropout_states), imbalances, near_ties
+        return x + self.dropout2(mixture, inputs.sharded_dropout_states), imbalances, near_ties, load
 
-    def mixture(self, x: Tensor, cp: ContextParallel | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return (the routed experts' output [B, S, H], routing imbalances, near ties).
+    def mixture(self, x: Tensor, cp: ContextParallel | None = None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Return (the routed experts' output [B, S, H], routing imbalances, near ties, tokens of each expert).
 
         All ranks of a tensor-parallel group route all tokens alike: each gathers the logits and the tokens whole.
         """
-        logits = self.router(x)
+        logits, bias = self.router(x), self.router.constants.get("bias")
         if self.tp is not None:
             logits, x = gather_inputs(logits, self.tp), gather_inputs(x, self.tp)
-        routing = route(logits, self.top_k, self.capacity, cp)
+        routing = route(logits, self.top_k, self.capacity, cp, router=self.rule, bias=bias)
         output = self.experts(x, routing)
-        imbalances = imbalance(logits, routing.chosen, cp) if self.has_aux_loss else None
-        near_ties = near_tie_count(logits, self.top_k, x.dtype)
-        return (output if self.tp is None else reduce_outputs(output, self.tp)), imbalances, near_ties
+        imbalances = None
+        if self.has_aux_loss:
+            imbalances = imbalance(logits, routing.chosen, cp, router=self.rule, bias=bias, scores=routing.scores)
+        near_ties = near_tie_count(logits, self.top_k, x.dtype, self.rule, bias)
+        load = expert_loads(routing.chosen, logits.shape[-1]) if bias is not None and self.rule.bias_rate else None
+        return (output if self.tp is None else reduce_outputs(output, self.tp)), imbalances, near_ties, load
 
 
 class MoETransformer(Transformer):
@@ -129,6 +135,7 @@ class MoETransformer(Transformer):
         self.loss_gradient = 1.0
         self.imbalances: list[Tensor] = []  # [B] of each layer, of the forward under way
         self.near_ties: list[Tensor] = []  # of each layer, of all training forwards since the engine last took them
+        self.loads: dict[str, Tensor] = {}  # [E] by layer, of the same forwards
 
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
         if index < run.model.dense_layers:
@@ -161,13 +168,15 @@ class MoETransformer(Transformer):
 
     def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         self.imbalances = []
-        for layer in self.layers.values():
+        for name, layer in self.layers.items():
             if not isinstance(layer, MoELayer):
                 x = self.run_layer(layer, x, inputs)
                 continue
-            x, imbalances, near_ties = self.run_layer(layer, x, inputs)
+            x, imbalances, near_ties, load = self.run_layer(layer, x, inputs)
             if self.training:
                 self.near_ties.append(near_ties)
+                if load is not None:
+                    self.loads[name] = self.loads.get(name, 0) + load
             if imbalances is not None:
                 self.imbalances.append(imbalances)
         return x

@@ -74,6 +74,7 @@ class Op:
       compiled), where the family states them; a storage that two ops save is listed once. `logits`: of the size of the logits.
     - `partial`: weights that every tensor-parallel rank holds whole, with the gradient of its own heads; each micro-batch adds these up,
       unless parallel.sequence sums the gradients of all such weights once a step.
+    - `constants`: what the op reads in float32 beside weights, and nothing trains: every rank holds its layers' whole.
     - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
     - `in_fours`: Megatron-LM's fused softmax takes four of these at a time; where they are no multiple of four, its parts are kernels of
       their own (megatron/model/fused_softmax.py, `is_kernel_available`).
@@ -92,6 +93,7 @@ class Op:
     enters: tuple[Tensor, ...] = ()
     exchanges: tuple[Tensor, ...] = ()
     partial: tuple[Tensor, ...] = ()
+    constants: tuple[Weight, ...] = ()
     core: bool = False
     in_fours: Dims = ()
     kernels: int = 1
@@ -204,6 +206,13 @@ def model_parameters(table: OpTable, layers: range, *, first: bool = True, last:
                     yield Parameter(prefix + weight.name, _flattened_dims(op, weight), weight.frozen, is_matrix)
                 elif not first:
                     yield Parameter("embedding.weight", (("vocab",), ("hidden",)), weight.frozen)
+
+
+def model_constants(table: OpTable, layers: range) -> Iterator[Parameter]:
+    """Yield every constant of these layers of a model."""
+    for index in layers:
+        for weight in (each for op in table.layer_ops(index) for each in op.constants):
+            yield Parameter(f"layers.{index}.{weight.name}", tuple((dim,) for dim in weight.dims), weight.frozen)
 
 
 def _flattened_dims(op: Op, weight: Weight) -> tuple[Dims, ...]:

@@ -188,16 +188,15 @@ def mixture(model: Model) -> tuple[Op, ...]:
     logits = Tensor((*TOKENS, "choices"), 4)
     copies: Dims = ("tokens", "batch", "top_k")
     copy_rows = Tensor((*copies, "hidden"))
-    choice = (Tensor(copies, 8), Tensor(copies, 4))  # each copy's expert and weight
-    balance = (Tensor(("tokens", "batch", "choices"), 4), Tensor(("batch", "choices"), 4)) if model.aux_loss else ()
     router = Op(
         name="router",
         weights=(Weight("router.weight", ("hidden", "choices")),),
         product=Product(rows=TOKENS, inner=("hidden",), outers=(("choices",),)),
         saves_megatron=(STREAM, logits),
-        saves_torch=(STREAM, *choice, *balance),
+        saves_torch=(STREAM, *_routing_saves(model, copies)),
         enters=(logits,),
-        kernels=8,  # the product, softmax, the choice, its weights, the counts of each expert
+        kernels=8 + _routing_kernels(model),  # the product, softmax, the choice, its weights, the counts of each expert
+        constants=(Weight("router.bias", ("choices",), frozen=True),) if model.router.bias else (),
     )
     dispatch = Op(
         name="dispatch",
@@ -217,6 +216,25 @@ def mixture(model: Model) -> tuple[Op, ...]:
         reduces=(("expert_ffn", STREAM),),
     )
     return router, dispatch, *_expert_ops(model, rows, sent), combine, *(_shared_experts(model) if model.shared_experts else ())
+
+
+def _routing_saves(model: Model, copies: Dims) -> tuple[Tensor, ...]:
+    """What our modules save of a choice (trainer/models/moe/routing.py): each copy's expert and weight, and what these are made from."""
+    router = model.router
+    choice, weight, of_token = Tensor(copies, 8), Tensor(copies, 4), Tensor(copies[:-1], 4)
+    scores, share = Tensor((*copies[:-1], "choices"), 4), Tensor(("batch", "choices"), 4)
+    has_sum = router.score == "sigmoid" and router.normalize
+    before_scale = (weight,) if has_sum or (router.scale != 1 and not router.has_shared_scores) else ()
+    sums = (of_token,) * (has_sum + (router.score == "sigmoid" and model.aux_loss > 0))
+    balance = (scores, share) if model.aux_loss else (scores,) if router.has_shared_scores else ()
+    return choice, weight, *before_scale, *sums, *balance
+
+
+def _routing_kernels(model: Model) -> int:
+    """The kernels of a choice beyond those of Mixtral's: of weights, of a bias, and of groups: their values, the best, the mask."""
+    router = model.router
+    weights = (router.scale != 1) + router.has_shared_scores + 2 * (router.score == "sigmoid" and router.normalize)
+    return weights + (3 if router.bias else 0) + (6 if router.top_groups < router.groups else 0)
 
 
 def _expert_ops(model: Model, rows: Dims, sent: Tensor) -> tuple[Op, ...]:

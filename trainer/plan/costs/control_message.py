@@ -24,10 +24,13 @@ class ControlMessage:
 
 def routing_messages(run: Run, mesh: Mesh, layers: int) -> Iterator[ControlMessage]:
     """What the routers of a rank's `layers` send: the rows for each expert, and, of the tokens of a sequence that other ranks have, the
-    choices (for an expert's capacity) or how many chose each expert (for the auxiliary loss)."""
+    choices (for an expert's capacity) or how many chose each expert (for the auxiliary loss); once a step, the tokens of each expert of
+    all layers, which step its bias."""
     model, train = run.model, run.train
     if not has_experts(model):
         return
+    if mesh.size("data") > 1 and model.router.bias and model.router.bias_rate:
+        yield ControlMessage(verb="all_reduce", payload=INTEGER * model.experts * layers, count=1, says="tokens of each expert")
     forwards = layers * (train.batch // (mesh.dp * train.microbatch)) * (2 if run.parallel.recompute == "full" else 1)
     if mesh.ep > 1:
         yield ControlMessage(verb="all_to_all", payload=INTEGER * model.experts, count=forwards, says="rows for each expert")

@@ -30,6 +30,7 @@ from .precision import spared_bytes, state_bytes, widths
 from .roofline import rates
 
 SLOWEST_RANK = 0.004  # share of a step that a doubling of the nodes adds: it ends with the slowest rank
+CONSTANT_BYTES = 4  # float32
 STEP_DISPATCHES = 200  # operators that the host dispatches once a step and nothing hides: the batch, the loss, the norm, the schedule
 
 
@@ -51,6 +52,8 @@ class CostContext:
         self.tail = SLOWEST_RANK * log2(run.cluster.nodes) if run.cluster.device.kind == "cuda" else 0.0
         self.step_overhead = STEP_DISPATCHES * run.cluster.device.dispatch
         self.parameters = parameter_count(self.table, run.model.layers)
+        constants = (each for op in self.table.layer for each in op.constants)
+        self.layer_constants = CONSTANT_BYTES * sum([element_count(each.dims, self.table.sizes) for each in constants])
         self.trained_parameters = parameter_count(self.table, run.model.layers, trained=True)
         self.active_parameters = parameter_count(self.table, run.model.layers, active=True)
         self.dense_layers = self.table.dense_layers

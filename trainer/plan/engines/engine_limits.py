@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...models.families import is_made_by_transformers
+from ...models.families import has_experts, is_made_by_transformers
 from ...spec.changed_run import Change, overrides
 from ...spec.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
@@ -86,6 +86,8 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield from _route_limits(row, run, parallel, delayed=delay is not None)
     if parallel.compress.name != "none":
         yield from _compression_limits(row, run, parallel, delayed=delay is not None)
+    if has_experts(run.model) and run.model.router.bias and run.model.router.bias_rate:
+        yield from _bias_rate_limits(row, run, parallel, delayed=delay is not None)
     if run.optim.name == MUON:
         yield from _muon_limits(row, run, parallel, delayed=delay is not None)
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
@@ -229,6 +231,17 @@ def _muon_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool)
         (reduced, "parallel.reduce", parallel.reduce, (("parallel.reduce", "ring"),)),
     )
     yield from _first_conflict(row, key, MUON, conflicts, adamw)
+
+
+def _bias_rate_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
+    """The biases of routers are stepped with the tokens of the whole step just done."""
+    conflicts: tuple[Conflict, ...] = (
+        (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
+        (parallel.staleness > 0, "parallel.staleness", parallel.staleness, (("parallel.staleness", 0),)),
+        (parallel.sync.every > 1, "parallel.sync.every", parallel.sync.every, (("parallel.sync.every", 1),)),
+    )
+    rate = run.model.router.bias_rate
+    yield from _first_conflict(row, "model.router.bias_rate", rate, conflicts, (("model.router.bias_rate", 0),))
 
 
 def _change_to_zero_0(parallel: Parallel) -> Change:

@@ -89,6 +89,10 @@ def _no_experts(run: Run, mesh: Mesh) -> str:
     return "" if routes else f"model.family={run.model.family}"
 
 
+def _no_router(run: Run, mesh: Mesh) -> str:
+    return "" if has_experts(run.model) else f"model.family={run.model.family}"
+
+
 def _expert_ffn(run: Run, mesh: Mesh) -> str:
     model = run.model
     own = has_experts(model) and model.expert_ffn not in (None, model.ffn) and not model.dense_layers
@@ -119,6 +123,9 @@ IDLE: dict[str, Condition] = {
     "model.lora.alpha":        _is("model.lora.rank", 0),
     "model.lora.targets":      _is("model.lora.rank", 0),
     "model.top_k":             _no_experts,
+    **{f"model.router.{key}": _no_router for key in ("score", "normalize", "scale", "groups", "bias")},
+    "model.router.bias_rate":  _any(_no_router, _is("model.router.bias", False)),
+    "model.router.top_groups": _any(_no_router, _is("model.router.groups", 1)),
     "model.expert_ffn":        _no_experts,
     "model.shared_experts":    _no_experts,
     "model.aux_loss":          _no_experts,

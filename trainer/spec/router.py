@@ -1,0 +1,30 @@
+"""The keys of a mixture's router: how tokens choose experts and weigh them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .bounded_numbers import Count, NotNegative, Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How a token's logits choose its experts, and weigh their outputs; the default is Mixtral's (arXiv:2401.04088 section 2.1).
+
+    `groups` and `top_groups` limit the choice to the experts of some groups (arXiv:2405.04434 section 2.2.2), `bias` adds to scores for
+    the choice alone and changes by `bias_rate` a step (arXiv:2408.15664).
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: Positive = 1.0
+    groups: Count = 1
+    top_groups: Count = 1
+    bias: bool = False
+    bias_rate: NotNegative = 0.0
+
+    @property
+    def has_shared_scores(self) -> bool:
+        """Whether weights are read from the scores of all experts, which softmax makes together; else the chosen logits are enough."""
+        return self.score == "softmax" and not self.normalize
