@@ -29,7 +29,7 @@ BASE = (
 )
 CURVES = {
     "as it is":   (),
-    "balanced":   ("model.aux_loss=0.3", "model.shared_experts=1", "model.layers=3", "model.dense_layers=1"),
+    "balanced":   ("model.aux_loss=0.3", "model.shared_experts=1", "model.layers=4", "model.dense_layers=2"),
     "small room": ("model.aux_loss=0.3", "model.capacity=1.0", "model.dropout=0.1"),
     "plain":      ("model.aux_loss=0.3", "model.router={normalize: false, scale: 4.0}", "model.qk_norm=true"),
     "sigmoid":    ("model.aux_loss=0.3", "model.router={score: sigmoid, scale: 2.5, groups: 2, bias: true, bias_rate: 0.05}"),
