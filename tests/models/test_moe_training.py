@@ -32,7 +32,8 @@ CURVES = {
     "balanced":   ("model.aux_loss=0.3", "model.shared_experts=1", "model.layers=4", "model.dense_layers=2"),
     "small room": ("model.aux_loss=0.3", "model.capacity=1.0", "model.dropout=0.1"),
     "plain":      ("model.aux_loss=0.3", "model.router={normalize: false, scale: 4.0}", "model.qk_norm=true"),
-    "sigmoid":    ("model.aux_loss=0.3", "model.router={score: sigmoid, scale: 2.5, groups: 2, bias: true, bias_rate: 0.05}"),
+    "sigmoid":    ("model.aux_loss=0.3", "model.experts=8", "model.top_k=3", "train.steps=3",
+                   "model.router={score: sigmoid, scale: 2.5, groups: 4, top_groups: 2, bias: true, bias_rate: 0.02}"),
 }
 LAYOUTS = (  # ranks, degrees, the rest
     ("as it is",   2, "zero: 3",                                            "train.microbatch=1"),
@@ -118,7 +119,7 @@ def test_ranks_hold_the_planned_bytes(train_ranks: Any, row: tuple[str, int, str
             assert held["activations"] == planned.activations + planned.logits + counts
 
 
-LONGER = (*BASE, *CURVES["sigmoid"], "model.shared_experts=1", "train.steps=3")
+LONGER = (*BASE, *CURVES["sigmoid"], "model.shared_experts=1", "train.steps=4")
 RESUMED = (*LONGER, "train.microbatch=2", "checkpoint.resume=auto")
 
 
