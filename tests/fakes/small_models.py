@@ -16,6 +16,7 @@ from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Tra
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+LATENT: dict[str, Any] = {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
 LORA = Lora(rank=3, alpha=6.0, targets=("query", "value", "out", "up", "down"))
 V3 = Router(score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)
 MODELS = {
@@ -27,6 +28,7 @@ MODELS = {
     "lora": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA, lora=LORA),
     "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
     "grouped moe": Model(family="moe", layers=2, hidden=32, heads=4, ffn=24, vocab=64, experts=8, top_k=3, **LLAMA, router=V3),
+    "mla": Model(family="mla", layers=2, hidden=48, heads=6, ffn=40, vocab=64, experts=4, top_k=2, **LATENT, q_lora_rank=20, **LLAMA),
 }
 B, S = 3, 24  # sequences, tokens of each
 

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from distrain.trainer.spec.run import Run
 
-MATRICES = re.compile(r"layers\.\d+\.(attention\.(query|key|value|out)|(mlp|experts|shared)\.(gate|up|down))\.weight")
+MATRICES = re.compile(
+    r"layers\.\d+\.(attention\.(query|key|value|out|query_down|key_down|rope_key)|(mlp|experts|shared)\.(gate|up|down))\.weight"
+)
 
 
 class TorchMuon(torch.optim.AdamW):

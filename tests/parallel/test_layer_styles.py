@@ -19,9 +19,11 @@ OWN = [name for name, family in FAMILIES.items() if family.module and not family
 
 
 def run_of(family: str) -> Run:
+    latent = dict.fromkeys(FAMILIES[family].needs, 4)
     experts = {"experts": 2, "top_k": 1, "shared_experts": 1} if FAMILIES[family].has_experts else {}
     defaults = {**FAMILIES[family].defaults, "tied": False}
-    model = Model(family=family, layers=1, hidden=8, heads=4, kv_heads=2, vocab=16, **defaults, **experts)  # type: ignore[arg-type]
+    kv_heads = None if latent else 2
+    model = Model(family=family, layers=1, hidden=8, heads=4, kv_heads=kv_heads, vocab=16, **defaults, **experts, **latent)  # type: ignore[arg-type]
     device = Device(name="cpu", memory=1e9, kind="cpu")
     return Run(
         name=family, model=model, cluster=Cluster(nodes=1, gpus=1, device=device), parallel=Parallel(), train=Train(batch=1, seq=4, steps=1)

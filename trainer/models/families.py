@@ -82,11 +82,13 @@ FAMILIES: dict[str, Family] = {
         states_saved=True,
         model_types=("llama", "mistral", "ministral", "qwen2", "qwen3"),
     ),
-    "mla": Family(  # DeepSeek-V2 and V3: planned only
+    "mla": Family(  # DeepSeek-V2 and V3: arXiv:2405.04434, 2412.19437
         table=mla,
         needs=LATENT,
         axes=(*DENSE, "ep"),
         defaults=LLAMA_DEFAULTS,
+        module="distrain.trainer.models.mla.module:LatentTransformer",
+        states_saved=True,
     ),
     "moe": Family(  # Mixtral: arXiv:2401.04088; Qwen3-MoE: arXiv:2505.09388
         table=moe,

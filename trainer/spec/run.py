@@ -68,6 +68,12 @@ class Model:
         """Whether a parameter, by its logical name, is trained: with LoRA only its A and B are."""
         return not self.lora.rank or Lora.owns(parameter)
 
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that rotary positions turn: all of them, with latent attention its last qk_rope_head_dim."""
+        own = self.qk_rope_head_dim if self.family == "mla" else self.head_dim
+        return own or self.hidden // self.heads
+
     def is_windowed(self, layer: int) -> bool:
         """Whether a layer has the window: all layers, or those that layer_types names, which repeats until the last layer."""
         return self.window is not None and (not self.layer_types or self.layer_types[layer % len(self.layer_types)] == "sliding_attention")

@@ -49,17 +49,32 @@ class Attention(nn.Module):
         recompute_core: bool,
     ) -> None:
         super().__init__()
-        scale = model.lora.scale
-        self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp, scale) for part in ("query", "key", "value"))
+        self.scale: float | None = None  # of scores; None: 1 / sqrt(D)
+        self.first_head, self.padded_heads = (tp.first_head, tp.padded_heads) if tp else (0, 0)
+        self.make_projections(parameters, model, tp)
+        self.out = RowLinear(sub_parameters(parameters, "out"), tp, model.lora.scale)
+        self.dropout = Dropout(model.dropout, layer, "attention")
+        self.kernel, self.recompute_core = kernel, recompute_core
+        self.window = model.window if model.is_windowed(layer) else None
+
+    def make_projections(self, parameters: Parameters, model: Model, tp: TensorParallel | None) -> None:
+        """Make the layers of `heads`; a family overrides both to have other queries, keys and values."""
+        self.head_dim = model.head_dim or model.hidden // model.heads
+        parts = ("query", "key", "value")
+        self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp, model.lora.scale) for part in parts)
         self.query_norm, self.key_norm = (
             HeadNorm(sub_parameters(parameters, part), model.norm_eps, tp) if model.qk_norm else None for part in ("query_norm", "key_norm")
         )
-        self.out = RowLinear(sub_parameters(parameters, "out"), tp, scale)
-        self.first_head, self.padded_heads = (tp.first_head, tp.padded_heads) if tp else (0, 0)
-        self.dropout = Dropout(model.dropout, layer, "attention")
-        self.head_dim = model.head_dim or model.hidden // model.heads
-        self.kernel, self.recompute_core = kernel, recompute_core
-        self.window = model.window if model.is_windowed(layer) else None
+
+    def heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the query, key and value of each head, [B, S, A or N, D], for x [B, S, H]."""
+        projections = column_linears(x, self.query, self.key, self.value)
+        query, key, value = (torch.unflatten(each, -1, (-1, self.head_dim)) for each in projections)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if angles is not None:
+            query, key = rotate(query, angles), rotate(key, angles)
+        return query, key, value
 
     def forward(
         self,
@@ -75,12 +90,7 @@ class Attention(nn.Module):
         `band` is the mask of a block of the model's window, where that does not cover S and the fused kernel computes in blocks.
         """
         band = band if self.window else None
-        projections = column_linears(x, self.query, self.key, self.value)
-        query, key, value = (torch.unflatten(each, -1, (-1, self.head_dim)) for each in projections)  # [B, S, A or N, D]
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if angles is not None:
-            query, key = rotate(query, angles), rotate(key, angles)
+        query, key, value = self.heads(x, angles)
         if cp is not None:
             values = self.core_across_ranks(query, key, value, mask, states, cp)  # [B, S, A, D]
         elif self.recompute_core:
@@ -97,12 +107,12 @@ class Attention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, A or N, S, D]
         if self.kernel == "flash" and not self.dropout.is_active(states):
             if band is not None:
-                return windowed_attention(query, key, value, mask, band).transpose(1, 2)
-            return flash_attention(query, key, value, mask).transpose(1, 2)
+                return windowed_attention(query, key, value, mask, band, self.scale).transpose(1, 2)
+            return flash_attention(query, key, value, mask, self.scale).transpose(1, 2)
         if self.window and self.window < query.shape[2]:
             windowed = window_mask(query.shape[2], self.window, query.dtype, query.device)
             mask = windowed if mask is None else mask + windowed
-        weights = attention_weights(query, key, mask)  # [B, A, S, S]
+        weights = attention_weights(query, key, mask, self.scale)  # [B, A, S, S]
         return weighted_values(self.dropout(weights, states, self._heads(query)), value).transpose(1, 2)
 
     def core_across_ranks(
@@ -112,10 +122,10 @@ class Attention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         core: AttentionCore
         if self.kernel == "flash" and not self.dropout.is_active(states):
-            core = FusedCore(cp) if query.is_cuda else FlashCore(cp)
+            core = FusedCore(cp, self.scale) if query.is_cuda else FlashCore(cp, self.scale)
         else:
             draw_mask = None if states is None or not self.dropout.p else partial(self.dropout.mask, states, self._heads(query))
-            core = ScoresCore(cp, self.dropout.p, draw_mask)
+            core = ScoresCore(cp, self.dropout.p, draw_mask, self.scale)
         return context_attention(query, key, value, mask, core, cp, recompute=self.recompute_core)
 
     def _heads(self, query: Tensor) -> range:

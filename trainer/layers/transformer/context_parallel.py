@@ -7,8 +7,9 @@ each rank computes the same amount.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ..group import Group
 
-# B batch, S sequence, C ranks of the group, s = S / C, A heads, N key and value heads, D head_dim
+# B batch, S sequence, C ranks of the group, s = S / C, A heads, N key and value heads, D head_dim, which values may have another of
 
 Tensors = tuple[Tensor, ...]
 
@@ -50,33 +51,45 @@ class ContextParallel:
         halves = [part.chunk(2, dim=1) for part in parts]
         return torch.cat([*(front for front, _ in halves), *(back for _, back in reversed(halves))], dim=1)
 
-    def gather_keys_and_values(self, key: Tensor, value: Tensor) -> Tensor:
-        """All-gather keys and values, each [B, N, s, D], into the sequence's order: [2, B, N, S, D]. One message."""
-        own = torch.stack((key, value))  # [2, B, N, s, D]
-        received = own.new_empty((self.group.size * 2, *key.shape))
-        dist.all_gather_into_tensor(received, own, group=self.group.handle)
-        whole = own.new_empty((*own.shape[:3], self.group.size * own.shape[3], own.shape[4]))
-        for in_sequence, by_rank in self._chunk_views(whole, received.view(self.group.size, *own.shape)):
+    def gather_keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All-gather keys and values, each [B, N, s, D], into the sequence's order: each [B, N, S, D]. One message."""
+        own = key.new_empty(key.numel() + value.numel())
+        for flat, part in zip(_flat_views(own, key.shape, value.shape), (key, value), strict=True):
+            flat.copy_(part)
+        received = own.new_empty(self.group.size, len(own))
+        dist.all_gather_into_tensor(received.flatten(), own, group=self.group.handle)
+        keys, values = (each.new_empty(*each.shape[:2], self.group.size * each.shape[2], each.shape[3]) for each in (key, value))
+        for in_sequence, by_rank in self._chunk_views((keys, values), received):
             in_sequence.copy_(by_rank)
-        return whole
+        return keys, values
 
     def reduce_scatter_gradients(self, key_grad: Tensor, value_grad: Tensor) -> tuple[Tensor, Tensor]:
         """Reduce-scatter each rank's gradients of all keys and values, each [B, N, S, D], to this rank's [B, N, s, D]. One message."""
-        whole = torch.stack((key_grad, value_grad))
-        own = whole.new_empty((*whole.shape[:3], whole.shape[3] // self.group.size, whole.shape[4]))
-        sent = own.new_empty((self.group.size, *own.shape))
-        for in_sequence, by_rank in self._chunk_views(whole, sent):
+        sent = key_grad.new_empty(self.group.size, (key_grad.numel() + value_grad.numel()) // self.group.size)
+        for in_sequence, by_rank in self._chunk_views((key_grad, value_grad), sent):
             by_rank.copy_(in_sequence)
-        dist.reduce_scatter_tensor(own, sent.flatten(0, 1), group=self.group.handle)
-        return own[0], own[1]
+        own = torch.empty_like(sent[0])
+        dist.reduce_scatter_tensor(own, sent.flatten(), group=self.group.handle)
+        key_part, value_part = _flat_views(own, *map(self._part_shape, (key_grad, value_grad)))
+        return key_part, value_part
 
-    def _chunk_views(self, whole: Tensor, by_rank: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of each chunk in `whole` [2, B, N, S, D] and in `by_rank` [C, 2, B, N, s, D]."""
-        chunks = whole.chunk(2 * self.group.size, dim=3)
-        for rank, own in enumerate(by_rank):
-            front, back = own.chunk(2, dim=3)
-            yield chunks[rank], front
-            yield chunks[-1 - rank], back
+    def _chunk_views(self, wholes: Tensors, by_rank: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of each chunk in `wholes`, each [B, N, S, D], and in the flat parts of them that ranks have, `by_rank` [C, ...]."""
+        shapes = [self._part_shape(whole) for whole in wholes]
+        for rank, flat in enumerate(by_rank):
+            for whole, own in zip(wholes, _flat_views(flat, *shapes), strict=True):
+                chunks, (front, back) = whole.chunk(2 * self.group.size, dim=2), own.chunk(2, dim=2)
+                yield chunks[rank], front
+                yield chunks[-1 - rank], back
+
+    def _part_shape(self, whole: Tensor) -> Sequence[int]:
+        """Return the shape [B, N, s, D] of a rank's part of a tensor [B, N, S, D]."""
+        return *whole.shape[:2], whole.shape[2] // self.group.size, whole.shape[3]
+
+
+def _flat_views(flat: Tensor, *shapes: Sequence[int]) -> Tensors:
+    """Return views of the tensors of these shapes that lie behind each other in a flat one."""
+    return tuple(part.view(shape) for part, shape in zip(torch.split(flat, [prod(shape) for shape in shapes]), shapes, strict=True))
 
 
 class AttentionCore(Protocol):

@@ -7,32 +7,90 @@ whole sequence, and neither saves them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 
 from .context_parallel import ContextParallel, Tensors
 
-# B batch, S sequence, s this rank's part of it, A heads, N key and value heads, G = A / N, D head_dim, L tokens of a block
+# B batch, S sequence, s this rank's part of it, A heads, N key and value heads, G = A / N, D head_dim, L tokens of a block;
+# a value may have another D than queries and keys. A scale of scores that is None is 1 / sqrt(D)
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """Return attention's values [B, A, S, D], by torch's fused kernels (arXiv:2307.08691)."""
+    if query.shape[-1] != value.shape[-1] and not query.is_cuda:
+        values: Tensor = _UnequalFlash.apply(query, key, value, mask, scale)  # type: ignore[no-untyped-call]
+        return values
     grouped = key.shape[1] != query.shape[1]
     if grouped and query.is_cuda and (mask is not None or query.dtype == torch.float32):
         # The only fused CUDA kernel that takes a mask, or float32, does not support grouped heads.
         key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
         grouped = False
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
 
 
-def windowed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, band: Tensor) -> Tensor:
+class _UnequalFlash(torch.autograd.Function):
+    """The kernel for CPUs, which takes heads of one size, for values of another size than queries and keys: the smaller are padded while
+    it runs, and saved without padding. For such heads torch itself would take its kernels apart, and save the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        values, log_sums = _flash_block(query, key, value, mask is None, mask, scale)
+        values = values.transpose(1, 2).contiguous().transpose(1, 2)  # without padding, and as the output product reads it
+        ctx.save_for_backward(query, key, value, mask, values, log_sums)
+        ctx.scale = scale
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, values, log_sums = ctx.saved_tensors
+        return *_flash_block_gradients(grad, query, key, value, values, log_sums, mask is None, mask, ctx.scale), None, None
+
+
+def _flash_block(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return (values [B, A, S, D], the log-sum-exp of each row of scores) of the fused kernel for CPUs."""
+    padded = _padded_heads(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    values, log_sums = _FLASH(*padded, 0.0, causal, attn_mask=mask, scale=scale)
+    return values[..., : value.shape[-1]], log_sums
+
+
+def _flash_block_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    values: Tensor,
+    log_sums: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+) -> Tensors:
+    """Return the gradients of query, key and value from that of the values, by the fused kernel for CPUs."""
+    padded = _padded_heads(grad, query, key, value, values)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    grads = _FLASH_BACKWARD(*padded, log_sums, 0.0, causal, attn_mask=mask, scale=scale)
+    return tuple(each[..., : of.shape[-1]] for each, of in zip(grads, (query, key, value), strict=True))
+
+
+def _padded_heads(*tensors: Tensor) -> Tensors:
+    """Return tensors [..., D] of one D, the largest of them, padded with zeros."""
+    size = max(each.shape[-1] for each in tensors)
+    return tuple(each if each.shape[-1] == size else F.pad(each, (0, size - each.shape[-1])) for each in tensors)
+
+
+def windowed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, band: Tensor, scale: float | None = None) -> Tensor:
     """As `flash_attention`, where each query sees the last W keys, itself included: in blocks of W queries, which see two blocks of keys.
 
     `band` [W, 2W] is `window_band`; `mask` [B, 1, S, S] hides further keys.
@@ -45,7 +103,7 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
         if mask is not None:
             seen = mask[:, :, begin:end, first:end] + seen
         parts = query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end]
-        values.append(flash_attention(*parts, seen if begin or mask is not None else None))
+        values.append(flash_attention(*parts, seen if begin or mask is not None else None, scale))
     return torch.cat(values, dim=2)
 
 
@@ -62,13 +120,14 @@ def window_mask(size: int, window: int, dtype: torch.dtype, device: torch.device
     return hidden.triu(1) + hidden.tril(-window)
 
 
-def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """Return softmax(q k^T / sqrt(D) + mask) [B, A, S, S]; no mask: causal. The queries of a group are rows of one product."""
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    """Return softmax(scale q k^T + mask) [B, A, S, S]; no mask: causal. The queries of a group are rows of one product."""
     B, A, S, D = query.shape
     if mask is None:
         mask = torch.full((S, S), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
     # The products have no name, so that they are freed before softmax makes its result.
-    return torch.softmax(torch.add(mask, (group_rows(query, key) @ key.mT).view(B, A, S, -1), alpha=D**-0.5), dim=-1)
+    alpha = D**-0.5 if scale is None else scale
+    return torch.softmax(torch.add(mask, (group_rows(query, key) @ key.mT).view(B, A, S, -1), alpha=alpha), dim=-1)
 
 
 def weighted_values(weights: Tensor, value: Tensor) -> Tensor:
@@ -98,15 +157,16 @@ class FlashCore:
     and to its own keys as another, so that keys which no query sees cost nothing. With a mask, all keys are one block.
     """
 
-    def __init__(self, cp: ContextParallel) -> None:
-        self.cp = cp
+    def __init__(self, cp: ContextParallel, scale: float | None = None) -> None:
+        self.cp, self.scale = cp, scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensors]:
         """See `AttentionCore`."""
-        values = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format)  # [B, s, A, D]
+        B, A, s, _ = query.shape
+        values = query.new_zeros(B, s, A, value.shape[-1])
         log_sums = query.new_full(query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))  # [B, A, s]
         for rows, keys, causal, block_mask in self._blocks(key.shape[2], mask):
-            block, log_sum = _FLASH(query[:, :, rows], key[:, :, keys], value[:, :, keys], 0.0, causal, attn_mask=block_mask)
+            block, log_sum = _flash_block(query[:, :, rows], key[:, :, keys], value[:, :, keys], causal, block_mask, self.scale)
             _add_block(values[:, rows].transpose(1, 2), log_sums[:, :, rows], block, log_sum)
         return values, (values, log_sums)
 
@@ -116,7 +176,7 @@ class FlashCore:
         grads = tuple(torch.zeros_like(each) for each in (query, key, value))
         for rows, keys, causal, block_mask in self._blocks(key.shape[2], mask):
             inputs = grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], values[:, :, rows], log_sums[:, :, rows]
-            block_grads = _FLASH_BACKWARD(*inputs, 0.0, causal, attn_mask=block_mask)
+            block_grads = _flash_block_gradients(*inputs, causal, block_mask, self.scale)
             for total, where, block_grad in zip(grads, (rows, keys, keys), block_grads, strict=True):
                 total[:, :, where] += block_grad
         return grads
@@ -142,8 +202,8 @@ def _add_block(values: Tensor, log_sums: Tensor, block: Tensor, log_sum: Tensor)
 class FusedCore:
     """The fused kernel that torch chooses on a GPU. Backward computes forward again: not all kernels return their log-sum-exp."""
 
-    def __init__(self, cp: ContextParallel) -> None:
-        self.cp = cp
+    def __init__(self, cp: ContextParallel, scale: float | None = None) -> None:
+        self.cp, self.scale = cp, scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensors]:
         """See `AttentionCore`."""
@@ -151,7 +211,7 @@ class FusedCore:
         for rows, span in self.cp.chunks(key.shape[2]):
             keys = slice(0, span.stop)
             bias = causal_lower_right(len(span), span.stop) if mask is None else mask[:, :, rows, keys]
-            parts.append(flash_attention(query[:, :, rows], key[:, :, keys], value[:, :, keys], bias).transpose(1, 2))
+            parts.append(flash_attention(query[:, :, rows], key[:, :, keys], value[:, :, keys], bias, self.scale).transpose(1, 2))
         return torch.cat(parts, dim=1), ()
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, saved: Tensors) -> Tensors:
@@ -168,17 +228,18 @@ class ScoresCore:
     `draw_mask` returns the dropout mask [B, A, s, S], of probability p, for S keys.
     """
 
-    def __init__(self, cp: ContextParallel, p: float, draw_mask: Callable[[int], Tensor] | None) -> None:
-        self.cp, self.draw_mask = cp, draw_mask
-        self.scale = 1.0 / (1.0 - p)
+    def __init__(self, cp: ContextParallel, p: float, draw_mask: Callable[[int], Tensor] | None, scale: float | None = None) -> None:
+        self.cp, self.draw_mask, self.scale = cp, draw_mask, scale
+        self.kept_scale = 1.0 / (1.0 - p)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensors]:
         """See `AttentionCore`."""
-        weights = attention_weights(query, key, self._causal_mask(query, key) if mask is None else mask)  # [B, A, s, S]
+        mask = self._causal_mask(query, key) if mask is None else mask
+        weights = attention_weights(query, key, mask, self.scale)  # [B, A, s, S]
         if self.draw_mask is None:
             return weighted_values(weights, value).transpose(1, 2), (weights,)
         dropped = self.draw_mask(key.shape[2])
-        kept = weights.masked_fill(dropped, 0.0) * self.scale
+        kept = weights.masked_fill(dropped, 0.0) * self.kept_scale
         return weighted_values(kept, value).transpose(1, 2), (weights, dropped, kept)
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, saved: Tensors) -> Tensors:
@@ -188,8 +249,9 @@ class ScoresCore:
         value_grad = group_rows(kept, value).mT @ grad_rows
         weights_grad = (grad_rows @ value.mT).view_as(weights)
         if len(saved) > 1:
-            weights_grad.masked_fill_(saved[1], 0.0).mul_(self.scale)
-        scores_grad = torch.ops.aten._softmax_backward_data(weights_grad, weights, -1, weights.dtype).mul_(query.shape[-1] ** -0.5)
+            weights_grad.masked_fill_(saved[1], 0.0).mul_(self.kept_scale)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores_grad = torch.ops.aten._softmax_backward_data(weights_grad, weights, -1, weights.dtype).mul_(scale)
         scores_grad = group_rows(scores_grad, key)  # [B, N, G s, S]
         return (scores_grad @ key).view(query.shape), scores_grad.mT @ group_rows(query, key), value_grad
 

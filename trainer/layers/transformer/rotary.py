@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, floor, log, pi
+from math import ceil, floor, log, pi, sqrt
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from ...spec.rope import Rope
 from ...spec.run import Model
 from ..dtypes import at_least_float32
 
-# B batch, S sequence, A heads, D head_dim
+# B batch, S sequence, A heads, D rotary_dim: head_dim, or with latent attention a part of it
 
 
 def rotary_angles(model: Model, positions: Tensor, seq: int, dtype: torch.dtype) -> Tensor:
@@ -31,7 +31,7 @@ def rotary_frequencies(model: Model, seq: int, device: torch.device, dtype: torc
     linear: positions are divided by the factor (arXiv:2306.15595). dynamic: the base grows with the sequence beyond the original length
     (NTK-aware, arXiv:2309.00071 section 3.3). llama3: long wavelengths are divided by the factor, as Llama 3.1's code does.
     """
-    rope, base, head_dim = model.rope, model.rope_base, model.head_dim or model.hidden // model.heads
+    rope, base, head_dim = model.rope, model.rope_base, model.rotary_dim
     if rope.type == "dynamic":
         length = _original_length(rope)
         base *= (rope.factor * max(seq, length) / length - (rope.factor - 1)) ** (head_dim / (head_dim - 2))
@@ -63,15 +63,22 @@ def _yarn_frequencies(rope: Rope, base: float, frequencies: Tensor) -> Tensor:
 
 def _yarn_scale(rope: Rope) -> float:
     """Return the scale of cosines and sines, so that of scores its square (arXiv:2309.00071 section 3.4)."""
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * log(rope.factor) + 1
-
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return scale(rope.mscale) / scale(rope.mscale_all_dim)
-    return scale(1.0)
+        return _length_scale(rope, rope.mscale) / _length_scale(rope, rope.mscale_all_dim)
+    return _length_scale(rope, 1.0)
+
+
+def _length_scale(rope: Rope, weight: float) -> float:
+    return 0.1 * weight * log(rope.factor) + 1
+
+
+def latent_score_scale(rope: Rope, query_dim: int) -> float:
+    """Return the scale of the scores of latent attention: 1 / sqrt(query_dim), with yarn times the square that DeepSeek's code has beside
+    the scale of cosines and sines, which elements without positions do not see."""
+    stretched = _length_scale(rope, rope.mscale_all_dim) if rope.type == "yarn" and rope.mscale_all_dim else 1.0
+    return stretched**2 / sqrt(query_dim)
 
 
 def _original_length(rope: Rope) -> int:
@@ -84,4 +91,15 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate each pair (i, i + D/2) of each head of x [B, S, A, D] by its position's angle, in float32."""
     cos, sin = angles.unsqueeze(2).unbind(0)  # [S, 1, D/2]
     first, second = at_least_float32(x).chunk(2, dim=-1)  # [B, S, A, D/2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rotate_neighbours(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate each pair (2i, 2i + 1) of x [B, S, A, D] by its position's angle, in float32; the first elements of all pairs come first.
+
+    Queries and keys in the same order have the same scores in any order.
+    """
+    cos, sin = angles.unsqueeze(2).unbind(0)  # [S, 1, D/2]
+    wide = at_least_float32(x)
+    first, second = wide[..., 0::2], wide[..., 1::2]  # [B, S, A, D/2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

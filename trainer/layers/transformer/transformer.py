@@ -47,13 +47,15 @@ class LayerInputs:
 class AttentionHalf(nn.Module):
     """The first half of a layer, x + attention(norm1(x)); with the second half's norm and dropout, which all families share."""
 
-    def __init__(self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None) -> None:
+    def __init__(
+        self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, attention_class: type[Attention] = Attention
+    ) -> None:
         super().__init__()
         model, train = run.model, run.train
         selective = run.parallel.recompute == "selective"
         attention = sub_parameters(parameters, "attention")
         self.norm1 = make_norm(model, sub_parameters(parameters, "norm1"))
-        self.attention = Attention(attention, model, layer, train.attention, tp, recompute_core=selective)
+        self.attention = attention_class(attention, model, layer, train.attention, tp, recompute_core=selective)
         self.dropout1 = Dropout(model.dropout, layer, "attention.residual")
         self.norm2 = make_norm(model, sub_parameters(parameters, "norm2"))
         self.dropout2 = Dropout(model.dropout, layer, "mlp.residual")
@@ -68,8 +70,10 @@ class AttentionHalf(nn.Module):
 class TransformerLayer(AttentionHalf):
     """x + attention(norm1(x)), then x + mlp(norm2(x))."""
 
-    def __init__(self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None) -> None:
-        super().__init__(parameters, run, layer, tp)
+    def __init__(
+        self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, attention_class: type[Attention] = Attention
+    ) -> None:
+        super().__init__(parameters, run, layer, tp, attention_class)
         self.mlp = FeedForward(sub_parameters(parameters, "mlp"), run.model, tp)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
@@ -82,8 +86,11 @@ class Transformer(nn.Module):
     """A whole model from tokens to loss, or a pipeline part of it: some of the layers, with the embedding if `first`, the head if `last`.
 
     Its parameters have the op table's names; a tied head is the embedding's own parameter. `tp`, `cp` and `ep` are the groups that
-    split it: tensor parallelism its parameters, context parallelism the sequence, expert parallelism its experts.
+    split it: tensor parallelism its parameters, context parallelism the sequence, expert parallelism its experts. A family may have
+    another `attention_class`.
     """
+
+    attention_class: type[Attention] = Attention
 
     def __init__(
         self,
@@ -122,7 +129,7 @@ class Transformer(nn.Module):
 
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
         """Make layer number `index`; a family overrides this to have layers of its own."""
-        return TransformerLayer(parameters, run, index, self.tp)
+        return TransformerLayer(parameters, run, index, self.tp, self.attention_class)
 
     def forward(
         self,

@@ -15,6 +15,7 @@ from ...layers.experts import ExpertLinear, combine_rows, copy_rows, dispatch_ro
 from ...layers.group import Group
 from ...layers.parameters_by_prefix import Parameters, sub_parameters
 from ...layers.tensor_parallel import TensorParallel, gather_inputs, reduce_outputs
+from ...layers.transformer.attention import Attention
 from ...layers.transformer.context_parallel import ContextParallel
 from ...layers.transformer.feed_forward import ACTIVATIONS, FeedForward
 from ...layers.transformer.transformer import AttentionHalf, LayerInputs, Transformer
@@ -86,8 +87,16 @@ class Experts(nn.Module):
 class MoELayer(AttentionHalf):
     """x + attention(norm1(x)), then x + the routed experts of norm2(x) + the shared experts of norm2(x)."""
 
-    def __init__(self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, ep: Group | None) -> None:
-        super().__init__(parameters, run, layer, tp)
+    def __init__(
+        self,
+        parameters: Parameters,
+        run: Run,
+        layer: int,
+        tp: TensorParallel | None,
+        ep: Group | None,
+        attention_class: type[Attention] = Attention,
+    ) -> None:
+        super().__init__(parameters, run, layer, tp, attention_class)
         model = run.model
         self.router = RouterLayer(sub_parameters(parameters, "router"))
         self.experts = Experts(sub_parameters(parameters, "experts"), model.act, ep)
@@ -140,7 +149,7 @@ class MoETransformer(Transformer):
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
         if index < run.model.dense_layers:
             return super().make_layer(parameters, run, index)
-        return MoELayer(parameters, run, index, self.tp, self.ep)
+        return MoELayer(parameters, run, index, self.tp, self.ep, self.attention_class)
 
     def forward(
         self,

@@ -75,6 +75,7 @@ class Op:
     - `partial`: weights that every tensor-parallel rank holds whole, with the gradient of its own heads; each micro-batch adds these up,
       unless parallel.sequence sums the gradients of all such weights once a step.
     - `constants`: what the op reads in float32 beside weights, and nothing trains: every rank holds its layers' whole.
+    - `gathers`: the tensors that each rank of the context axis needs of the whole sequence.
     - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
     - `in_fours`: Megatron-LM's fused softmax takes four of these at a time; where they are no multiple of four, its parts are kernels of
       their own (megatron/model/fused_softmax.py, `is_kernel_available`).
@@ -94,6 +95,7 @@ class Op:
     exchanges: tuple[Tensor, ...] = ()
     partial: tuple[Tensor, ...] = ()
     constants: tuple[Weight, ...] = ()
+    gathers: tuple[Tensor, ...] = ()
     core: bool = False
     in_fours: Dims = ()
     kernels: int = 1
@@ -147,6 +149,7 @@ def logical_sizes(model: Model, train: Train) -> dict[str, int]:
         "heads": model.heads,
         "kv_heads": model.kv_heads or model.heads,
         "head_dim": head_dim,
+        "rotary_dim": model.rotary_dim,
         "ffn": ffn,
         "vocab": model.vocab,
         "context": model.context or train.seq,

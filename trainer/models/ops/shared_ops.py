@@ -64,10 +64,10 @@ def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, .
     turn = Op(name="attention.rope", moves=(query, query, key, key), eager_passes=4.0, own_passes=16.0)  # ours: in float32, on an H200
     rope = (turn,) if model.positions == "rope" else ()
     return (
-        linear("attention", ("hidden",), parts, bias=bias, saves=(STREAM, query, key, value)),
+        replace(linear("attention", ("hidden",), parts, bias=bias, saves=(STREAM, query, key, value)), gathers=(key, value)),
         *((head_norm("attention.query_norm", QUERY), head_norm("attention.key_norm", KEY)) if model.qk_norm else ()),
         *rope,
-        *(_flash_core(model, train, causal) if train.attention == "flash" else _math_core(model, train)),
+        *attention_core(model, train, causal=causal),
         linear("attention.out", QUERY, (("", ("hidden",)),), bias=model.bias, saves=(query,)),
     )
 
@@ -86,7 +86,14 @@ def head_norm(name: str, head: Dims) -> Op:
     )
 
 
-def _flash_core(model: Model, train: Train, causal: bool) -> tuple[Op, ...]:
+def attention_core(
+    model: Model, train: Train, *, causal: bool = True, query_dim: str = "head_dim", mean_dim: str = "head_dim"
+) -> tuple[Op, ...]:
+    """The core of attention, whose values have `head_dim`; `mean_dim`: the mean of a query's dim and a value's."""
+    return _flash_core(model, train, causal, mean_dim) if train.attention == "flash" else _math_core(model, train, query_dim)
+
+
+def _flash_core(model: Model, train: Train, causal: bool, mean_dim: str) -> tuple[Op, ...]:
     """FlashAttention-2 (arXiv:2307.08691): saves a float32 log-sum-exp; backward costs 2.5 forwards.
 
     Its dropout can't be keyed: with dropout our modules take the path of separate kernels, and save what that saves. A layer with a
@@ -97,7 +104,7 @@ def _flash_core(model: Model, train: Train, causal: bool) -> tuple[Op, ...]:
     in_blocks = (0.5 + 2 * (blocks - 1)) * window**2 + rest * (window + rest)  # pairs of query and key: the first block is causal
     product = Product(
         rows=("seq",),
-        inner=("head_dim",),
+        inner=(mean_dim,),
         outers=(("keys",), ("keys",)),
         groups=("batch", "heads"),
         computed=(0.5 if causal else 1.0) * (1 - share) + share * in_blocks / seq**2,
@@ -128,7 +135,7 @@ def _counted_pairs(model: Model, seq: int) -> float:
     return 1 - share + share * window * (2 * seq - window) / seq**2 if share else 1.0
 
 
-def _math_core(model: Model, train: Train) -> tuple[Op, ...]:
+def _math_core(model: Model, train: Train, query_dim: str) -> tuple[Op, ...]:
     """Scores, softmax, dropout and values as separate kernels: saves 2as2b, and 3as2b more with dropout."""
     scores, *dropped = saves = _softmax_saves(model)
     heads: Dims = ("batch", "heads")
@@ -138,7 +145,7 @@ def _math_core(model: Model, train: Train) -> tuple[Op, ...]:
         return Product(rows=("seq",), inner=inner, outers=(outer,), groups=heads, counted=counted)
 
     return (
-        Op(name="attention.scores", product=product(("head_dim",), ("keys",)), core=True),
+        Op(name="attention.scores", product=product((query_dim,), ("keys",)), core=True),
         Op(
             name="attention.softmax",
             moves=(scores, scores, *((scores, *dropped) if dropped else ())),
@@ -266,7 +273,7 @@ def embedding(model: Model, train: Train, *, types: bool = False) -> tuple[Op, .
     if types:
         tables.append(Weight("types.weight", ("types", "hidden")))
     masks = (MASK,) if model.dropout else ()
-    positions = {"learned": (Tensor(("tokens",), 8),), "rope": (Tensor(("tokens", "head_dim"), 4),), "none": ()}[model.positions]
+    positions = {"learned": (Tensor(("tokens",), 8),), "rope": (Tensor(("tokens", "rotary_dim"), 4),), "none": ()}[model.positions]
     has_mask = model.effective_window(train.seq) and train.attention == "flash" and not model.dropout
     window_mask = (Tensor(("window", "window")), Tensor(("window", "window"))) if has_mask else ()
     return (

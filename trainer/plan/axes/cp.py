@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...models.ops.op_table import Op, Tensor
+from ...models.ops.op_table import Op
 from .axis import Axis, RankTensors
 from .message import AxisMessage
 
 
 def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
     """All-gather the keys and values of the whole sequence for forward and again for backward; reduce-scatter their gradients."""
-    product = op.product
-    if op.name == "attention" and product is not None:
-        keys = (Tensor(product.rows + outer) for outer in product.outers if "kv_heads" in outer)
-        payload = sum(on_rank.bytes(tensor, without="cp") for tensor in keys)
+    if op.gathers:
+        payload = sum(on_rank.bytes(tensor, without="cp") for tensor in op.gathers)
         yield AxisMessage("cp", "all_gather", payload, 1, 1)
         yield AxisMessage("cp", "reduce_scatter", payload, 0, 1)
 

@@ -124,7 +124,7 @@ class SplitCosts:
         self.ends = [self._ops(ops, outside) for ops in (table.embedding, table.head)]
         self._cost_of_ends: dict[int, list[BlockCost]] = {}  # by hooks
         saves = [tensor for op in table.embedding for tensor in op.saves_torch] if split.form == "torch" else []
-        once = [tensor for tensor in saves if {"head_dim", "window", "keys"} & set(tensor.dims)]
+        once = [tensor for tensor in saves if {"rotary_dim", "window", "keys"} & set(tensor.dims)]
         self.tied = self.local.count(("vocab", "hidden")) if table.tied else 0
         self.saved_once = sum(map(self.local.bytes, once))
         dense = self.dense_layer.elements if self.dense_layer else ()
