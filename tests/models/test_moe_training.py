@@ -25,15 +25,20 @@ if TYPE_CHECKING:
 # fmt: off
 BASE = (
     *("quickstart", "data=synthetic", "train.steps=2", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
-    *("optim.lr=1e-3", "optim.warmup=1", "train.clip=0.5", "model=tiny_moe", "model.layers=2", "log.ledger=true"),
+    *("optim.lr=1e-3", "optim.warmup=1", "train.clip=0.5", "log.ledger=true"),
 )
+MOE, MLA = ("model=tiny_moe", "model.layers=2"), ("model=tiny_mla", "model.layers=2")
+YARN = "model.rope={type: yarn, factor: 4, original_max_position_embeddings: 16, mscale: 1.0, mscale_all_dim: 0.7}"
 CURVES = {
-    "as it is":   (),
-    "balanced":   ("model.aux_loss=0.3", "model.shared_experts=1", "model.layers=4", "model.dense_layers=2"),
-    "small room": ("model.aux_loss=0.3", "model.capacity=1.0", "model.dropout=0.1"),
-    "plain":      ("model.aux_loss=0.3", "model.router={normalize: false, scale: 4.0}", "model.qk_norm=true"),
-    "sigmoid":    ("model.aux_loss=0.3", "model.experts=8", "model.top_k=3", "train.steps=3",
+    "as it is":   MOE,
+    "balanced":   (*MOE, "model.aux_loss=0.3", "model.shared_experts=1", "model.layers=4", "model.dense_layers=2"),
+    "small room": (*MOE, "model.aux_loss=0.3", "model.capacity=1.0", "model.dropout=0.1"),
+    "plain":      (*MOE, "model.aux_loss=0.3", "model.router={normalize: false, scale: 4.0}", "model.qk_norm=true"),
+    "sigmoid":    (*MOE, "model.aux_loss=0.3", "model.experts=8", "model.top_k=3", "train.steps=3",
                    "model.router={score: sigmoid, scale: 2.5, groups: 4, top_groups: 2, bias: true, bias_rate: 0.02}"),
+    "latent":     MLA,
+    "latent keys": (*MLA, "model.q_lora_rank=0", "model.layers=3", "model.dense_layers=1", "model.dropout=0.1"),
+    "stretched":  (*MLA, YARN, "model.heads=6"),
 }
 LAYOUTS = (  # ranks, degrees, the rest
     ("as it is",   2, "zero: 3",                                            "train.microbatch=1"),
@@ -57,6 +62,14 @@ LAYOUTS = (  # ranks, degrees, the rest
     ("small room", 2, "zero: 1",                                            "train.microbatch=2"),
     ("small room", 4, "ep: 2, zero: 0",                                     "train.microbatch=1"),
     ("small room", 4, "tp: 2, pp: 2, sequence: true, recompute: selective", "train.microbatch=1"),
+    ("latent",     2, "tp: 2",                                              "train.microbatch=2"),
+    ("latent",     4, "cp: 2, tp: 2, sequence: true",                       "train.microbatch=2"),
+    ("latent",     2, "zero: 3",                                            "train.microbatch=2"),
+    ("latent",     4, "ep: 2, pp: 2, zero: 1",                              "train.microbatch=1"),
+    ("latent keys", 4, "tp: 2, cp: 2, sequence: true, recompute: selective", "train.microbatch=2"),
+    ("latent keys", 4, "tp: 2, zero: 3, recompute: full",                   "train.microbatch=2"),
+    ("stretched",  4, "tp: 4, sequence: true",                              "train.microbatch=2"),
+    ("stretched",  2, "cp: 2, zero: 2",                                     "train.microbatch=1"),
 )
 # fmt: on
 ROWS = pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: f"{row[0]} {row[2]}")

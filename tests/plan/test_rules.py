@@ -6,11 +6,13 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.valid_run import BASE, FOLDED, HF, INTERLEAVED, MOE, Keys, fixed_run
+from distrain.trainer.models.mla.ops import LATENT as LATENT_KEYS
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.rules import OF_LAYOUT, OF_RUN
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Model
 
+LATENT: Keys = {"model": Model(family="mla", layers=2, hidden=64, heads=4, vocab=256, experts=4, top_k=2, **dict.fromkeys(LATENT_KEYS, 8))}
 # fmt: off
 BROKEN: list[tuple[Keys, str]] = [
     ({"model.family": "gtp"},
@@ -76,6 +78,12 @@ BROKEN: list[tuple[Keys, str]] = [
     (MOE | {"model.family": "mla", "model.q_lora_rank": 0, "model.kv_lora_rank": 8, "model.qk_nope_head_dim": 16, "model.v_head_dim": 16,
             "model.qk_rope_head_dim": 7, "model.positions": "rope"},
         "model.positions=rope turns pairs of elements, but a head has 7: set model.qk_rope_head_dim=8"),
+    (LATENT | {"model.kv_heads": 2},
+        "model.kv_heads=2: family mla has a key and a value for each of model.heads=4: set model.kv_heads=null"),
+    (LATENT | {"model.bias": True, "model.positions": "rope"},
+        "model.bias=true: family mla has none: set model.bias=false"),
+    (LATENT | {"model.qk_norm": True},
+        "model.qk_norm=true: family mla has none: set model.qk_norm=false"),
     (MOE | {"model.experts": 0},
         "model.experts=0: family moe has at least one expert: set model.experts"),
     (MOE | {"model.top_k": 9},

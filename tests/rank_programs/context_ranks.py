@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,12 @@ B, S, A, D = 2, 48, 6, 8  # batch, sequence, heads, head_dim
 P = 0.3  # of dropout
 CPU = torch.device("cpu")
 KINDS = ("flash", "fused", "scores", "scores with dropout")
+LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
 MODELS = {
     "gpt": Model(family="gpt", layers=2, hidden=48, heads=6, vocab=101, bias=True, tied=True),
-    "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, vocab=101, norm="rmsnorm", act="swiglu", positions="rope"),
+    "mla": Model(family="mla", layers=2, hidden=48, heads=6, vocab=101, ffn=32, experts=3, top_k=2, **LATENT, **LLAMA),
+    "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, vocab=101, **LLAMA),
 }
 
 

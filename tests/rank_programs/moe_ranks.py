@@ -33,11 +33,14 @@ B, S = 2, 16  # sequences of an expert rank, tokens of each
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {"family": "moe", "layers": 2, "hidden": 12, "heads": 4, "vocab": 24, "ffn": 8, "experts": 4}
 SHAPE |= {"norm": "rmsnorm", "act": "swiglu", "positions": "rope", "top_k": 2}
+LATENT: dict[str, Any] = {"family": "mla", "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5}
 MODELS: dict[str, dict[str, Any]] = {
     "dropless": {},
     "balanced": {"aux_loss": 0.5, "shared_experts": 1, "experts": 8, "dense_layers": 1},  # several of a rank
     "limited capacity": {"aux_loss": 0.5, "capacity": 0.75, "dropout": 0.1},
     "groups and bias": {"aux_loss": 0.5, "experts": 8, "router": Router(score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)},
+    "latent": LATENT | {"q_lora_rank": 10},
+    "latent keys": LATENT | {"q_lora_rank": 0, "dropout": 0.1},
 }
 
 

@@ -17,7 +17,7 @@ from ..ops.lora import without_lora
 from ..ops.op_table import model_constants, model_parameters
 from .config import config_file, read_hf_config, read_json
 from .harmless_keys import is_harmless
-from .names import HF_TENSORS, HfTensor, architecture_keys, expert_tensors, find_hf_tensor, hf_model_type
+from .names import HF_TENSORS, Columns, HfTensor, architecture_keys, columns_in_tensor, expert_tensors, find_hf_tensor, hf_model_type
 from .rope import json_text
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -27,11 +27,12 @@ MAX_LISTED = 6  # wrong tensors that are listed one by one
 
 @dataclass(frozen=True, kw_only=True)
 class FolderWeight:
-    """One of our weights in a folder: its logical name and shape, and the folder's tensor that holds it."""
+    """One of our weights in a folder: its logical name and shape, and the folder's tensor that holds it, or the columns of it that do."""
 
     name: str
     shape: tuple[int, ...]
     tensor: HfTensor
+    columns: Columns | None
 
 
 def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
@@ -46,13 +47,11 @@ def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
     shapes = {name: shape for file in weight_files(folder) for name, shape in tensor_shapes(file).items()}
     tensors, table = HF_TENSORS[hf_model_type(run)], op_table(without_lora(run))
     layers = range(run.model.layers)
+    ours = {each.name: each.shape(table.sizes) for each in (*model_parameters(table, layers), *model_constants(table, layers))}
     weights = tuple(
-        FolderWeight(
-            name=parameter.name,
-            shape=parameter.shape(table.sizes),
-            tensor=find_hf_tensor(parameter.name, tensors, shapes),
-        )
-        for parameter in (*model_parameters(table, layers), *model_constants(table, layers))
+        FolderWeight(name=name, shape=shape, tensor=tensor, columns=columns_in_tensor(name, tensor, ours, run.model.heads))
+        for name, shape in ours.items()
+        for tensor in [find_hf_tensor(name, tensors, shapes)]
     )
     problems = [problem for weight in weights for problem in _shape_problems(weight, shapes, folder)]
     if len(problems) > MAX_LISTED:
@@ -155,7 +154,7 @@ def _shape_problems(weight: FolderWeight, shapes: dict[str, tuple[int, ...]], fo
         if has is None:
             yield Problem(rule="weights", says=f"{folder} has no {tensor.name}, which is {weight.name} here")
             continue
-        want = size[::-1] if tensor.transposed else size
-        want = want if tensor.third is None else (*want[:-1], 3 * want[-1])
+        want = (*size[:-1], weight.columns.width * weight.columns.runs) if weight.columns else size
+        want = want[::-1] if tensor.transposed else want
         if has != want:
             yield Problem(rule="weights", says=f"{folder}: {tensor.name} is {list(has)}, not {list(want)}")

@@ -15,22 +15,38 @@ from .config import CONFIG_KINDS
 class HfTensor:
     """A tensor of a Hugging Face file: # in its name is the layer's number, @ the expert's where each expert has a tensor of its own.
 
-    `transposed`: it is [outer, inner]. `third`: which of three weights side by side in the tensor is ours.
+    `transposed`: it is [outer, inner]. `beside`: the layers whose weights lie side by side in the tensor, ours among them, as number
+    `place`; `by_head`: in the columns of each head.
     """
 
     name: str
     transposed: bool = False
-    third: int | None = None
+    beside: tuple[str, ...] = ()
+    by_head: bool = False
+    place: int = 0
 
 
+@dataclass(frozen=True)
+class Columns:
+    """The columns of one of our weights in a tensor that holds several: `start` to `stop` in each of `runs` runs of `width` columns."""
+
+    start: int
+    stop: int
+    width: int
+    runs: int
+
+
+QKV = ("attention.query", "attention.key", "attention.value")
+LATENT_DOWN = ("attention.key_down", "attention.rope_key")
+LATENT_UP = ("attention.key", "attention.value")
 # fmt: off
 GPT2_TENSORS = {
     "embedding":       HfTensor("transformer.wte"),
     "positions":       HfTensor("transformer.wpe"),
     "norm1":           HfTensor("transformer.h.#.ln_1"),
-    "attention.query": HfTensor("transformer.h.#.attn.c_attn", third=0),
-    "attention.key":   HfTensor("transformer.h.#.attn.c_attn", third=1),
-    "attention.value": HfTensor("transformer.h.#.attn.c_attn", third=2),
+    "attention.query": HfTensor("transformer.h.#.attn.c_attn", beside=QKV),
+    "attention.key":   HfTensor("transformer.h.#.attn.c_attn", beside=QKV),
+    "attention.value": HfTensor("transformer.h.#.attn.c_attn", beside=QKV),
     "attention.out":   HfTensor("transformer.h.#.attn.c_proj"),
     "norm2":           HfTensor("transformer.h.#.ln_2"),
     "mlp.up":          HfTensor("transformer.h.#.mlp.c_fc"),
@@ -68,6 +84,25 @@ QWEN3_MOE_TENSORS = {name: tensor for name, tensor in QWEN3_TENSORS.items() if n
     "experts.up":      HfTensor("model.layers.#.mlp.experts.@.up_proj",   transposed=True),
     "experts.down":    HfTensor("model.layers.#.mlp.experts.@.down_proj", transposed=True),
 }
+DEEPSEEK_TENSORS = {
+    **{name: tensor for name, tensor in QWEN3_MOE_TENSORS.items() if not name.startswith("attention.")},
+    "attention.query":             HfTensor("model.layers.#.self_attn.q_proj",             transposed=True),
+    "attention.key_down":          HfTensor("model.layers.#.self_attn.kv_a_proj_with_mqa", transposed=True, beside=LATENT_DOWN),
+    "attention.rope_key":          HfTensor("model.layers.#.self_attn.kv_a_proj_with_mqa", transposed=True, beside=LATENT_DOWN),
+    "attention.key_latent_norm":   HfTensor("model.layers.#.self_attn.kv_a_layernorm"),
+    "attention.key":               HfTensor("model.layers.#.self_attn.kv_b_proj",          transposed=True, beside=LATENT_UP, by_head=True),
+    "attention.value":             HfTensor("model.layers.#.self_attn.kv_b_proj",          transposed=True, beside=LATENT_UP, by_head=True),
+    "attention.out":               HfTensor("model.layers.#.self_attn.o_proj",             transposed=True),
+    "router.bias":                 HfTensor("model.layers.#.mlp.gate.e_score_correction_bias"),
+    "shared.gate":                 HfTensor("model.layers.#.mlp.shared_experts.gate_proj", transposed=True),
+    "shared.up":                   HfTensor("model.layers.#.mlp.shared_experts.up_proj",   transposed=True),
+    "shared.down":                 HfTensor("model.layers.#.mlp.shared_experts.down_proj", transposed=True),
+}
+QUERY_LATENT_TENSORS = {
+    "attention.query_down":        HfTensor("model.layers.#.self_attn.q_a_proj",           transposed=True),
+    "attention.query_latent_norm": HfTensor("model.layers.#.self_attn.q_a_layernorm"),
+    "attention.query":             HfTensor("model.layers.#.self_attn.q_b_proj",           transposed=True),
+}
 # fmt: on
 HF_TENSORS = {
     "gpt2": GPT2_TENSORS,
@@ -92,7 +127,19 @@ def hf_tensor(weight: str, tensors: Mapping[str, HfTensor]) -> HfTensor:
         return replace(whole, name=whole.name.replace("#", index))
     tensor = tensors[layer]
     name = f"{tensor.name.replace('#', index)}.{kind}"
-    return HfTensor(name, transposed=tensor.transposed and kind == "weight", third=tensor.third)
+    place = tensor.beside.index(layer) if tensor.beside else 0
+    return replace(tensor, name=name, transposed=tensor.transposed and kind == "weight", place=place)
+
+
+def columns_in_tensor(weight: str, tensor: HfTensor, shapes: Mapping[str, tuple[int, ...]], heads: int) -> Columns | None:
+    """Return the columns of a weight in the tensor that holds it, from the shapes of our weights; None where it is the whole tensor."""
+    if not tensor.beside:
+        return None
+    runs, layer = heads if tensor.by_head else 1, tensor.beside[tensor.place]
+    before, after = weight.split(layer)
+    widths = [shapes[f"{before}{each}{after}"][-1] // runs for each in tensor.beside]
+    start = sum(widths[: tensor.place])
+    return Columns(start, start + widths[tensor.place], sum(widths), runs)
 
 
 def find_hf_tensor(weight: str, tensors: Mapping[str, HfTensor], names: Container[str]) -> HfTensor:

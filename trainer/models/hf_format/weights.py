@@ -17,7 +17,7 @@ from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from .check_folder import INDEX, WHOLE, check_folder, weight_files
 from .config import CONFIG_KINDS
-from .names import HF_TENSORS, HfTensor, architecture_keys, expert_tensors, hf_model_type, hf_tensor
+from .names import HF_TENSORS, Columns, HfTensor, architecture_keys, expert_tensors, hf_model_type, hf_tensor
 from .rope import write_rope
 from .window import write_window
 
@@ -37,17 +37,22 @@ def read_hf_weights(folder: str | Path, run: Run) -> Iterator[tuple[str, Tensor]
         files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)]
         file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         for weight in weights:
-            parts = [_read_tensor(file_of[tensor.name], tensor, shape) for tensor, shape in expert_tensors(weight.tensor, weight.shape)]
+            tensors = expert_tensors(weight.tensor, weight.shape)
+            parts = [_read_tensor(file_of[tensor.name], tensor, weight.columns) for tensor, _ in tensors]
             yield weight.name, torch.stack(parts) if "@" in weight.tensor.name else parts[0]
 
 
-def _read_tensor(file: Any, tensor: HfTensor, shape: tuple[int, ...]) -> Tensor:
-    if tensor.third is None:
-        whole: Tensor = file.get_tensor(tensor.name)
-        return whole.t() if tensor.transposed else whole
-    third = slice(tensor.third * shape[-1], (tensor.third + 1) * shape[-1])
-    part: Tensor = file.get_slice(tensor.name)[(..., third) if len(shape) > 1 else third]
-    return part
+def _read_tensor(file: Any, tensor: HfTensor, columns: Columns | None) -> Tensor:
+    if columns is not None and columns.runs == 1:
+        part = file.get_slice(tensor.name)
+        span = slice(columns.start, columns.stop)
+        only: Tensor = part[span] if tensor.transposed or len(part.get_shape()) == 1 else part[..., span]
+        return only.t() if tensor.transposed else only
+    whole: Tensor = file.get_tensor(tensor.name)
+    whole = whole.t() if tensor.transposed else whole
+    if columns is None:
+        return whole
+    return torch.unflatten(whole, -1, (columns.runs, columns.width))[..., columns.start : columns.stop].flatten(-2)
 
 
 def write_hf_folder(
@@ -90,22 +95,28 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _hf_tensors(weights: Iterable[tuple[str, Tensor]], model_type: str, run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face's names and tensors. In GPT-2 three of our weights are one tensor, and a bias that our model lacks is 0."""
-    thirds: dict[str, dict[int, Tensor]] = {}
+    """Yield Hugging Face's names and tensors. In some of them several of our weights lie side by side, and in GPT-2 a bias that our model
+    lacks is 0."""
+    parts: dict[str, dict[int, Tensor]] = {}
     for name, weight in weights:
         tensor = hf_tensor(name, HF_TENSORS[model_type])
         whole = weight.detach().cpu()
-        if tensor.third is not None:
-            parts = thirds.setdefault(tensor.name, {})
-            parts[tensor.third] = whole
-            if len(parts) < 3:
+        if tensor.beside:
+            held = parts.setdefault(tensor.name, {})
+            held[tensor.place] = whole
+            if len(held) < len(tensor.beside):
                 continue
-            whole = torch.cat([thirds[tensor.name].pop(third) for third in range(3)], dim=-1)
+            whole = _side_by_side([held.pop(place) for place in range(len(tensor.beside))], run.model.heads if tensor.by_head else 1)
         for expert, (each, _) in enumerate(expert_tensors(tensor, tuple(whole.shape))):
             part = whole[expert] if "@" in tensor.name else whole
             yield each.name, (part.t() if each.transposed else part).contiguous()
         if model_type == "gpt2" and not run.model.bias and (".attention." in name or ".mlp." in name):
             yield tensor.name.removesuffix("weight") + "bias", torch.zeros(whole.shape[-1], dtype=whole.dtype)
+
+
+def _side_by_side(parts: list[Tensor], runs: int) -> Tensor:
+    """Return the columns of several weights as one tensor, in which each of `runs` equal runs has its columns of every weight."""
+    return torch.cat([torch.unflatten(part, -1, (runs, -1)) for part in parts], dim=-1).flatten(-2)
 
 
 def _split_by_bytes(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
