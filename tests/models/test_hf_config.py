@@ -20,7 +20,8 @@ from distrain.tests.fakes.public_configs import (
     QWEN25_7B,
 )
 from distrain.trainer.models.families import FAMILIES
-from distrain.trainer.models.hf_format.config import CONFIG_KINDS, read_hf_config
+from distrain.trainer.models.hf_format.config import read_hf_config
+from distrain.trainer.models.hf_format.config_kinds import CONFIG_KINDS
 from distrain.trainer.models.ops.op_table import parameter_count
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read

@@ -20,12 +20,26 @@ from distrain.trainer.models.hf_format.weights import read_hf_weights, write_hf_
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 from distrain.trainer.spec.read import read  # noqa: E402
+from distrain.trainer.spec.rope import Rope  # noqa: E402
 from distrain.trainer.spec.router import Router  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
 CPU = torch.device("cpu")
 S = 24
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+DEEPSEEK: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 32,
+    "heads": 4,
+    "vocab": 64,
+    "experts": 8,
+    "expert_ffn": 24,
+    "shared_experts": 1,
+    **LLAMA,
+}
+DEEPSEEK |= {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
+YARN = Rope(type="yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=0.7)
+V3 = Router(score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)
 OURS = {
     "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, bias=True, tied=True, act="gelu_tanh", dropout=0.1),
     "gpt without biases": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu", vocab_multiple=48),
@@ -49,8 +63,31 @@ OURS = {
         **LLAMA,
     ),
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, vocab_multiple=48, **LLAMA),
+    "deepseek v2": Model(family="mla", **DEEPSEEK, q_lora_rank=0, top_k=3, router=Router(normalize=False, scale=2.0)),
+    "deepseek v3": Model(family="mla", **DEEPSEEK, q_lora_rank=20, top_k=3, router=V3, rope=YARN),
 }
 ROPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
+LATENT = ROPE | {
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 0,
+}
+STRETCHED = {
+    "rope_type": "yarn",
+    "rope_theta": 5e3,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.2,
+}
+GROUPS = {"n_group": 4, "topk_group": 2, "rope_parameters": STRETCHED}
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 101, "n_positions": S}
 MOE = {"num_key_value_heads": 2, "head_dim": 12, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
 FAR = {"rope_type": "default", "rope_theta": 5e5}
@@ -69,6 +106,10 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
                                           "max_window_layers": 1}),
     "qwen3 moe":        ("Qwen3MoeConfig", ROPE | MOE | {"norm_topk_prob": True}),
     "qwen3 moe, plain": ("Qwen3MoeConfig", ROPE | MOE | {"use_sliding_window": True, "sliding_window": 6}),
+    "deepseek v2":      ("DeepseekV2Config", LATENT | {"q_lora_rank": None, "routed_scaling_factor": 2.0}),
+    "deepseek v2, groups": ("DeepseekV2Config", LATENT | GROUPS | {"q_lora_rank": 20, "topk_method": "group_limited_greedy"}),
+    "deepseek v3":      ("DeepseekV3Config", LATENT | GROUPS | {"q_lora_rank": 20}),
+    "deepseek v3, plain": ("DeepseekV3Config", LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     "qwen2, tied":      ("Qwen2Config",   ROPE | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
 }
 # fmt: on
@@ -143,7 +184,7 @@ def test_weights_survive_a_round_trip_bit_for_bit(name: str, dtype: Any, tmp_pat
     again = run_of(read(read_hf_config(tmp_path), Model))
     expected = dict(named_weights(module, run))
     for key, tensor in read_hf_weights(tmp_path, again):
-        assert tensor.dtype == dtype
+        assert tensor.dtype == (torch.float32 if key.endswith("router.bias") else dtype)
         assert torch.equal(tensor, expected.pop(key, torch.zeros_like(tensor)))
     assert not expected
 

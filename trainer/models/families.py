@@ -89,6 +89,7 @@ FAMILIES: dict[str, Family] = {
         defaults=LLAMA_DEFAULTS,
         module="distrain.trainer.models.mla.module:LatentTransformer",
         states_saved=True,
+        model_types=("deepseek_v2", "deepseek_v3"),
     ),
     "moe": Family(  # Mixtral: arXiv:2401.04088; Qwen3-MoE: arXiv:2505.09388
         table=moe,

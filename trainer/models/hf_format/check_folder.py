@@ -17,7 +17,7 @@ from ..ops.lora import without_lora
 from ..ops.op_table import model_constants, model_parameters
 from .config import config_file, read_hf_config, read_json
 from .harmless_keys import is_harmless
-from .names import HF_TENSORS, Columns, HfTensor, architecture_keys, columns_in_tensor, expert_tensors, find_hf_tensor, hf_model_type
+from .names import Columns, HfTensor, architecture_keys, columns_in_tensor, expert_tensors, find_hf_tensor, tensors_of
 from .rope import json_text
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,7 +45,7 @@ def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
     if problems:
         raise Unreadable(problems)
     shapes = {name: shape for file in weight_files(folder) for name, shape in tensor_shapes(file).items()}
-    tensors, table = HF_TENSORS[hf_model_type(run)], op_table(without_lora(run))
+    tensors, table = tensors_of(run), op_table(without_lora(run))
     layers = range(run.model.layers)
     ours = {each.name: each.shape(table.sizes) for each in (*model_parameters(table, layers), *model_constants(table, layers))}
     weights = tuple(

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 from ...spec.problem import Problem, Unreadable
 from ...spec.router import Router
 from ...spec.run import Model, Run
-from .config import CONFIG_KINDS
+from ..mla.ops import LATENT
+from .config_kinds import CONFIG_KINDS
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,15 @@ HF_TENSORS = {
     "qwen2": LLAMA_TENSORS,
     "qwen3": QWEN3_TENSORS,
     "qwen3_moe": QWEN3_MOE_TENSORS,
+    "deepseek_v2": DEEPSEEK_TENSORS,
+    "deepseek_v3": DEEPSEEK_TENSORS,
 }  # keyed by the model_type that is written; Mistral without a window is written as Llama
+
+
+def tensors_of(run: Run) -> Mapping[str, HfTensor]:
+    """Return the tensor of each layer of a run's model by the layer's name; raises Unreadable where transformers has no such model."""
+    tensors = HF_TENSORS[hf_model_type(run)]
+    return tensors | QUERY_LATENT_TENSORS if run.model.q_lora_rank and run.model.family == "mla" else tensors
 
 
 def hf_tensor(weight: str, tensors: Mapping[str, HfTensor]) -> HfTensor:
@@ -174,23 +183,28 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
     window = model.effective_window(run.train.seq)
     types = model.layer_types if window and model.windowed_layers < model.layers else None
     positions |= {"window": window, "layer_types": types and tuple(types[each % len(types)] for each in range(model.layers))}
-    return (positions | mixture if model.experts else positions) | {
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "kv_heads": model.kv_heads or model.heads,
-        "head_dim": model.head_dim or model.hidden // model.heads,
-        "ffn": mixture["expert_ffn"] if model.experts else ffn,
-        "vocab": model.vocab,
-        "tied": model.tied,
-        "bias": model.bias,
-        "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
-        "qk_norm": model.qk_norm,
-        "norm": model.norm,
-        "norm_eps": model.norm_eps,
-        "act": model.act,
-        "positions": model.positions,
-    }
+    latent = {key: getattr(model, key) for key in LATENT} if model.family == "mla" else {}
+    return (
+        latent
+        | (positions | mixture if model.experts else positions)
+        | {
+            "layers": model.layers,
+            "hidden": model.hidden,
+            "heads": model.heads,
+            "kv_heads": model.kv_heads or model.heads,
+            "head_dim": model.head_dim or model.hidden // model.heads,
+            "ffn": mixture["expert_ffn"] if model.experts else ffn,
+            "vocab": model.vocab,
+            "tied": model.tied,
+            "bias": model.bias,
+            "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
+            "qk_norm": model.qk_norm,
+            "norm": model.norm,
+            "norm_eps": model.norm_eps,
+            "act": model.act,
+            "positions": model.positions,
+        }
+    )
 
 
 def hf_model_type(run: Run) -> str:
@@ -199,7 +213,9 @@ def hf_model_type(run: Run) -> str:
     plain_heads = keys["kv_heads"] == keys["heads"] and run.model.heads * int(str(keys["head_dim"])) == run.model.hidden
     same_bias = keys["bias"] == keys["qkv_bias"]
     form = (keys["norm"], keys["positions"])
-    if form == ("layernorm", "learned") and plain_heads and same_bias and keys["act"] in CONFIG_KINDS["gpt2"].acts.values():
+    if run.model.family == "mla":
+        model_type = _latent_model_type(run.model) if form == ("rmsnorm", "rope") and keys["act"] == "swiglu" else ""
+    elif form == ("layernorm", "learned") and plain_heads and same_bias and keys["act"] in CONFIG_KINDS["gpt2"].acts.values():
         model_type = "" if run.model.windowed_layers or run.model.qk_norm else "gpt2"
     elif form == ("rmsnorm", "rope") and keys["act"] == "swiglu":
         model_type = _rotary_model_type(run.model, bias=bool(keys["bias"]), qkv_bias=bool(keys["qkv_bias"]))
@@ -207,12 +223,23 @@ def hf_model_type(run: Run) -> str:
         model_type = ""
     if model_type:
         return model_type
-    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE computes what this model does"
+    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE and DeepSeek computes what this model does"
     fix = (
         "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
-        "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window"
+        "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window; DeepSeek has shared "
+        "experts, and softmax scores that are not normalized or sigmoid scores with a bias"
     )
     raise Unreadable([Problem(rule="weights", says=says, mend=fix)])
+
+
+def _latent_model_type(model: Model) -> str:
+    """Return the model_type of a model with latent attention, RMSNorm, rope and swiglu; "" where there is none."""
+    if model.windowed_layers or model.capacity or not model.shared_experts:
+        return ""
+    router = model.router
+    if router.score == "sigmoid":
+        return "deepseek_v3" if router.bias else ""
+    return "" if router.normalize or router.bias else "deepseek_v2"
 
 
 def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:

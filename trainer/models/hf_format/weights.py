@@ -16,8 +16,8 @@ from torch import Tensor
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from .check_folder import INDEX, WHOLE, check_folder, weight_files
-from .config import CONFIG_KINDS
-from .names import HF_TENSORS, Columns, HfTensor, architecture_keys, expert_tensors, hf_model_type, hf_tensor
+from .config_kinds import CONFIG_KINDS
+from .names import Columns, HfTensor, architecture_keys, expert_tensors, hf_model_type, hf_tensor, tensors_of
 from .rope import write_rope
 from .window import write_window
 
@@ -98,8 +98,9 @@ def _hf_tensors(weights: Iterable[tuple[str, Tensor]], model_type: str, run: Run
     """Yield Hugging Face's names and tensors. In some of them several of our weights lie side by side, and in GPT-2 a bias that our model
     lacks is 0."""
     parts: dict[str, dict[int, Tensor]] = {}
+    tensors = tensors_of(run)
     for name, weight in weights:
-        tensor = hf_tensor(name, HF_TENSORS[model_type])
+        tensor = hf_tensor(name, tensors)
         whole = weight.detach().cpu()
         if tensor.beside:
             held = parts.setdefault(tensor.name, {})
@@ -134,14 +135,14 @@ def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
     """Return the config.json of a run's model: the keys that `read_hf_config` reads, and those that transformers would guess wrongly."""
     kind = CONFIG_KINDS[model_type]
     ours = architecture_keys(run.model, run) | {"dropout": run.model.dropout}
-    sizes = {theirs: ours[row.ours] for row in kind.rows for theirs in row.theirs}
+    sizes = {theirs: None if ours[row.ours] == row.null else ours[row.ours] for row in kind.rows for theirs in row.theirs}
     act = next(theirs for theirs, act in kind.acts.items() if act == run.model.act)
     config: dict[str, object] = {"architectures": [kind.architecture], "model_type": model_type, "torch_dtype": dtype, **NO_TOKENS}
     if run.model.positions == "rope":
         config |= write_rope(run.model, run.train.seq)
     if kind.window:
         config |= write_window(run.model, kind.window)
-    return config | {kind.act: act} | sizes
+    return config | {kind.act: act} | sizes | kind.written
 
 
 def generation_config(run: Run, special: Mapping[str, int | None]) -> dict[str, object]:
