@@ -121,7 +121,7 @@ DEEPSEEK_KEYS = (
     ConfigRow("qk_nope_head_dim",  ("qk_nope_head_dim",),      int,   128),
     ConfigRow("qk_rope_head_dim",  ("qk_rope_head_dim",),      int,   64),
     ConfigRow("v_head_dim",        ("v_head_dim",),            int,   128),
-    ConfigRow("top_k",             ("num_experts_per_tok",),   int),
+    ConfigRow("top_k",             ("num_experts_per_tok",),   int,   0, nullable=True),
     ConfigRow("experts",           ("n_routed_experts",),      int),
     ConfigRow("expert_ffn",        ("moe_intermediate_size",), int),
     ConfigRow("shared_experts",    ("n_shared_experts",),      int),
