@@ -25,7 +25,8 @@ HEAD_ALIGNED, MASK_ALIGNED = 8, 16  # elements to which torch pads heads of flas
 def gpu_kernels(routed: int, *, compiled: bool = False) -> Iterator[None]:
     """Make the body choose as a GPU with compute capability 8 or later does (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 
-    - Attention in bf16 or fp16 without a mask: FlashAttention-2, which takes grouped heads. Otherwise the memory-efficient kernel.
+    - Attention in bf16 or fp16 without a mask: FlashAttention-2, which takes grouped heads, and values as wide as keys. Otherwise the
+      memory-efficient kernel.
     - RMSNorm: one kernel, which saves its input and one float32 a row, as `_RMSNorm` does.
     - The loss: a kernel for each pass, which torch's compiler makes where it finds triton.
     - SiLU's backward: one kernel, which a compiled layer does not call.
@@ -65,13 +66,14 @@ class LowerRight(NamedTuple):
     keys: int
 
 
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None = None) -> Tensor:
     """Return attention's values [B, A, S, D] for query [B, A, S, D], key and value [B, N, S, D], by the kernel that a GPU takes."""
     causal = mask is None or isinstance(mask, LowerRight)
-    if causal and query.dtype != torch.float32:
-        size = query.shape[-1]
+    size = query.shape[-1]
+    scale = size**-0.5 if scale is None else scale
+    if causal and query.dtype != torch.float32 and value.shape[-1] == size:
         padded = (F.pad(each, (0, -size % HEAD_ALIGNED)) if size % HEAD_ALIGNED else each for each in (query, key, value))
-        values: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*padded, 0.0, True, scale=size**-0.5)[0]
+        values: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*padded, 0.0, True, scale=scale)[0]
         return values[..., :size]
     copies = query.shape[1] // key.shape[1]
     if copies > 1:
@@ -83,7 +85,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Ten
         keys = mask.shape[-1]
         aligned = F.pad(mask, (0, -keys % MASK_ALIGNED))[..., :keys] if keys % MASK_ALIGNED else mask
         bias = aligned.expand(*query.shape[:3], keys)
-    weighted: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal)[0]
+    weighted: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scale)[0]
     return weighted
 
 

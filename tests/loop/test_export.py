@@ -31,6 +31,7 @@ KINDS = {
     "gpt2 as it fits": ("model=tiny", "model.bias=false", "model.tied=false", "model.vocab_multiple=192", "train.precision=bf16"),
     "llama":           ("model=tiny_llama", "parallel.zero=3"),
     "qwen2":           ("model=tiny_llama", "model.qkv_bias=true", "model.tied=true", "model.vocab=250", "model.vocab_multiple=8"),
+    "deepseek_v2":     ("model=tiny_mla",),
 }
 # fmt: on
 
@@ -161,11 +162,11 @@ def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
     [
         (
             ("model=tiny_moe", "model.shared_experts=1"),
-            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE computes what this model does",
+            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE and DeepSeek computes what this model does",
         ),
         (
             ("model.positions=rope",),
-            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE computes what this model does",
+            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE and DeepSeek computes what this model does",
         ),
     ],
 )
