@@ -12,7 +12,8 @@ from distrain.trainer.plan.rules.rules import OF_LAYOUT, OF_RUN
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Model
 
-LATENT: Keys = {"model": Model(family="mla", layers=2, hidden=64, heads=4, vocab=256, experts=4, top_k=2, **dict.fromkeys(LATENT_KEYS, 8))}
+WIDTHS: Keys = dict.fromkeys(LATENT_KEYS, 8)
+LATENT: Keys = {"model": Model(family="mla", layers=2, hidden=64, heads=4, vocab=256, experts=4, top_k=2, **WIDTHS)}
 # fmt: off
 BROKEN: list[tuple[Keys, str]] = [
     ({"model.family": "gtp"},

@@ -37,7 +37,7 @@ P = 0.3  # of dropout
 CPU = torch.device("cpu")
 KINDS = ("flash", "fused", "scores", "scores with dropout")
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
-LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
+LATENT: dict[str, Any] = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
 MODELS = {
     "gpt": Model(family="gpt", layers=2, hidden=48, heads=6, vocab=101, bias=True, tied=True),
     "mla": Model(family="mla", layers=2, hidden=48, heads=6, vocab=101, ffn=32, experts=3, top_k=2, **LATENT, **LLAMA),

@@ -109,12 +109,27 @@ DROPOUT_AGAIN = (  # masks of the hidden states, drawn again, are what it holds 
     "train.precision=bf16", "parallel.recompute=full",
 )
 # fmt: on
+# fmt: off
+LATENT = (
+    "model=deepseek_v2_lite", "model.layers=2", "train.seq=1024", "model.hidden=512", "model.heads=8", "model.kv_lora_rank=128",
+    "model.experts=8", "model.top_k=2", "model.expert_ffn=1024", "model.vocab=8192", "train.precision=bf16",
+)
+# fmt: on
+LATENT_JOBS = [
+    TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *LATENT, *LAYOUTS[layout], *words))
+    for layout, words in (
+        ("one rank", ("model.q_lora_rank=192", "parallel.recompute=selective")),
+        ("sequence", ("model.q_lora_rank=192", "parallel.recompute=none")),
+        ("cp", ("parallel.recompute=none",)),
+    )
+]
 JOBS = [
     TraceJob(recipe="gpt2_124m_1gpu", words=("model.layers=3",)),
     TraceJob(recipe="gpt2_124m", words=(*GPU, *PLAIN, "model.layers=4", *LAYOUTS["tp"], *DROPOUT_AGAIN)),
     TraceJob(recipe="llama3_2_1b_1node", words=("model.layers=3",)),
     TraceJob(recipe="finetune_llama", words=FINETUNE),  # documents apart
     *COMPILED,
+    *LATENT_JOBS,
     *drawn_jobs(14, 15),
 ]
 

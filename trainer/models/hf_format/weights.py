@@ -142,7 +142,7 @@ def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
         config |= write_rope(run.model, run.train.seq)
     if kind.window:
         config |= write_window(run.model, kind.window)
-    return config | {kind.act: act} | sizes | kind.written
+    return {**config, kind.act: act, **sizes, **kind.written}
 
 
 def generation_config(run: Run, special: Mapping[str, int | None]) -> dict[str, object]:
