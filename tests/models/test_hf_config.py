@@ -30,7 +30,6 @@ from distrain.trainer.spec.read import read
 from distrain.trainer.spec.router import Router
 from distrain.trainer.spec.run import Model, Train
 
-NO_DENSE = {"first_k_dense_replace": 0}
 # The public files' own keys, less token ids and data types that name no size.
 PUBLIC = {
     "gpt2": (GPT2, 124_439_808),
@@ -42,9 +41,8 @@ PUBLIC = {
     "ministral_8b": (MINISTRAL_8B, 8_019_808_256),
     "mixtral_8x7b": (MIXTRAL_8X7B, 46_702_792_704),
     "qwen3_30b_a3b": (QWEN3_30B_A3B, 30_532_122_624),
-    # Each dense layer as a mixture: DeepSeek-V2-Lite has 15,706,484,224, V3 671,026,404,352 without its routers' biases.
-    "deepseek_v2_lite": (DEEPSEEK_V2_LITE | NO_DENSE, 15_706_484_224 + 571_080_704 - 67_239_936),
-    "deepseek_v3": (DEEPSEEK_V3 | NO_DENSE, 671_026_404_352 + 3 * (11_320_164_352 - 396_361_728)),
+    "deepseek_v2_lite": (DEEPSEEK_V2_LITE, 15_706_484_224),
+    "deepseek_v3": (DEEPSEEK_V3, 671_026_419_200 - 58 * 256),  # without the biases of its routers, which no loss trains
 }
 
 
@@ -229,9 +227,9 @@ def test_windows_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
         (QWEN3_30B_A3B | {"norm_topk_prob": 1}, "norm_topk_prob=1 is not true or false"),
         (LLAMA31_8B | {"num_hidden_layers": "32"}, 'num_hidden_layers="32" is not a whole number'),
         (LLAMA31_8B | {"num_hidden_layers": True}, "num_hidden_layers=true is not a whole number"),
-        (DEEPSEEK_V3, "family mla does not have first_k_dense_replace=3: it has 0"),
-        (DEEPSEEK_V3 | NO_DENSE | {"rope_interleave": False}, "family mla does not have rope_interleave=false: it has true"),
-        (DEEPSEEK_V2_LITE | NO_DENSE | {"norm_topk_prob": True}, "family mla does not have norm_topk_prob=true: it has false"),
+        (DEEPSEEK_V3 | {"moe_layer_freq": 2}, "family mla does not have moe_layer_freq=2: it has 1"),
+        (DEEPSEEK_V3 | {"rope_interleave": False}, "family mla does not have rope_interleave=false: it has true"),
+        (DEEPSEEK_V2_LITE | {"norm_topk_prob": True}, "family mla does not have norm_topk_prob=true: it has false"),
         (LLAMA31_8B | {"vocab_size": None}, "vocab_size=null is not a whole number"),
         (LLAMA31_8B | {"rms_norm_eps": None}, "rms_norm_eps=null is not a number"),
         (LLAMA31_8B | {"tie_word_embeddings": 0}, "tie_word_embeddings=0 is not true or false"),
@@ -285,15 +283,16 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_deepseek_is_read_with_its_router_and_its_rotary_scaling(tmp_path: Path) -> None:
-    v2, v3 = (read(read_hf_config(write_config(tmp_path, config | NO_DENSE)), Model) for config in (DEEPSEEK_V2_LITE, DEEPSEEK_V3))
+    v2, v3 = (read(read_hf_config(write_config(tmp_path, config)), Model) for config in (DEEPSEEK_V2_LITE, DEEPSEEK_V3))
     assert (v2.q_lora_rank, v3.q_lora_rank) == (0, 1536)
+    assert (v2.dense_layers, v3.dense_layers) == (1, 3)
     assert v2.router == Router(normalize=False)
     assert v3.router == Router(score="sigmoid", scale=2.5, groups=8, top_groups=4, bias=True)
     assert (v2.rope.mscale_all_dim, v3.rope.mscale_all_dim, v3.rope.factor) == (0.707, 1.0, 40)
 
 
 def test_groups_that_greedy_routing_does_not_read_are_left_out(tmp_path: Path) -> None:
-    config = DEEPSEEK_V2_LITE | NO_DENSE | {"n_group": 8, "topk_group": 3}
+    config = DEEPSEEK_V2_LITE | {"n_group": 8, "topk_group": 3}
     greedy, grouped = (
         read(read_hf_config(write_config(tmp_path, config | {"topk_method": method})), Model)
         for method in ("greedy", "group_limited_greedy")

@@ -112,7 +112,7 @@ QWEN3_MOE_KEYS = (
     ConfigRow("router.normalize", ("norm_topk_prob",),                   bool,  False),
 )  # fmt: skip
 DEEPSEEK_KEYS = (
-    *(row for row in SIZE_KEYS if row.ours not in ("head_dim", "ffn")),
+    *(row for row in SIZE_KEYS if row.ours != "head_dim"),
     ConfigRow("kv_heads",          ("num_key_value_heads",),   int,   None),
     ConfigRow("norm_eps",          ("rms_norm_eps",),          float, 1e-6),
     ConfigRow("rope_base",         ("rope_theta",),            float, 10000.0),
@@ -144,12 +144,10 @@ GPT2_KEYS = (
 NO_DROPOUT = (AllowedValues("attention_dropout", (0,)),)  # our dropout is of the residual stream too
 DEEPSEEK_ALLOWED = (
     AllowedValues("attention_bias", (False,)),
-    AllowedValues("first_k_dense_replace", (0,)),
     AllowedValues("moe_layer_freq", (1,)),
 )
 DEEPSEEK_UNREAD = (
     *("head_dim", "qk_head_dim"),  # follow from the others
-    "intermediate_size",  # of layers without experts
     *("num_nextn_predict_layers", "num_mtp_layers"),  # a head beside the model's
     *("aux_loss_alpha", "seq_aux", "ep_size"),  # of training
 )
@@ -238,7 +236,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
     "deepseek_v2": ConfigKind(
         architecture="DeepseekV2ForCausalLM",
         fixed=ROPE | {"bias": False, "router.score": "softmax", "router.normalize": False},
-        rows=DEEPSEEK_KEYS,
+        rows=(*DEEPSEEK_KEYS, ConfigRow("dense_layers", ("first_k_dense_replace",), int, 0)),
         act="hidden_act",
         acts=GATED,
         allowed=(
@@ -250,12 +248,16 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
             AllowedValues("norm_topk_prob", (False,)),  # transformers never divides, DeepSeek's code would
         ),
         unread=DEEPSEEK_UNREAD,
-        written={"first_k_dense_replace": 0, "topk_method": "group_limited_greedy"},
+        written={"topk_method": "group_limited_greedy"},
     ),
     "deepseek_v3": ConfigKind(
         architecture="DeepseekV3ForCausalLM",
         fixed=ROPE | {"bias": False, "router.score": "sigmoid", "router.bias": True},
-        rows=(*DEEPSEEK_KEYS, ConfigRow("router.normalize", ("norm_topk_prob",), bool, True)),
+        rows=(
+            *DEEPSEEK_KEYS,
+            ConfigRow("dense_layers", ("first_k_dense_replace",), int, 3),
+            ConfigRow("router.normalize", ("norm_topk_prob",), bool, True),
+        ),
         act="hidden_act",
         acts=GATED,
         allowed=(
@@ -266,7 +268,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
             AllowedValues("topk_method", ("noaux_tc",)),
         ),
         unread=DEEPSEEK_UNREAD,
-        written={"first_k_dense_replace": 0, "num_nextn_predict_layers": 0},
+        written={"num_nextn_predict_layers": 0},
     ),
 }  # keyed by model_type
 

@@ -86,7 +86,7 @@ QWEN3_MOE_TENSORS = {name: tensor for name, tensor in QWEN3_TENSORS.items() if n
     "experts.down":    HfTensor("model.layers.#.mlp.experts.@.down_proj", transposed=True),
 }
 DEEPSEEK_TENSORS = {
-    **{name: tensor for name, tensor in QWEN3_MOE_TENSORS.items() if not name.startswith("attention.")},
+    **{name: tensor for name, tensor in (LLAMA_TENSORS | QWEN3_MOE_TENSORS).items() if not name.startswith("attention.")},
     "attention.query":             HfTensor("model.layers.#.self_attn.q_proj",             transposed=True),
     "attention.key_down":          HfTensor("model.layers.#.self_attn.kv_a_proj_with_mqa", transposed=True, beside=LATENT_DOWN),
     "attention.rope_key":          HfTensor("model.layers.#.self_attn.kv_a_proj_with_mqa", transposed=True, beside=LATENT_DOWN),
@@ -178,6 +178,7 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
         "expert_ffn": model.expert_ffn or ffn,
         "shared_experts": model.shared_experts,
         "capacity": model.capacity,
+        "dense_layers": model.dense_layers,
         **{f"router.{row.name}": getattr(model.router, row.name) for row in fields(model.router) if row.name != "bias_rate"},
     }
     window = model.effective_window(run.train.seq)
@@ -193,7 +194,7 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
             "heads": model.heads,
             "kv_heads": model.kv_heads or model.heads,
             "head_dim": model.head_dim or model.hidden // model.heads,
-            "ffn": mixture["expert_ffn"] if model.experts else ffn,
+            "ffn": mixture["expert_ffn"] if model.experts and not model.dense_layers else ffn,
             "vocab": model.vocab,
             "tied": model.tied,
             "bias": model.bias,
@@ -246,7 +247,7 @@ def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:
     """Return the model_type of a model with RMSNorm, rope and swiglu; "" where there is none."""
     some_windowed, all_windowed = model.windowed_layers > 0, model.windowed_layers == model.layers
     if model.experts:
-        plain = not (bias or qkv_bias or model.shared_experts or model.capacity) and some_windowed == all_windowed
+        plain = not (bias or qkv_bias or model.shared_experts or model.capacity or model.dense_layers) and some_windowed == all_windowed
         form = Router(normalize=model.router.normalize or not model.qk_norm)  # Mixtral always normalizes
         return ("qwen3_moe" if model.qk_norm else "mixtral") if plain and replace(model.router, bias_rate=0.0) == form else ""
     if model.qk_norm:

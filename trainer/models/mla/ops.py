@@ -1,7 +1,4 @@
-"""DeepSeek-V2 and V3: a mixture of experts whose attention has latent queries, keys and values (MLA, arXiv:2412.19437 section 2.1.1).
-
-Every layer is a mixture, also V3's first three, which have a dense feed-forward of as many FLOPs.
-"""
+"""DeepSeek-V2 and V3: a mixture of experts whose attention has latent queries, keys and values (MLA, arXiv:2412.19437 section 2.1.1)."""
 
 from __future__ import annotations
 
