@@ -17,8 +17,7 @@ def rotary_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
     model, rope = run.model, run.model.rope
     if model.positions != "rope" or is_made_by_transformers(model):
         return
-    key = "head_dim" if model.qk_rope_head_dim is None else "qk_rope_head_dim"
-    head_dim = model.qk_rope_head_dim or model.head_dim or model.hidden // model.heads
+    key, head_dim = "qk_rope_head_dim" if model.family == "mla" else "head_dim", model.rotary_dim
     if head_dim % 2:
         says = f"model.positions=rope turns pairs of elements, but a head has {head_dim}"
         yield BrokenRule("rope", says, (((f"model.{key}", head_dim + 1),),))
