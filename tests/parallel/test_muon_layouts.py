@@ -77,7 +77,7 @@ LAYOUTS: list[tuple[Words, Words, float]] = [  # the curve, the layout, the larg
      ("cluster.gpus=8", "parallel.zero=1", "parallel.shard=2", "parallel.tp=2", "parallel.cp=2"), 3e-6),
     ((*MOE, SHORT, "model.dense_layers=1", "model.shared_experts=1", "optim.muon.ns_steps=3"),
      ("cluster.gpus=4", "parallel.zero=3", "parallel.ep=2"), 3e-6),
-    ((*MOE, SHORT), ("cluster.gpus=4", "parallel.ep=2"), 3e-6),
+    ((*MOE, SHORT, "model.layers=3", "model.dense_layers=2"), ("cluster.gpus=4", "parallel.ep=2"), 3e-6),
     ((*MLA, SHORT), ("cluster.gpus=3", "parallel.tp=3", "parallel.dp=1", "parallel.sequence=false"), 3e-6),  # a padded head; latents whole
     ((*MOE, SHORT, "model.layers=1", "train.batch=8"), ("cluster.gpus=8", "parallel.zero=1", "parallel.ep=2"), 3e-6),
     ((*LLAMA, SHORT, HALF), ("cluster.gpus=2", "parallel.zero=1"), 1e-3),

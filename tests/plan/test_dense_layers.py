@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from distrain.trainer.plan.costs.cost_context import CostContext
+from distrain.trainer.plan.layout_of_run import layout_of_run
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.result import StageMemory
+from distrain.trainer.plan.search.stage_boundaries import with_stages
 from distrain.trainer.plan.timeline.step_costs import step_costs
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 
@@ -63,6 +67,31 @@ def test_layers_that_the_user_gives_count_the_dense_ones() -> None:
     memory = make_plan(run_of(6, 2, stages=(3, 3))).memory
     assert memory
     assert [stage.layers for stage in memory.stages] == [(0, 3), (3, 6)]
+
+
+def test_searched_stages_are_written_with_the_dense_layers() -> None:
+    run = run_of(6, 2)
+    context = CostContext(run)
+    layout = with_stages(layout_of_run(context, run.parallel, 1), (1, 3))
+    assert layout.parallel.stages == (3, 3)
+    assert make_plan(replace(run, parallel=layout.parallel)).problems == ()
+
+
+def first_stage(run: Run) -> StageMemory:
+    memory = make_plan(run).memory
+    assert memory
+    return memory.stages[0]
+
+
+def test_what_a_dense_layer_holds_for_a_moment_comes_when_the_layers_behind_it_are_done() -> None:
+    mixture, both, run = first_stage(run_of(2, 0)), first_stage(run_of(3, 1)), run_of(2, 0)
+    dense = first_stage(replace(run, model=replace(run.model, family="llama", experts=0, top_k=0, expert_ffn=None)))
+    assert both.layers == (0, 2)
+    assert both.in_flight == mixture.in_flight == 2
+    angles = 4 * 512 * HIDDEN // 4  # float32 cosines and sines of a head's elements at each position
+    layer = mixture.bytes.activations // 2 - angles  # of a micro-batch
+    assert dense.bytes.temporary - layer > mixture.bytes.temporary
+    assert both.bytes.temporary == dense.bytes.temporary - layer
 
 
 def test_the_blocks_of_a_timeline_take_what_its_passes_take() -> None:
