@@ -80,6 +80,13 @@ def test_a_different_mixture_is_refused(key: str, value: object) -> None:
     assert [problem.says.split()[0] for problem in changes(before, (key, value)).problems] == [key]
 
 
+def test_the_feed_forward_of_dense_layers_cannot_change() -> None:
+    """Without them all feed-forwards are experts', which model.expert_ffn sizes."""
+    for layers, refused in ((0, False), (1, True)):
+        before = load_recipe("quickstart", ["model=tiny_moe", f"model.dense_layers={layers}", "model.expert_ffn=192"])
+        assert bool(changes(before, ("model.ffn", 64)).problems) == refused
+
+
 def test_another_rate_of_a_routers_bias_is_reported() -> None:
     found = changes(load_recipe("quickstart", ["model=tiny_moe", "model.router.bias=true"]), ("model.router.bias_rate", 0.001))
     assert (found.problems, [each.text for each in found.reported]) == ((), ["model.router.bias_rate 0.0 -> 0.001"])

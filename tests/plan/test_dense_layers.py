@@ -69,6 +69,22 @@ def test_layers_that_the_user_gives_count_the_dense_ones() -> None:
     assert [stage.layers for stage in memory.stages] == [(0, 3), (3, 6)]
 
 
+@pytest.mark.parametrize(("dense_layers", "layer"), [(0, MIXTURE), (2, DENSE)])
+def test_what_zero_3_gathers_is_of_the_largest_layers(dense_layers: int, layer: int) -> None:
+    """The ends of the model, two layers, and the gathered weights and gradients of one, in bf16."""
+    held = first_stage(run_of(6, dense_layers, pp=1, zero=3, gather="micro"))
+    ends = 2 * VOCAB * HIDDEN + HIDDEN
+    assert held.bytes.buffers == 2 * (ends + 2 * layer) + 4 * layer
+
+
+def test_zero_3_gathers_the_dense_layers_too() -> None:
+    counts = []
+    for dense_layers in (0, 2):
+        run = replace(run_of(6, dense_layers, pp=1, zero=3), engine="papers")
+        counts.append([(row.verb, row.count) for row in make_plan(run).traffic])
+    assert counts[0] == counts[1] == [("all_gather", 24), ("all_gather", 24), ("reduce_scatter", 24)]
+
+
 def test_searched_stages_are_written_with_the_dense_layers() -> None:
     run = run_of(6, 2)
     context = CostContext(run)

@@ -71,7 +71,7 @@ KEYS = {
     "model.router.groups":          Key("equal groups of experts, of which a token chooses from some"),
     "model.router.top_groups":      Key("groups that a token chooses experts from"),
     "model.router.bias":            Key("a bias of each expert is added to scores for the choice alone (arXiv:2408.15664)"),
-    "model.router.bias_rate":       Key("each step takes this off the bias of experts with more tokens than the mean, adds it where fewer"),
+    "model.router.bias_rate":       Key("a step takes it off biases of experts with more tokens than the mean, adds it to others"),
     "model.expert_ffn":             Key("width of one expert", "elements", null="as ffn"),
     "model.shared_experts":         Key("experts that every token is sent to besides"),
     "model.dense_layers":           Key("first layers with a feed-forward of ffn in place of experts"),
