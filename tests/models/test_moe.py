@@ -19,7 +19,7 @@ from distrain.trainer.layers import experts  # noqa: E402
 from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights, named_constants, named_weights  # noqa: E402
-from distrain.trainer.models.moe.routing import earlier_choices, imbalance, near_tie_count, route  # noqa: E402
+from distrain.trainer.models.moe.routing import earlier_choices, expert_loads, imbalance, near_tie_count, route, step_bias  # noqa: E402
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.router import Router  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
@@ -221,6 +221,16 @@ def test_with_a_bias_a_near_tie_is_of_scores_with_it() -> None:
         bound = 16 * unit * (8 * slope + 1)  # of the largest logit, 8, and of a score of 1 at most
         given = [[logit, logit, -8.0]]
         assert [near_ties(given, v3, [lead, 0, 0]) for lead in (0.4 * bound, 1.2 * bound)] == [1, 0]
+
+
+def test_a_bias_falls_where_more_tokens_chose_an_expert_than_the_mean() -> None:
+    """Each of a token's copies counts; at the mean a bias stays."""
+    load = expert_loads(torch.tensor([[[0, 1], [0, 2], [0, 1]]]), E)
+    assert load.tolist() == [3, 2, 1, 0]
+    bias = torch.zeros(E)
+    step_bias(bias, load, 0.5)
+    step_bias(bias, torch.tensor([3, 2, 2, 1]), 0.25)
+    assert bias.tolist() == [-0.75, -0.5, 0.5, 0.75]
 
 
 def test_logits_choose_where_their_sigmoids_are_equal() -> None:

@@ -35,7 +35,7 @@ CURVES = {
     "small room": (*MOE, "model.aux_loss=0.3", "model.capacity=1.0", "model.dropout=0.1"),
     "plain":      (*MOE, "model.aux_loss=0.3", "model.router={normalize: false, scale: 4.0}", "model.qk_norm=true"),
     "sigmoid":    (*MOE, "model.aux_loss=0.3", "model.experts=8", "model.top_k=3", "train.steps=3",
-                   "model.router={score: sigmoid, scale: 2.5, groups: 4, top_groups: 2, bias: true, bias_rate: 0.02}"),
+                   "model.router={score: sigmoid, scale: 2.5, groups: 4, top_groups: 2, bias: true, bias_rate: 0.003}"),
     "latent":     MLA,
     "latent keys": (*MLA, "model.q_lora_rank=0", "model.layers=3", "model.dense_layers=1", "model.dropout=0.1"),
     "stretched":  (*MLA, YARN, "model.heads=6"),
