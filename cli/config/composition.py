@@ -9,10 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -102,12 +105,33 @@ class Composer:
         node["hydra"] = {"searchpath": [f"file://{root}" for root in (*self._roots[1:], file.parent.absolute())]}
         if "defaults" in node and "_self_" not in node["defaults"]:
             node["defaults"].append("_self_")
+        os.getcwd()  # raises FileNotFoundError if the current folder was removed, in which a run could read and write nothing
         install_plain_source()
         ConfigStore.instance().store(name=RECIPE_NAME, node=node)
         with initialize_config_dir(str(self._roots[0]), job_name="distrain", version_base="1.3"):
-            config = hydra_compose(RECIPE_NAME, overrides=[each.hydra_override for each in choices])
-        OmegaConf.set_struct(config, False)
-        return config
+            return _compose_stored([each.hydra_override for each in choices])
+
+
+def _compose_stored(choices: list[str]) -> DictConfig:
+    """Compose the stored recipe with the options that are chosen, as `hydra.compose` does, but for Hydra's settings of itself: these are
+    two thirds of the files that it reads, and are dropped at last. Raises HydraException."""
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    loader = hydra.config_loader
+    assert isinstance(loader, ConfigLoaderImpl)
+    try:
+        loader.ensure_main_config_source_available()
+        overrides, repository = loader._parse_overrides_and_create_caching_repo(RECIPE_NAME, choices)
+        loader.validate_sweep_overrides_legal(overrides, RunMode.RUN, from_shell=False)
+        found = create_defaults_list(repository, RECIPE_NAME, overrides, prepend_hydra=False, skip_missing=False)
+        config = loader._compose_config_from_defaults_list(found.defaults, repository)
+        OmegaConf.set_struct(config, True)  # an option that is chosen may only replace one
+        loader._apply_overrides_to_config(found.config_overrides, config)
+    except OmegaConfBaseException as error:
+        raise ConfigCompositionException().with_traceback(error.__traceback__) from error
+    OmegaConf.set_struct(config, False)
+    config.pop("hydra", None)
+    return config
 
 
 def _without_default(recipe: DictConfig, override: str) -> DictConfig:

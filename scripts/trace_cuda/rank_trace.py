@@ -26,7 +26,7 @@ from ...trainer.loop.step.model_inputs import model_inputs
 from ...trainer.parallel.ledger import Ledger
 from ...trainer.parallel.process_groups import Grid, make_grid
 from ...trainer.parallel.rank_model import head_shards
-from ...trainer.parallel.saved_bytes import SavedTensors, count_saved_tensors
+from ...trainer.parallel.saved_bytes import SavedTensors, count_saved_tensors, storage_references
 from ...trainer.parallel.world import World
 from ...trainer.plan.compare_rank_messages import MessageRow
 from ...trainer.plan.layout.schedule_of_run import schedule_of
@@ -166,7 +166,7 @@ class _Passes:
             keys = further.get("keys")
             with count_saved_tensors(self.parameters, [tokens, labels], [keys.states] if keys else []) as saved:
                 output = self._forward_by_layer(module, saved, lambda: module(tokens, labels, stream=stream, **further)[0])
-            self.kept += saved.bytes_except(self.parameters)
+            self.kept += saved.bytes_except(storage_references(self.parameters))
         self.outputs[part, micro] = stream, output
 
     def _forward_by_layer(self, module: Any, saved: SavedTensors, call: Callable[[], Tensor]) -> Tensor:

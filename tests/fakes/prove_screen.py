@@ -13,7 +13,6 @@ TINY = (
     "conf=quickstart", "model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=4",
     "parallel.zero=1",
 )  # fmt: skip
-SERVER = Path(__file__).parents[1] / "rank_programs" / "spoiled_ranks.py"
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +39,20 @@ class PoolJob:
         return list({row["step"]: row[key] for row in self.rows if key in row}.values())
 
 
-class RankPool:
-    """The fork server of `distrain prove`; it runs one job at a time."""
+PROGRAM = Path(__file__).parents[1] / "rank_programs" / "pool_ranks.py"
 
-    def __init__(self, log: Path, **options: Any) -> None:
-        self.server = ForkServer(log, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, **options)
+
+def choose_program(folder: Path, name: str, *given: Any) -> None:
+    """Have ranks of the pool do something else in a run whose folder is `folder` or lies in it: `name` is a key of pool_ranks.PROGRAMS."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "program").write_text(json.dumps({"name": name, "given": given}))
+
+
+class RankPool:
+    """A fork server as that of `distrain prove`; it runs one job at a time."""
+
+    def __init__(self, log: Path, command: Sequence[str] = (sys.executable, str(PROGRAM))) -> None:
+        self.server = ForkServer(log, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, command=command)
 
     def fit(self, folder: Path, *words: str, signals: Sequence[tuple[int, int, int]] = ()) -> PoolJob:
         """Train conf=`words[0]` with the other words as `distrain fit` would, with `folder` as RUN_DIR; ranks may exit with any status.

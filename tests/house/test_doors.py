@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve
-from distrain.tests.fakes.rank_pool import RankPool
+from distrain.tests.fakes.rank_pool import RankPool, choose_program
 from distrain.tests.rank_programs import added_family, added_schedule
 from distrain.tests.rank_programs.plain_engine import BUFFERS, ROW
 from distrain.trainer.engines.engine import Engine
@@ -39,13 +38,11 @@ from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Parallel, Run
 
 
-@pytest.fixture(scope="module")
-def added_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+@pytest.fixture
+def added_ranks(ranks: RankPool, tmp_path: Path) -> RankPool:
     """Return ranks whose tables have the added engine, schedule and family."""
-    program = Path(__file__).parents[1] / "rank_programs" / "added_rows_ranks.py"
-    pool = RankPool(tmp_path_factory.mktemp("added") / "server.log", command=[sys.executable, str(program)])
-    with pool.server:
-        yield pool
+    choose_program(tmp_path, "added")
+    return ranks
 
 
 # Engine: a row of ENGINES and its class.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve
-from distrain.tests.fakes.rank_pool import RankPool
+from distrain.tests.fakes.rank_pool import RankPool, choose_program
 from distrain.trainer.engines.engine import StepResult
 from distrain.trainer.loop.failures.anomalies import MIN_LOSSES, SPIKE_SCORE, Anomalies, TooManySkippedSteps
 
@@ -23,14 +21,11 @@ OVERRIDES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+@pytest.fixture
+def faulty(ranks: RankPool, tmp_path: Path) -> RankPool:
     """A pool whose ranks are faulty in the runs of these folder names."""
-    arguments = ["once=poisons", "ever=poisons_ever", "spike=spikes"]
-    command = [sys.executable, str(Path(__file__).parents[1] / "rank_programs" / "spoiled_ranks.py"), *arguments]
-    pool = RankPool(tmp_path_factory.mktemp("faulty") / "server.log", command=command)
-    with pool.server:
-        yield pool
+    choose_program(tmp_path, "spoiled", {"once": "poisons", "ever": "poisons_ever", "spike": "spikes"})
+    return ranks
 
 
 # fmt: off

@@ -8,22 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from distrain.cli.app import command
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.overrides import without_repeats
+from distrain.tests.fakes.rank_pool import PoolJob, RankPool, choose_program
 from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.system.child_process import end_child
-
-if TYPE_CHECKING:
-    from distrain.tests.fakes.rank_pool import PoolJob, RankPool
 
 STOPPED = 75
 ARGUMENTS = (
@@ -32,22 +29,9 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """A pool in which one rank has the fault that RUN_DIR/spoiler names."""
-    from distrain.tests.fakes.rank_pool import RankPool
-
-    pool = RankPool(
-        tmp_path_factory.mktemp("spoiled") / "server.log",
-        command=[sys.executable, str(Path(__file__).parents[1] / "rank_programs" / "fit_ranks.py")],
-    )
-    with pool.server:
-        yield pool
-
-
 def fit(ranks: RankPool, folder: Path, *words: str, how: str = "", rank: int = 1, signals: Sequence[tuple[int, int, int]] = ()) -> PoolJob:
     """Train a run in which `rank` has the fault `how`, if any is given."""
-    folder.mkdir(exist_ok=True)
+    choose_program(folder, "fit")
     (folder / "spoiler").write_text(json.dumps({"how": how, "rank": rank if how else -1}))
     return ranks.fit(folder, *ARGUMENTS, *words, signals=signals)
 
@@ -59,19 +43,19 @@ def log(folder: Path, rank: int) -> str:
 # Stop requests before the first step
 
 
-def test_a_stop_request_before_the_first_step_of_a_resumed_run_stops_it_without_a_step(faulty: RankPool, tmp_path: Path) -> None:
-    fit(faulty, tmp_path / "run", "train.steps=2")
-    job = fit(faulty, tmp_path / "run", how="stop_request")
+def test_a_stop_request_before_the_first_step_of_a_resumed_run_stops_it_without_a_step(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path / "run", "train.steps=2")
+    job = fit(ranks, tmp_path / "run", how="stop_request")
     assert set(job.codes) == {STOPPED}
     assert [row["step"] for row in job.rows] == [1, 2]
-    assert set(fit(faulty, tmp_path / "run").codes) == {0}
+    assert set(fit(ranks, tmp_path / "run").codes) == {0}
 
 
-def test_a_stop_request_before_the_first_step_of_a_new_run_stops_it_after_that_step(faulty: RankPool, tmp_path: Path) -> None:
-    job = fit(faulty, tmp_path / "run", how="stop_request")
+def test_a_stop_request_before_the_first_step_of_a_new_run_stops_it_after_that_step(ranks: RankPool, tmp_path: Path) -> None:
+    job = fit(ranks, tmp_path / "run", how="stop_request")
     assert set(job.codes) == {STOPPED}
     assert [row["step"] for row in job.rows] == [1]
-    assert "resumes from step 1" in fit(faulty, tmp_path / "run").lines
+    assert "resumes from step 1" in fit(ranks, tmp_path / "run").lines
 
 
 RANK_MODULE = "distrain.trainer.loop.rank"  # its agent holds SIGTERM and SIGINT back from a command with this argument
@@ -152,25 +136,25 @@ def rank_importing_torch(process: subprocess.Popen[str], run: bytes) -> int:
 # Failures
 
 
-def test_a_rank_that_raises_ends_even_if_one_of_its_threads_waits(faulty: RankPool, tmp_path: Path) -> None:
-    job = fit(faulty, tmp_path / "run", how="stuck_thread")
+def test_a_rank_that_raises_ends_even_if_one_of_its_threads_waits(ranks: RankPool, tmp_path: Path) -> None:
+    job = fit(ranks, tmp_path / "run", how="stuck_thread")
     assert job.codes == (1, 1)
     assert "ArithmeticError: what a rank may raise" in job.problems
     assert "Traceback (most recent call last)" in log(tmp_path / "run", 1)
     assert "and explain" in log(tmp_path / "run", 1)
 
 
-def test_a_rank_that_cannot_read_its_shard_reports_it_itself(faulty: RankPool, tmp_path: Path) -> None:
-    fit(faulty, tmp_path / "run", "train.steps=2")
-    job = fit(faulty, tmp_path / "run", how="unreadable_shard")
+def test_a_rank_that_cannot_read_its_shard_reports_it_itself(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path / "run", "train.steps=2")
+    job = fit(ranks, tmp_path / "run", how="unreadable_shard")
     assert (job.codes, job.problems) == ((1, 1), ("a shard is on no disk of this host",))
     for rank in (0, 1):
         assert log(tmp_path / "run", rank).endswith("a shard is on no disk of this host\n")
         assert "Traceback" not in log(tmp_path / "run", rank)
 
 
-def test_preparing_a_corpus_may_take_longer_than_a_collective(faulty: RankPool, tmp_path: Path) -> None:
-    job = fit(faulty, tmp_path / "run", how="slow_corpus", rank=0)
+def test_preparing_a_corpus_may_take_longer_than_a_collective(ranks: RankPool, tmp_path: Path) -> None:
+    job = fit(ranks, tmp_path / "run", how="slow_corpus", rank=0)
     assert set(job.codes) == {0}, job.problems
 
 
@@ -189,23 +173,23 @@ def test_a_run_whose_checkpoint_folder_cannot_be_made_fails(tmp_path: Path, capf
     assert "warning: step 4 was not saved: file exists: " in said.out
 
 
-def test_a_run_whose_last_save_fails_says_from_which_step_it_resumes(faulty: RankPool, tmp_path: Path) -> None:
-    fit(faulty, tmp_path / "run", "train.steps=2")
-    job = fit(faulty, tmp_path / "run", how="small_files")
+def test_a_run_whose_last_save_fails_says_from_which_step_it_resumes(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path / "run", "train.steps=2")
+    job = fit(ranks, tmp_path / "run", how="small_files")
     says = "trained to step 4, which could not be saved: make room and start it again, and it resumes from step 2"
     assert (job.codes, job.problems) == ((1, 1), (says,))
     assert "warning: step 4 was not saved: a file would be larger than this process may write" in "\n".join(job.lines)
-    assert set(fit(faulty, tmp_path / "run").codes) == {0}
+    assert set(fit(ranks, tmp_path / "run").codes) == {0}
 
 
-def test_a_stopped_run_that_cannot_save_exits_with_143(faulty: RankPool, tmp_path: Path) -> None:
-    job = fit(faulty, tmp_path / "run", "train.steps=500", how="small_files", signals=[(1, 1, signal.SIGTERM)])
+def test_a_stopped_run_that_cannot_save_exits_with_143(ranks: RankPool, tmp_path: Path) -> None:
+    job = fit(ranks, tmp_path / "run", "train.steps=500", how="small_files", signals=[(1, 1, signal.SIGTERM)])
     assert (set(job.codes), job.problems) == ({128 + signal.SIGTERM}, ())
 
 
-def test_a_finished_run_is_also_finished_with_fewer_steps(faulty: RankPool, tmp_path: Path) -> None:
-    first = fit(faulty, tmp_path / "run")
-    job = fit(faulty, tmp_path / "run", "train.steps=2")
+def test_a_finished_run_is_also_finished_with_fewer_steps(ranks: RankPool, tmp_path: Path) -> None:
+    first = fit(ranks, tmp_path / "run")
+    job = fit(ranks, tmp_path / "run", "train.steps=2")
     assert (set(job.codes), job.problems, job.rows) == ({0}, (), first.rows)
     assert ["nothing to train" in "".join(each.lines) for each in (first, job)] == [False, True]
 
@@ -213,11 +197,11 @@ def test_a_finished_run_is_also_finished_with_fewer_steps(faulty: RankPool, tmp_
 # Other files
 
 
-def test_a_file_of_figures_that_cannot_be_written_ends_no_run(faulty: RankPool, tmp_path: Path) -> None:
+def test_a_file_of_figures_that_cannot_be_written_ends_no_run(ranks: RankPool, tmp_path: Path) -> None:
     for name in ("measured.json", "ledger.json"):
         (tmp_path / "run" / name / "in the way").mkdir(parents=True)
     (tmp_path / "run" / "trace").touch()
-    job = fit(faulty, tmp_path / "run", "log.ledger=true", "log.profile=[2,2]")
+    job = fit(ranks, tmp_path / "run", "log.ledger=true", "log.profile=[2,2]")
     assert set(job.codes) == {0}, job.problems
     warned = [line for line in job.lines if line.startswith("warning: ")]
     assert [line.partition(" could not be written: ")[0].rpartition("/")[2] for line in warned] == [
@@ -228,8 +212,8 @@ def test_a_file_of_figures_that_cannot_be_written_ends_no_run(faulty: RankPool, 
     assert not list((tmp_path / "run").glob(".*.json.*"))
 
 
-def test_a_validation_loss_that_is_nan_is_logged_as_null(faulty: RankPool, tmp_path: Path) -> None:
-    job = fit(faulty, tmp_path / "run", "train.evaluate={every: 4, batches: 1}", how="nan_validation", rank=0)
+def test_a_validation_loss_that_is_nan_is_logged_as_null(ranks: RankPool, tmp_path: Path) -> None:
+    job = fit(ranks, tmp_path / "run", "train.evaluate={every: 4, batches: 1}", how="nan_validation", rank=0)
     assert set(job.codes) == {0}, job.problems
     assert job.rows[-1]["validation_loss"] is None
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()

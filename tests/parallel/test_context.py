@@ -186,12 +186,12 @@ def test_bf16_trains_what_float32_does_to_its_own_precision(ranks: RankPool, tmp
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=3e-3)
 
 
-@pytest.mark.parametrize("many", [2, 3])
-def test_attention_and_models_are_the_same_in_float64(many: int) -> None:
-    """Every core, with and without documents, grouped heads, dropout, recomputation; and whole models, with all their gradients."""
+def test_attention_and_models_are_the_same_in_float64() -> None:
+    """Every core, with and without documents, grouped heads, dropout, recomputation; and whole models, with all their gradients. On three
+    ranks: two and four train in the rows above."""
     script = Path(__file__).parents[1] / "rank_programs" / "context_ranks.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, str(script), str(many)], capture_output=True, text=True, timeout=DEADLINE, env=environment)
+    ended = subprocess.run([sys.executable, str(script), "3"], capture_output=True, text=True, timeout=DEADLINE, env=environment)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert len(found) == 69

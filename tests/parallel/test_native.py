@@ -149,7 +149,6 @@ HYBRID = [
     (MOE,   4, ("parallel.zero=3", "parallel.ep=2", "parallel.tp=2")),
     (MOE,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.ep=2", "parallel.pp=2")),
     (LLAMA, 4, ("parallel.zero=3", "parallel.shard=2", "train.batch=8")),
-    (GPT,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.pp=2")),
     (GPT,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.pp=2", "parallel.gather=micro", "train.batch=8")),
     (GPT,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.tp=2", "parallel.sequence=true")),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -18,13 +17,13 @@ pytest.importorskip("deepspeed")
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.deadline import DEADLINE  # noqa: E402
+from distrain.tests.fakes.rank_pool import RankPool, choose_program  # noqa: E402
 from distrain.tests.rank_programs.pipe_ranks import LR, STEPS, batch  # noqa: E402
 from distrain.trainer.engines.deepspeed.import_deepspeed import import_deepspeed  # noqa: E402
 from distrain.trainer.engines.torch_optimizer import torch_optimizer  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.plan.layout.mesh import Mesh  # noqa: E402
 from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, peak_in_flight  # noqa: E402
-from distrain.trainer.prove.fork_client import ForkServer  # noqa: E402
 from distrain.trainer.spec.run import Run  # noqa: E402
 
 Words = tuple[str, ...]
@@ -109,11 +108,11 @@ def whole(curve: Words, layers: int) -> list[str]:
 class PipeJob:
     """The results of a job's ranks."""
 
-    def __init__(self, server: ForkServer, folder: Path, row: Row, run: Run, does: str) -> None:
-        folder.mkdir(parents=True)
+    def __init__(self, ranks: RankPool, folder: Path, row: Row, run: Run, does: str) -> None:
+        choose_program(folder, "pipe")
         (folder / "run.json").write_bytes(msgspec.json.encode(run))
         (folder / "job.json").write_text(json.dumps({"layers": row.layers, "does": does}))
-        crew = server.run_job(folder / "run.json", row.ranks, seconds=DEADLINE)
+        crew = ranks.server.run_job(folder / "run.json", row.ranks, seconds=DEADLINE)
         if crew.timed_out or set(crew.codes) != {0}:
             logs = (f"-- {log}\n{log.read_text()[-1500:]}" for log in sorted((folder / "ranks").glob("*.log")))
             pytest.fail(f"{row.name}: {crew.says}\n" + "\n".join(logs))
@@ -121,19 +120,12 @@ class PipeJob:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    log = tmp_path_factory.mktemp("pipe") / "server.log"
-    with ForkServer(log, command=(sys.executable, str(Path(__file__).parents[1] / "rank_programs" / "pipe_ranks.py"))) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def train_row(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def train_row(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The results of the ranks that train a row; each row trains once."""
 
     @cache
     def results(row: Row, *words: str) -> list[dict[str, Any]]:
-        return PipeJob(server, tmp_path_factory.mktemp("pipe") / "run", row, row.run(*words), "train").ranks
+        return PipeJob(ranks, tmp_path_factory.mktemp("pipe") / "run", row, row.run(*words), "train").ranks
 
     return results
 
@@ -272,8 +264,8 @@ def test_bf16_trains_as_float32_does_within_its_precision(train_row: Any, row: R
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("row", [ROWS[0], ROWS[5], ROWS[6], ROWS[15]], ids=lambda row: row.name)
-def test_training_after_a_restore_repeats_to_the_bit(server: ForkServer, tmp_path: Path, row: Row, precision: str) -> None:
-    for rank in PipeJob(server, tmp_path / "run", row, row.run(f"train.precision={precision}"), "restore").ranks:
+def test_training_after_a_restore_repeats_to_the_bit(ranks: RankPool, tmp_path: Path, row: Row, precision: str) -> None:
+    for rank in PipeJob(ranks, tmp_path / "run", row, row.run(f"train.precision={precision}"), "restore").ranks:
         assert rank["again"] == rank["once"]
 
 

@@ -13,22 +13,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.tests.fakes.deadline import wait_for
 from distrain.tests.fakes.processes import marked_processes
-from distrain.tests.fakes.prove_screen import SERVER, TINY, ScreenRecord, run_prove
+from distrain.tests.fakes.prove_screen import TINY, ScreenRecord, run_prove
+from distrain.tests.fakes.rank_pool import RankPool, choose_program
 from distrain.trainer.prove.fork_client import START_AFRESH, ForkServer, ServerGone
 from distrain.trainer.prove.trials.layouts import ProveLayout
 from distrain.trainer.prove.trials.plan_proof import ProveRequest, plan_proof
 from distrain.trainer.prove.trials.trial import write_run_folder
 from distrain.trainer.system.child_process import end_child
-
-if TYPE_CHECKING:
-    from distrain.tests.fakes.rank_pool import RankPool
 
 WIDE = 100  # columns, so that a row is a line
 
@@ -150,15 +148,15 @@ QUIETLY_SPOILED = (  # fault, its verdict, what is said of it
 
 
 @pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> tuple[ScreenRecord, Path]:
+def wrong(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[ScreenRecord, Path]:
     """A proof in which three of four layouts go wrong, three of four whose weights are late, and one of two that compress gradients, and
     its folder."""
     top = tmp_path_factory.mktemp("wrong")
     spoiled = (*SPOILED, *DELAYED_SPOILED, COMPRESSED_SPOILED)
     layouts = ",".join(["dp2", "pp2.pipedream_2bw", "dp2.powersgd2", *(each.split("=")[0] for each in spoiled)])
     arguments = [f"layouts={layouts}", "steps=4", "optim.warmup=0", "model.tied=false"]
-    start_server = partial(ForkServer, command=[sys.executable, str(SERVER), *spoiled])
-    return run_prove(arguments, top, start_server, reasons=True), top / "quickstart.prove"
+    choose_program(top, "spoiled", dict(each.split("=") for each in spoiled))
+    return run_prove(arguments, top, lambda *_: nullcontext(ranks.server), reasons=True), top / "quickstart.prove"
 
 
 def test_layouts_that_go_wrong_are_named_and_exit_with_1(wrong: tuple[ScreenRecord, Path]) -> None:
@@ -220,12 +218,11 @@ def test_a_rank_that_dies_is_named_with_its_cause(wrong: tuple[ScreenRecord, Pat
 
 
 @pytest.fixture(scope="module")
-def quietly_wrong(tmp_path_factory: pytest.TempPathFactory) -> ScreenRecord:
+def quietly_wrong(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> ScreenRecord:
     """A proof in which each layout trains the right weights and does something else wrong."""
-    faults = [fault for fault, *_ in QUIETLY_SPOILED]
-    start_server = partial(ForkServer, command=[sys.executable, str(SERVER), *faults])
-    layouts = ",".join(fault.partition("=")[0] for fault in faults)
-    return run_prove([f"layouts={layouts}", "steps=3"], tmp_path_factory.mktemp("quiet"), start_server)
+    top, faults = tmp_path_factory.mktemp("quiet"), dict(fault.split("=") for fault, *_ in QUIETLY_SPOILED)
+    choose_program(top, "spoiled", faults)
+    return run_prove([f"layouts={','.join(faults)}", "steps=3"], top, lambda *_: nullcontext(ranks.server))
 
 
 @pytest.mark.parametrize(("fault", "verdict", "says"), QUIETLY_SPOILED, ids=[fault for fault, *_ in QUIETLY_SPOILED])

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,16 +14,13 @@ from distrain.cli.app import command
 from distrain.cli.arguments.prove_arguments import read_layouts, read_prove_request
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import RecipeForRanks
-from distrain.tests.fakes.prove_screen import SERVER, TINY, ScreenRecord, run_prove
+from distrain.tests.fakes.prove_screen import TINY, ScreenRecord, run_prove
+from distrain.tests.fakes.rank_pool import RankPool, choose_program
 from distrain.trainer.plan.engines import engine_for
-from distrain.trainer.prove.fork_client import ForkServer
 from distrain.trainer.prove.trials.layouts import FILE_SCHEDULE, ProveLayout, is_native, recipe_layout, run_in_layout
 from distrain.trainer.prove.trials.plan_proof import Proof, SkippedLayout, plan_proof
 from distrain.trainer.prove.trials.written_choices import choices_sentence, written_choices
 from distrain.trainer.spec.problem import Problem
-
-if TYPE_CHECKING:
-    from distrain.tests.fakes.rank_pool import RankPool
 
 ORDER = "0F0,0F1,0I0,0I1,0W1,0W0\n1F0,1B0,1F1,1I1,1W1\n"  # two micro-batches on two stages, as no built-in schedule has them
 
@@ -198,12 +192,13 @@ SPOILED = (  # fault, its verdict, what is said of it
 
 
 @pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> ScreenRecord:
+def wrong(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> ScreenRecord:
     """A proof in which each layout does what it should in another way."""
     folder = tmp_path_factory.mktemp("wrong")
-    start_server = partial(ForkServer, command=[sys.executable, str(SERVER), *(fault for fault, *_ in SPOILED)])
-    layouts = ",".join(fault.partition("=")[0] for fault, *_ in SPOILED)
-    return run_prove([*file_words(folder), "model.tied=false", f"layouts={layouts}", "steps=2"], folder, start_server)
+    faults = dict(fault.split("=") for fault, *_ in SPOILED)
+    choose_program(folder, "spoiled", faults)
+    arguments = [*file_words(folder), "model.tied=false", f"layouts={','.join(faults)}", "steps=2"]
+    return run_prove(arguments, folder, lambda *_: nullcontext(ranks.server))
 
 
 @pytest.mark.parametrize(("fault", "verdict", "says"), SPOILED, ids=[fault for fault, *_ in SPOILED])

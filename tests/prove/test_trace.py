@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import Printer, prove_recipe
+from distrain.tests.fakes.rank_pool import RankPool, choose_program
 from distrain.trainer.layers.dropout import Dropout
 from distrain.trainer.layers.recompute import recompute
 from distrain.trainer.loop.trace.reference import ReferenceReader
@@ -31,9 +30,6 @@ from distrain.trainer.prove.first_departure import (
     first_departure,
     read_differences,
 )
-from distrain.trainer.prove.fork_client import ForkServer
-
-SERVER = Path(__file__).parents[1] / "rank_programs" / "trace_ranks.py"
 
 # The first departure
 
@@ -236,34 +232,24 @@ FAULTY = (
 # fmt: on
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """A fork server whose ranks can be given a fault."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    with ForkServer(log, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, command=[sys.executable, str(SERVER)]) as made:
-        yield made
-
-
 TraceLayout = Callable[..., list[TensorDifference]]
 
 
 @pytest.fixture(scope="module")
-def traced(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> TraceLayout:
+def traced(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> TraceLayout:
     """Trains a layout under a trace and returns its differences. Each model's reference is made once."""
     references: dict[tuple[str, ...], Path] = {}
 
     def of(model: tuple[str, ...], layout: tuple[str, ...], fault: tuple[str, int, int] | None = None) -> list[TensorDifference]:
         if model not in references:
             references[model] = tmp_path_factory.mktemp("reference")
-            _run(server, tmp_path_factory.mktemp("one"), (*model, "cluster.gpus=1"), references[model], None)
-        return _run(server, tmp_path_factory.mktemp("layout"), (*model, *layout), references[model], fault)
+            _run(ranks, tmp_path_factory.mktemp("one"), (*model, "cluster.gpus=1"), references[model], None)
+        return _run(ranks, tmp_path_factory.mktemp("layout"), (*model, *layout), references[model], fault)
 
     return of
 
 
-def _run(
-    server: ForkServer, top: Path, words: Sequence[str], reference: Path, fault: tuple[str, int, int] | None
-) -> list[TensorDifference]:
+def _run(ranks: RankPool, top: Path, words: Sequence[str], reference: Path, fault: tuple[str, int, int] | None) -> list[TensorDifference]:
     from msgspec import json as encoder
 
     folder = top / "run"
@@ -271,9 +257,10 @@ def _run(
     run = load_recipe(BASE[0], [*BASE[1:], *words, f"log.dir={top}", "name=run"])
     (folder / "run.json").write_bytes(encoder.encode(run))
     (folder / "trace.json").write_text(json.dumps({"steps": [0, 1], "reference": str(reference)}))
+    choose_program(folder, "trace")
     if fault:
         (folder / "spoiler").write_text(json.dumps(dict(zip(("how", "layer", "rank"), fault, strict=True))))
-    result = server.run_job(folder / "run.json", make_plan(run).world, seconds=60)
+    result = ranks.server.run_job(folder / "run.json", make_plan(run).world, seconds=60)
     assert not any(result.codes), result.says
     return [each for file in folder.glob("departure/*.json") for each in read_differences(json.loads(file.read_text()))]
 
@@ -309,9 +296,9 @@ def test_every_traced_tensor_of_every_rank_is_compared(traced: TraceLayout) -> N
     assert len(weights) == 4 * 16 + 4 - 4  # 16 of each layer except key biases; embedding, positions, the last norm's two
 
 
-def test_gradients_of_a_reference_are_those_of_the_mean_loss(server: ForkServer, tmp_path: Path) -> None:
+def test_gradients_of_a_reference_are_those_of_the_mean_loss(ranks: RankPool, tmp_path: Path) -> None:
     """Over the samples of a step, the gradients of the logits times the head's inputs are the gradient of the head's weight."""
-    _run(server, tmp_path, (*GPT, "model.tied=false", "cluster.gpus=1"), tmp_path / "reference", None)
+    _run(ranks, tmp_path, (*GPT, "model.tied=false", "cluster.gpus=1"), tmp_path / "reference", None)
     reader = ReferenceReader(tmp_path / "reference")
     logits, inputs = (reader.samples(0, kind, name, range(8)) for kind, name in (("output_gradient", "head"), ("output", "norm")))  # type: ignore[arg-type]
     by_weight = torch.einsum("bsh,bsv->hv", inputs, logits)
@@ -320,13 +307,12 @@ def test_gradients_of_a_reference_are_those_of_the_mean_loss(server: ForkServer,
         reader.samples(0, "output", "layers.9", range(1))
 
 
-def test_prove_prints_where_a_layout_departs(tmp_path: Path) -> None:
+def test_prove_prints_where_a_layout_departs(ranks: RankPool, tmp_path: Path) -> None:
     shown = list[str]()
     screen = Printer(show=shown.append, tell=lambda problems: None, live=lambda line: None)
-    rank_server = Path(__file__).parents[1] / "rank_programs" / "spoiled_ranks.py"
-    start_server = partial(ForkServer, command=[sys.executable, str(rank_server), "dp2=same_samples"])
+    choose_program(tmp_path, "spoiled", {"dp2": "same_samples"})
     arguments = ["conf=quickstart", *BASE[1:], *GPT, "layouts=dp2", "steps=2", f"log.dir={tmp_path}"]
-    assert prove_recipe(arguments, None, screen, as_json=False, reasons=True, start_server=start_server) == 1
+    assert prove_recipe(arguments, None, screen, as_json=False, reasons=True, start_server=lambda *_: nullcontext(ranks.server)) == 1
     output = " ".join(" ".join(shown).split())
     assert re.search(r"step 1, micro-batch 1, embedding on rank 1 \(dp 1\): its output differs from the reference", output)
     assert not list(tmp_path.rglob("traced"))

@@ -1,4 +1,4 @@
-"""The fork server with a faulty rank, run by path: RUN_DIR/spoiler, {"how": FAULT, "rank": RANK}, names the fault and its rank."""
+"""Ranks of which one is faulty: RUN_DIR/spoiler, {"how": FAULT, "rank": RANK}, names the fault and its rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.loop import train
 from distrain.trainer.loop import train_rank as setup
 from distrain.trainer.loop.checkpoint import CheckpointReader, LoadFailed
-from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.parallel import world
 
@@ -94,7 +93,3 @@ def run_faulty_rank(path: Path, channel: Channel) -> int:
     if request.get("rank") == int(os.environ["RANK"]):
         FAULTS[request["how"]]()
     return run_rank(path, channel)
-
-
-if __name__ == "__main__":
-    serve(run_faulty_rank, QUESTIONS)

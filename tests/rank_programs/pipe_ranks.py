@@ -1,4 +1,4 @@
-"""A fork server of ranks that train with engine `pipe` on test_pipe.py's own batches; run by path.
+"""Ranks that train with engine `pipe` on test_pipe.py's own batches.
 
 RUN_DIR/job.json adds to run.json: {"layers": layers of each part of the model, "does": a key of JOBS}. Each rank writes its results to
 RUN_DIR/RANK.pt.
@@ -22,7 +22,6 @@ from distrain.trainer.engines.engine import StepResult
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.loop.build import build_engine
-from distrain.trainer.loop.forkserver.server import serve
 from distrain.trainer.parallel.ledger import Ledger
 from distrain.trainer.parallel.process_groups import Grid, make_grid
 from distrain.trainer.parallel.rank_model import head_shards
@@ -135,7 +134,3 @@ def restore(run: Run, engine: PipeEngine, here: Grid) -> dict[str, Any]:
 
 
 JOBS: dict[str, Callable[[Run, PipeEngine, Grid], dict[str, Any]]] = {"train": train, "restore": restore}
-
-
-if __name__ == "__main__":
-    serve(work, {})

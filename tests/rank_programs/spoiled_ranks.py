@@ -1,11 +1,9 @@
-"""The fork server with faulty ranks, run by path: `spoiled_ranks.py RUN=FAULT ...` gives each named run the fault of that name."""
+"""Faulty ranks: each named run has the fault of a name."""
 
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from distrain.trainer.engines.native.pipeline import Pipeline
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.layers.transformer.transformer import Transformer
 from distrain.trainer.loop import train as loop
-from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.plan.layout.delay import Delay
 from distrain.trainer.plan.layout.schedules import gpipe
@@ -270,7 +267,3 @@ def run_faulty_rank(faults: dict[str, str], path: Path, channel: Channel) -> int
     if fault := faults.get(path.parent.name.removesuffix(TRACED_SUFFIX)):
         FAULTS[fault]()
     return run_rank(path, channel)
-
-
-if __name__ == "__main__":
-    serve(partial(run_faulty_rank, dict(argument.split("=") for argument in sys.argv[1:])), QUESTIONS)

@@ -1,4 +1,4 @@
-"""The fork server with a fault in one layer of one rank, run by path; RUN_DIR/spoiler names it.
+"""Ranks of which one has a fault in one layer; RUN_DIR/spoiler names it.
 
 The file holds {"how": FAULT, "layer": 2, "rank": 1}; the faults of `RUN_FAULTS` are on all ranks.
 """
@@ -19,7 +19,6 @@ from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.layers.tensor_parallel import reduce_outputs
 from distrain.trainer.layers.transformer.transformer import TransformerLayer
 from distrain.trainer.loop import train
-from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
 
 
@@ -103,7 +102,3 @@ def run_faulty_rank(path: Path, channel: Channel) -> int:
     if file.is_file():
         inject_fault(**json.loads(file.read_text()))
     return run_rank(path, channel)
-
-
-if __name__ == "__main__":
-    serve(run_faulty_rank, QUESTIONS)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..parallel.saved_bytes import SavedTensors, count_saved_tensors
+from ..parallel.saved_bytes import SavedTensors, count_saved_tensors, storage_references
 
 HELD_KINDS = ("weights", "optimizer", "gradients", "buffers")
 
@@ -27,7 +27,7 @@ class ByteCounter:
         with count_saved_tensors(parameters_of(modules), tensors_in(inputs)) as saved:
             yield
         self._saved.append(saved)
-        weights = [*parameters_of(modules), *self.gathered]
+        weights = storage_references([*parameters_of(modules), *self.gathered])
         held = sum(each.bytes_except(weights) for each in self._saved)
         self.bytes["activations"] = max(held, self.bytes.get("activations", 0))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +18,10 @@ class SavedTensors:
     def __init__(self) -> None:
         self._rows: dict[Any, tuple[int, str]] = {}
 
-    def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage."""
-        storage = tensor.untyped_storage()
-        self._rows.setdefault(_reference(tensor), (storage.nbytes(), f"{tensor.dtype} {list(tensor.shape)}"))
+    def add(self, tensor: Tensor, reference: Any) -> None:
+        """Count a tensor's storage, to which `reference` is a reference."""
+        if reference not in self._rows:
+            self._rows[reference] = (tensor.untyped_storage().nbytes(), f"{tensor.dtype} {list(tensor.shape)}")
 
     @property
     def rows(self) -> list[tuple[int, str]]:
@@ -32,10 +33,11 @@ class SavedTensors:
         """Bytes of the storages that are still alive."""
         return sum(size for size, _ in self.rows)
 
-    def bytes_except(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of the storages that are still alive, except those of these tensors, such as weights that were gathered meanwhile."""
-        others = {_reference(tensor) for tensor in tensors}
-        return sum(size for reference, (size, _) in self._rows.items() if not reference.expired() and reference not in others)
+    def bytes_except(self, others: set[Any]) -> int:
+        """Bytes of the storages that are still alive, except those with references in `others`, such as weights that were gathered
+        meanwhile."""
+        self._rows = {reference: row for reference, row in self._rows.items() if not reference.expired()}
+        return sum(size for reference, (size, _) in self._rows.items() if reference not in others)
 
 
 @contextmanager
@@ -45,15 +47,20 @@ def count_saved_tensors(*alive: Iterable[Tensor]) -> Iterator[SavedTensors]:
     A recomputed block counts with its inputs. Read the count before backward, which frees what it has used.
     """
     saved = SavedTensors()
-    living = {_reference(tensor) for tensors in alive for tensor in tensors}
+    living = storage_references(chain.from_iterable(alive))
 
     def pack(tensor: Tensor) -> Tensor:
-        if _reference(tensor) not in living:
-            saved.add(tensor)
+        if (reference := _reference(tensor)) not in living:
+            saved.add(tensor, reference)
         return tensor.detach()  # the tensor itself would hold the graph that holds it
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
+
+
+def storage_references(tensors: Iterable[Tensor]) -> set[Any]:
+    """Weak references to the storages of tensors."""
+    return {_reference(tensor) for tensor in tensors}
 
 
 def _reference(tensor: Tensor) -> Any:

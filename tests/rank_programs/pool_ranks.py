@@ -1,0 +1,36 @@
+"""The fork server of the tests' ranks, run by path: RUN_DIR/program, or that file one or two folders above, names what the ranks do.
+
+The file holds {"name": a key of PROGRAMS, "given": its arguments}; without it they train the run, as those of `distrain prove` do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from distrain.tests.rank_programs import added_rows_ranks, fit_ranks, pipe_ranks, spoiled_ranks, trace_ranks
+from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
+from distrain.trainer.loop.rank import run_rank
+
+PROGRAMS: dict[str, Callable[..., int]] = {
+    "added": added_rows_ranks.run_added_rank,
+    "fit": fit_ranks.run_faulty_rank,
+    "pipe": pipe_ranks.work,
+    "spoiled": spoiled_ranks.run_faulty_rank,
+    "trace": trace_ranks.run_faulty_rank,
+}
+
+
+def run_pool_rank(path: Path, channel: Channel) -> int:
+    """Run a rank of RUN_DIR/run.json by the program that the file names."""
+    file = next((folder / "program" for folder in path.parents[:3] if (folder / "program").is_file()), None)
+    if file is None:
+        return run_rank(path, channel)
+    program = json.loads(file.read_text())
+    return PROGRAMS[program["name"]](*program["given"], path, channel)
+
+
+if __name__ == "__main__":
+    serve(run_pool_rank, QUESTIONS)
