@@ -19,7 +19,9 @@ from distrain.trainer.layers import experts  # noqa: E402
 from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights, named_constants, named_weights  # noqa: E402
+from distrain.trainer.models.families import op_table  # noqa: E402
 from distrain.trainer.models.moe.routing import earlier_choices, expert_loads, imbalance, near_tie_count, route, step_bias  # noqa: E402
+from distrain.trainer.models.ops.op_table import model_constants  # noqa: E402
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.router import Router  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
@@ -338,3 +340,9 @@ def test_expert_and_tensor_ranks_compute_what_one_rank_computes(layout: str, mod
     assert found.keys() - {"gradients of shared"} == FACTS
     assert found["flips"] == 0
     assert max(found.values()) < 1e-13
+
+
+def test_only_layers_with_a_router_have_a_bias() -> None:
+    run = run_of(model__dense_layers=1, model__router__bias=True)
+    assert [name for name, _ in named_constants(module_of(run))] == ["layers.1.router.bias"]
+    assert [each.name for each in model_constants(op_table(run), range(run.model.layers))] == ["layers.1.router.bias"]
