@@ -79,11 +79,11 @@ def layout(draw: Random) -> tuple[Parallel, int]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_estimate_equals_the_plan(name: str) -> None:
-    """One estimator for 400 layouts of a model; equal to 1e-12, with at least 20 layouts of each verdict."""
+    """One estimator for 250 layouts of a model; equal to 1e-12, with at least 10 layouts of each verdict."""
     run, draw = run_of(name), Random(name)
     estimator = Estimator(run)
     met = {"illegal": 0, "fits": 0, "full": 0}
-    for _ in range(400):
+    for _ in range(250):
         parallel, microbatch = layout(draw)
         estimate = estimator(parallel, microbatch)
         plan = make_plan(replace(run, parallel=parallel, train=replace(run.train, microbatch=microbatch)))
@@ -97,7 +97,7 @@ def test_an_estimate_equals_the_plan(name: str) -> None:
         assert estimate.peak == plan.memory.peak == max(stage.bytes.total for stage in plan.memory.stages)
         assert estimate.step == (pytest.approx(plan.time.step, rel=1e-12) if plan.time else None)
         met["fits" if plan.fits else "full"] += 1
-    assert min(met.values()) >= 20, met
+    assert min(met.values()) >= 10, met
 
 
 KEYS = {field.name for field in fields(Parallel)}
