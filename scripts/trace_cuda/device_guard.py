@@ -1,4 +1,4 @@
-"""The library that lets torch have fake tensors on device "cuda" where there is no GPU: compiled once for each version of torch.
+"""The library that lets torch have fake tensors on device "cuda" where there is no GPU: compiled once for each torch that is installed.
 
 This module imports no torch: the library must be loaded before torch is.
 """
@@ -35,7 +35,8 @@ def load_device_guard() -> None:
 def device_guard() -> Path:
     """Compile the library if this machine has none for its torch, and return its path. Raises NoGuard."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distrain" / "trace_cuda"
-    state = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:16]
+    linked = f"{version('torch')} {_torch_folder()}"  # the library looks for torch's own there
+    state = hashlib.sha256(SOURCE.read_bytes() + linked.encode()).hexdigest()[:16]
     library = cache / f"device_guard.{state}.so"
     if not library.exists():
         cache.mkdir(parents=True, exist_ok=True)

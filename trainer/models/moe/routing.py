@@ -157,8 +157,9 @@ def one_hot_choices(chosen: Tensor, experts: int) -> Tensor:
 
 
 def expert_loads(chosen: Tensor, experts: int) -> Tensor:
-    """Return how many tokens chose each expert, [E]."""
-    return torch.bincount(chosen.flatten(), minlength=experts)
+    """Return how many tokens chose each expert, [E]. torch's bincount would wait for a GPU."""
+    each = chosen.flatten()
+    return each.new_zeros(experts).scatter_add_(0, each, torch.ones_like(each))
 
 
 def take_loads(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
