@@ -224,7 +224,7 @@ def _model(stated: Case, dropout: float) -> Model:
         ffn=stated["ffn"],
         vocab=stated["vocab"] or GPT_VOCAB,
         tied=not recent if stated["tied_embeddings"] is None else stated["tied_embeddings"],
-        bias=not recent if stated["bias"] is None else stated["bias"],
+        bias=not latent and (not recent if stated["bias"] is None else stated["bias"]),
         norm="rmsnorm" if recent else "layernorm",
         act="swiglu" if recent else "gelu",
         positions="rope" if recent else "learned",
