@@ -25,6 +25,11 @@ class Router:
     bias_rate: NotNegative = 0.0
 
     @property
+    def steps_bias(self) -> bool:
+        """Whether each step changes the bias."""
+        return self.bias and self.bias_rate > 0
+
+    @property
     def has_shared_scores(self) -> bool:
         """Whether weights are read from the scores of all experts, which softmax makes together; else the chosen logits are enough."""
         return self.score == "softmax" and not self.normalize

@@ -61,8 +61,7 @@ def _flash_block(
 ) -> tuple[Tensor, Tensor]:
     """Return (values [B, A, S, D], the log-sum-exp of each row of scores) of the fused kernel for CPUs."""
     padded = _padded_heads(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    values, log_sums = _FLASH(*padded, 0.0, causal, attn_mask=mask, scale=scale)
+    values, log_sums = _FLASH(*padded, 0.0, causal, attn_mask=mask, scale=_score_scale(query, scale))
     return values[..., : value.shape[-1]], log_sums
 
 
@@ -79,9 +78,13 @@ def _flash_block_gradients(
 ) -> Tensors:
     """Return the gradients of query, key and value from that of the values, by the fused kernel for CPUs."""
     padded = _padded_heads(grad, query, key, value, values)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    grads = _FLASH_BACKWARD(*padded, log_sums, 0.0, causal, attn_mask=mask, scale=scale)
+    grads = _FLASH_BACKWARD(*padded, log_sums, 0.0, causal, attn_mask=mask, scale=_score_scale(query, scale))
     return tuple(each[..., : of.shape[-1]] for each, of in zip(grads, (query, key, value), strict=True))
+
+
+def _score_scale(query: Tensor, scale: float | None) -> float:
+    """Return the scale of scores, by default 1 / sqrt(D) of a query [..., D]."""
+    return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _padded_heads(*tensors: Tensor) -> Tensors:
@@ -122,12 +125,11 @@ def window_mask(size: int, window: int, dtype: torch.dtype, device: torch.device
 
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """Return softmax(scale q k^T + mask) [B, A, S, S]; no mask: causal. The queries of a group are rows of one product."""
-    B, A, S, D = query.shape
+    B, A, S, _ = query.shape
     if mask is None:
         mask = torch.full((S, S), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
     # The products have no name, so that they are freed before softmax makes its result.
-    alpha = D**-0.5 if scale is None else scale
-    return torch.softmax(torch.add(mask, (group_rows(query, key) @ key.mT).view(B, A, S, -1), alpha=alpha), dim=-1)
+    return torch.softmax(torch.add(mask, (group_rows(query, key) @ key.mT).view(B, A, S, -1), alpha=_score_scale(query, scale)), dim=-1)
 
 
 def weighted_values(weights: Tensor, value: Tensor) -> Tensor:
@@ -250,7 +252,7 @@ class ScoresCore:
         weights_grad = (grad_rows @ value.mT).view_as(weights)
         if len(saved) > 1:
             weights_grad.masked_fill_(saved[1], 0.0).mul_(self.kept_scale)
-        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scale = _score_scale(query, self.scale)
         scores_grad = torch.ops.aten._softmax_backward_data(weights_grad, weights, -1, weights.dtype).mul_(scale)
         scores_grad = group_rows(scores_grad, key)  # [B, N, G s, S]
         return (scores_grad @ key).view(query.shape), scores_grad.mT @ group_rows(query, key), value_grad

@@ -129,7 +129,7 @@ class MoELayer(AttentionHalf):
         if self.has_aux_loss:
             imbalances = imbalance(logits, routing.chosen, cp, router=self.rule, bias=bias, scores=routing.scores)
         near_ties = near_tie_count(logits, self.top_k, x.dtype, self.rule, bias)
-        load = expert_loads(routing.chosen, logits.shape[-1]) if bias is not None and self.rule.bias_rate else None
+        load = expert_loads(routing.chosen, logits.shape[-1]) if self.rule.steps_bias else None
         return (output if self.tp is None else reduce_outputs(output, self.tp)), imbalances, near_ties, load
 
 

@@ -140,7 +140,7 @@ class SplitCosts:
         return BlockCosts(
             embedding=embedding,
             dense_layer=dense,
-            first=_followed_by(embedding, dense, self.table.dense_layers) if dense else embedding,
+            first=_cost_sum(embedding, dense, self.table.dense_layers) if dense else embedding,
             layer=layer,
             head=head,
             tied=self.tied,
@@ -203,7 +203,7 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
     )
 
 
-def _followed_by(block: BlockCost, other: BlockCost, many: int) -> BlockCost:
+def _cost_sum(block: BlockCost, other: BlockCost, many: int) -> BlockCost:
     """The costs of a block and of `many` other ones behind it."""
 
     def both(one: float | None, each: float | None) -> float | None:

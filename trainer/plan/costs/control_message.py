@@ -29,7 +29,7 @@ def routing_messages(run: Run, mesh: Mesh, layers: int) -> Iterator[ControlMessa
     model, train = run.model, run.train
     if not has_experts(model):
         return
-    if layers and mesh.size("data") > 1 and model.router.bias and model.router.bias_rate:
+    if layers and mesh.size("data") > 1 and model.router.steps_bias:
         yield ControlMessage(verb="all_reduce", payload=INTEGER * model.experts * layers, count=1, says="tokens of each expert")
     forwards = layers * (train.batch // (mesh.dp * train.microbatch)) * (2 if run.parallel.recompute == "full" else 1)
     if mesh.ep > 1:

@@ -139,7 +139,7 @@ class CostModel:
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
         """Return the bytes of a micro-batch's passes on a rank of a kind of stage."""
         return PassBytes(
-            workspace=_recomputed(blocks, kind) + gathered_input(layout, blocks) + (2 * blocks.stream if layout.mesh.pp > 1 else 0)
+            workspace=_recomputed_bytes(blocks, kind) + gathered_input(layout, blocks) + (2 * blocks.stream if layout.mesh.pp > 1 else 0)
         )
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
@@ -251,7 +251,7 @@ def sharded_elements(layout: Layout, dense: int, experts: int) -> int:
     return -(-dense // layout.shard_ranks) - (-experts // layout.expert_shard_ranks)
 
 
-def _recomputed(blocks: BlockCosts, kind: StageKind) -> int:
+def _recomputed_bytes(blocks: BlockCosts, kind: StageKind) -> int:
     """Return the bytes that recomputation adds while it runs in the layer of which it adds most."""
     dense = blocks.dense_layer.recomputed * kind.first if blocks.dense_layer else 0
     return larger(blocks.layer.recomputed, dense)

@@ -86,7 +86,7 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield from _route_limits(row, run, parallel, delayed=delay is not None)
     if parallel.compress.name != "none":
         yield from _compression_limits(row, run, parallel, delayed=delay is not None)
-    if has_experts(run.model) and run.model.router.bias and run.model.router.bias_rate:
+    if has_experts(run.model) and run.model.router.steps_bias:
         yield from _bias_rate_limits(row, run, parallel, delayed=delay is not None)
     if run.optim.name == MUON:
         yield from _muon_limits(row, run, parallel, delayed=delay is not None)
