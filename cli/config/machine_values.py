@@ -8,6 +8,8 @@ from typing import Any
 
 from ...trainer.machine import facts
 from ...trainer.machine.facts import DEVICE_OPTIONS
+from ...trainer.machine.layer_rates import HEAD_DIM
+from ...trainer.plan.costs.measured_rates import cpu_shares
 from ...trainer.spec.problem import Problem
 
 ReadDevice = Callable[[str], dict[str, Any]]  # returns the keys of an option in conf/device
@@ -40,7 +42,10 @@ def _gpu_device(gpu: Mapping[str, Any], read_device: ReadDevice) -> dict[str, An
 
 
 def fill_cpu_rates(config: Mapping[str, Any]) -> None:
-    """Fill in the measured rates of this machine's CPU, divided among its processes; values in the recipe stay."""
+    """Fill in the measured rates of this machine's CPU, divided among its processes, and the shares of its peak that training reaches.
+
+    Values in the recipe stay, and where it states a peak, that is what training reaches.
+    """
     cluster = config.get("cluster")
     device = cluster.get("device") if isinstance(cluster, dict) else None
     processes = cluster.get("gpus") if isinstance(cluster, dict) else None
@@ -53,6 +58,9 @@ def fill_cpu_rates(config: Mapping[str, Any]) -> None:
     cores = cpu["cores"] / processes
     if not device.get("peak"):
         device["peak"] = {precision: rate * cores for precision, rate in cpu["flops"].items()}
+        if "fp32" in cpu["flops"]:
+            shares = cpu_shares(cpu["flops"]["fp32"], **cpu["layer"], head_dim=HEAD_DIM)
+            device |= {key: share for key, share in shares.items() if device.get(key) is None}
     if device.get("bandwidth") is None:
         device["bandwidth"] = cpu["bandwidth"] * cores
     if cluster.get("inside") is None:

@@ -7,12 +7,13 @@ from math import floor, log10
 from typing import Any, NamedTuple
 
 from ...trainer.machine.cluster_measurement import ClusterMeasurement, SlowHost
+from ...trainer.machine.layer_rates import HEAD_DIM
 from ...trainer.machine.measurement import AllReduceTimes, DeviceMeasurement, ProductRates
 from ...trainer.machine.probe import MATRIX_SIDE
-from ...trainer.plan.costs.measured_rates import bandwidth_of_copy, full_rate, peak_estimate, sustained_share
+from ...trainer.plan.costs.measured_rates import bandwidth_of_copy, cpu_shares, full_rate, peak_estimate, sustained_share
 from ...trainer.plan.costs.roofline import ALONE, OWN_STREAMING
 from ...trainer.spec.format_numbers import rate_text, seconds_text, share_text, size_text
-from ...trainer.spec.run import Device
+from ...trainer.spec.run import SUSTAINED, Device
 from .data_sheet import DataSheet
 
 LEADING = ("bf16", "fp16", "fp32")  # precisions whose product says what share of its peak a GPU sustains, the first that was measured
@@ -110,8 +111,12 @@ def _cpu_figures(measured: DeviceMeasurement) -> Iterator[Figure]:
                 f"peak.{precision}", four_digits(rate), f"a product of {MATRIX_SIDE} x {MATRIX_SIDE}; {_sizes(measured, precision)}"
             )
     yield Figure("units", None)
-    yield Figure("sustained", 1.0, "share of `peak`, which is measured")
-    yield Figure("flash", 1.0)
+    alone, layer = measured.product("fp32", MATRIX_SIDE), measured.layer
+    if alone and layer:
+        shares = cpu_shares(alone, layer.products, layer.attention, HEAD_DIM)
+        says = "share of `peak` among a layer's other kernels"
+        yield Figure("sustained", shares["sustained"], f"{says}: products at {rate_text(layer.products, 'FLOP/s')} in fp32")
+        yield Figure("flash", shares["flash"], f"{says}: attention at {rate_text(layer.attention, 'FLOP/s')}")
     yield Figure("streaming", 1.0, "share of `bandwidth`, which is measured")
     yield Figure("launch", 0.0, f"of a CPU a plan counts none: an op on 8 elements took {seconds_text(measured.launch)}")
     yield Figure("dispatch", 0.0)
@@ -154,28 +159,28 @@ def _peaks(measured: DeviceMeasurement, sheet: DataSheet | None) -> Iterator[Fig
             says = f"measured: {_sizes(measured, precision)}, {share_text(rate / peak)} of it" if rate else "not measured"
             yield Figure(f"peak.{precision}", peak, says)
         return
-    share = Device.sustained * (ALONE if measured.all_devices == 1 else 1.0)
+    share = SUSTAINED * (ALONE if measured.all_devices == 1 else 1.0)
     says = f"dense FLOP/s: ESTIMATES, what products reached over {share:.3g}: type the data sheet's and calibrate again"
     yield Figure("peak", {}, says)
     for precision in dict.fromkeys(each.precision for each in measured.products):
         largest = _largest(measured, precision)
         full = full_rate(measured.rate(largest.rates), largest.side, measured.units, None)
-        estimate = peak_estimate(full, Device.sustained, measured.all_devices)
+        estimate = peak_estimate(full, SUSTAINED, measured.all_devices)
         yield Figure(f"peak.{precision}", four_digits(estimate), f"measured: {_sizes(measured, precision)}")
 
 
 def _sustained_figure(measured: DeviceMeasurement, sheet: DataSheet | None) -> tuple[float, str]:
     """Return the share of its peak that a GPU sustains, and a comment."""
     if sheet is None:
-        return Device.sustained, "share of peak, a large product: the default, with which the peaks were estimated"
+        return SUSTAINED, "share of peak, a large product: the default, with which the peaks were estimated"
     peaks = sheet.device.get("peak", {})
     precision = next((each for each in LEADING if each in peaks and measured.product(each)), None)
     if precision is None:
-        return float(sheet.device.get("sustained", Device.sustained)), f"share of peak: device={sheet.option}"
+        return float(sheet.device.get("sustained", SUSTAINED)), f"share of peak: device={sheet.option}"
     largest = _largest(measured, precision)
     full = full_rate(measured.rate(largest.rates), largest.side, measured.units, peaks.get("fp8"))
     alone = f" and {ALONE}, which the only GPU of a run reaches" if measured.all_devices == 1 else ""
-    before = f"for seconds, not hours; device={sheet.option}: {sheet.device.get('sustained', Device.sustained)}"
+    before = f"for seconds, not hours; device={sheet.option}: {sheet.device.get('sustained', SUSTAINED)}"
     return (
         round(sustained_share(full, peaks[precision], measured.all_devices), 3),
         f"share of peak, a large product: the {precision} product of {largest.side} over its tiles' share{alone}; {before}",

@@ -71,7 +71,7 @@ def _planned_rates(context: CheckContext) -> dict[str, Any]:
     return {
         "name": device.name,
         "memory": device.memory,
-        "bf16 peak times sustained, FLOP/s": device.peak.get("bf16", 0.0) * device.sustained,
+        "bf16 peak times sustained, FLOP/s": device.peak.get("bf16", 0.0) * device.product_share,
         "bandwidth times streaming, bytes/s": (device.bandwidth or 0.0) * device.streaming,
         "launch, seconds": device.launch,
         "dispatch, seconds": device.dispatch,

@@ -139,7 +139,8 @@ def _effective_cluster(cluster: Cluster, framework: Framework, kernel: str) -> C
     slower = next(
         (share for (word, gpu), share in ATTENTION_KERNELS.items() if word in kernel and cluster.device.name.startswith(gpu)), 1.0
     )
-    device = replace(cluster.device, flash=cluster.device.flash * slower, sustained=cluster.device.sustained * framework.kernels)
+    device = cluster.device
+    device = replace(device, flash=device.attention_share * slower, sustained=device.product_share * framework.kernels)
     between = cluster.between
     if framework.one_card and between:  # a node has a card for each device
         between = replace(between, efficiency=between.efficiency / cluster.gpus)

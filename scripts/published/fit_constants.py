@@ -75,7 +75,7 @@ class Constants:
             letter = _letter(device.name)
             name = next((each for each in DEVICES if device.name.startswith(each)), "")
             fields: dict[str, Any] = {key: times(getattr(device, key), f"{key} {letter}") for key in ("flash", "streaming", "dispatch")}
-            fields["sustained"] = times(device.sustained, f"sustained {name}")
+            fields["sustained"] = times(device.product_share, f"sustained {name}")
             fields["launch"] = times(device.launch, "launch")
             return replace(
                 cluster,
@@ -138,7 +138,7 @@ def ignorant_centres() -> Any:
     }
     letters = {letter: next(each for name, each in devices.items() if _letter(name) == letter) for letter in GENERATIONS}
     inside = {"A": "dgx_a100", "H": "dgx_h100", "B": "dgx_b200"}
-    known = {f"sustained {name}": each.sustained for name, each in devices.items()}
+    known = {f"sustained {name}": each.product_share for name, each in devices.items()}
     for letter, device in letters.items():
         known |= {f"{key} {letter}": getattr(device, key) for key in ("flash", "streaming", "dispatch")}
         link = case_runs.named_cluster(inside[letter], None).inside

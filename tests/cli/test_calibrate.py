@@ -9,8 +9,9 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -70,7 +71,8 @@ def test_every_rate_of_a_cpu_is_measured_in_every_process(document: Any) -> None
     assert {(each.precision, each.side) for each in measured.products} == {
         (precision, side) for precision in ("fp32", "bf16") for side in (256, 512, 1024)
     }
-    every = [*(each.rates for each in measured.products), measured.copies, measured.launches]
+    layers = ([each.products for each in measured.layer_rates], [each.attention for each in measured.layer_rates])
+    every = [*(each.rates for each in measured.products), measured.copies, measured.launches, *layers]
     assert all(len(each) == 2 and min(each) > 0 for each in every)
     assert measured.all_reduce is not None
     assert measured.all_reduce.library == "gloo"
@@ -116,7 +118,9 @@ def test_a_plan_reads_the_files_and_takes_their_rates(folder: Path, document: An
     assert load_recipe("quickstart", ["device=measured"], folder / "calibrated").cluster.device == run.cluster.device
     found = rates(run.cluster.device, "fp32", fused=False)
     assert found is not None
-    assert (found.linear, found.memory, found.launch, found.dispatch) == (values["peak"]["fp32"], values["bandwidth"], 0, 0)
+    assert (found.linear, found.memory, found.launch, found.dispatch) == (
+        *(values["sustained"] * values["peak"]["fp32"], values["bandwidth"], 0, 0),
+    )
     plan = make_plan(run)
     assert plan.fits
     assert plan.time is not None
@@ -126,7 +130,9 @@ def test_the_same_rates_give_the_same_plan_as_an_automatic_device(folder: Path, 
     """A calibrated CPU is planned as device=cpu is with the rates that `fit` measures: no share is taken twice."""
     values = document["device"]["values"]
     link = {key: document["cluster"]["values"]["inside"][key] for key in ("latency", "bandwidth")}
-    cpu = {"cores": 2, "flops": values["peak"], "bandwidth": values["bandwidth"], "link": link}
+    layer = asdict(measured_here(document).layer_rates[0])
+    cpu = {"cores": 2, "flops": values["peak"], "bandwidth": values["bandwidth"], "layer": layer, "link": link}
+    cpu["layer"] = {kind: mean(asdict(each)[kind] for each in measured_here(document).layer_rates) for kind in layer}
     monkeypatch.setattr("distrain.trainer.machine.facts.cached_facts", lambda: {"cuda": [], "cpu": cpu})
     automatic, calibrated = (
         make_plan(load_recipe("quickstart")),
@@ -278,6 +284,7 @@ def recorded_h200(name: str = "NVIDIA H200", devices: int = 1) -> DeviceMeasurem
         copy_bytes=2 << 30,
         copies=(figures["copy, bytes/s read and written"],) * devices,
         launches=(figures["kernel launch, seconds"],) * devices,
+        layer_rates=(),
         all_reduce=link if devices > 1 else None,
         load=0.0,
         versions={"torch": "2.11.0"},

@@ -108,9 +108,11 @@ def test_a_vendors_device_has_every_figure_that_times_need(name: str) -> None:
 
 
 def test_a_cpu_has_no_rates_before_it_is_measured() -> None:
-    device = read(plain("device/cpu"), Device)
-    assert plain("device/local") == {**plain("device/cpu"), "kind": "auto"}
+    cpu = plain("device/cpu")
+    assert plain("device/local") == {**cpu, "kind": "auto"}
+    device = read(cpu, Device)
     assert (device.kind, device.memory, device.bandwidth, device.peak) == ("cpu", "auto", None, {})
+    assert (device.sustained, device.flash) == (None, None)
 
 
 @pytest.mark.parametrize("name", options("model"))

@@ -14,11 +14,20 @@ from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.machine import facts as machine
 from distrain.trainer.machine import probe
 from distrain.trainer.machine.cache import MOST_FILES, OLD_FILE, CacheEntry, cache_file, write_entry
+from distrain.trainer.machine.layer_rates import HEAD_DIM
+from distrain.trainer.plan.costs.op_seconds import attention_seconds
+from distrain.trainer.plan.costs.roofline import rates
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Link, Run
 from distrain.trainer.system.cpu import cpu_count
 
-CPU = {"cores": 4, "flops": {"fp32": 1e11, "bf16": 2e11}, "bandwidth": 1e10, "link": {"latency": 1e-4, "bandwidth": 1e9}}
+CPU = {
+    "cores": 4,
+    "flops": {"fp32": 1e11, "bf16": 2e11},
+    "bandwidth": 1e10,
+    "layer": {"products": 7e10, "attention": 2e10},
+    "link": {"latency": 1e-4, "bandwidth": 1e9},
+}
 
 
 def card(name: str, **facts: Any) -> dict[str, Any]:
@@ -57,6 +66,24 @@ def test_a_process_has_its_share_of_the_cores(remember_facts: Any) -> None:
     assert run.cluster.device.bandwidth == 2e10
     assert run.cluster.inside == Link(latency=1e-4, bandwidth=1e9, efficiency=1.0)
     assert make_plan(run).time is not None
+
+
+def test_a_plan_takes_the_rates_of_a_layer_s_training(remember_facts: Any) -> None:
+    """Two cores a process, and heads of the size that was measured."""
+    remember_facts()
+    run = quickstart("model.heads=4")
+    assert run.model.hidden == 4 * HEAD_DIM
+    found = rates(run.cluster.device, run.train.precision, fused=False)
+    assert found is not None
+    assert found.linear == pytest.approx(2 * 7e10)
+    forward, backward = attention_seconds(1e9, HEAD_DIM, 256, 2.5, found)
+    assert (forward, backward) == pytest.approx((1e9 / 4e10, 2.5e9 / 4e10), rel=2e-3)  # shares have three decimals
+    stated = quickstart("cluster.device.peak.fp32=5e9").cluster.device
+    assert (stated.sustained, stated.flash) == (None, None)
+    found = rates(stated, "fp32", fused=False)
+    assert found is not None
+    assert (found.linear, found.flash) == (5e9, 5e9), "a stated peak is what training reaches"
+    assert quickstart("cluster.device.flash=0.1").cluster.device.flash == 0.1
 
 
 def test_rates_stated_in_a_recipe_are_kept(remember_facts: Any) -> None:
@@ -191,7 +218,16 @@ def test_concurrent_writers_leave_an_intact_entry(remember_facts: Any) -> None:
     assert len(list(cache_file(machine.measurement_key()).parent.iterdir())) == 1
 
 
-FAST, SLOW = CPU, CPU | {"flops": {"fp32": 5e10, "bf16": 3e11}, "bandwidth": 5e9, "link": {"latency": 2e-4, "bandwidth": 5e8}}
+FAST, SLOW = (
+    CPU,
+    {
+        "cores": 4,
+        "flops": {"fp32": 5e10, "bf16": 3e11},
+        "bandwidth": 5e9,
+        "layer": {"products": 4e10, "attention": 1e10},
+        "link": {"latency": 2e-4, "bandwidth": 5e8},
+    },
+)
 
 
 # fmt: off
@@ -234,6 +270,7 @@ def test_this_machine_is_measured_in_a_child_and_cached(tmp_path: Path, monkeypa
     assert found["cpu"] is not None
     assert found["cpu"]["cores"] == cpu_count()
     assert len(found["cpu"]["flops"]) == 2
+    assert found["cpu"]["layer"]["attention"] < found["cpu"]["layer"]["products"] < found["cpu"]["flops"]["fp32"]
     slow = machine.better_of(found, found)
     assert slow["cpu"] is not None
     slow["cpu"]["bandwidth"] /= 1000

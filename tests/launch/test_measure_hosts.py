@@ -58,8 +58,8 @@ def devices(**changes: Any) -> DeviceMeasurement:
     made = DeviceMeasurement(
         kind="cuda", name="NVIDIA H100 80GB HBM3", devices=2, threads=1, cores=8, memory=80 << 30, context=1 << 29, units=132,
         products=tuple(ProductRates(precision="bf16", side=side, rates=(6e14, 6.2e14)) for side in (4096, 8192)),
-        copy_bytes=1 << 30, copies=(3e12, 3.1e12), launches=(3e-6, 3e-6), all_reduce=link, load=0.1, versions={}, seconds=9.0,
-        date="2026-11-26",
+        copy_bytes=1 << 30, copies=(3e12, 3.1e12), launches=(3e-6, 3e-6), layer_rates=(), all_reduce=link, load=0.1, versions={},
+        seconds=9.0, date="2026-11-26",
     )  # fmt: skip
     return replace(made, **changes)
 

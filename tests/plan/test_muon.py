@@ -142,7 +142,7 @@ def test_messages_are_those_of_whole_matrices() -> None:
 def test_time_is_that_of_the_products_that_the_first_rank_computes() -> None:
     """On products this large a device is near its rate: five iterations of three products each."""
     run = run_of(*LLAMA)
-    rate = run.cluster.device.peak["bf16"] * run.cluster.device.sustained
+    rate = run.cluster.device.peak["bf16"] * run.cluster.device.product_share
     order = sorted((newton_schulz_flops(shape[-2], shape[-1], 5) for shape in matrices_by_hand(run).values()), reverse=True)
     for words, ranks in (
         ((), 4),

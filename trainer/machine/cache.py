@@ -37,12 +37,20 @@ class LinkRates(TypedDict):
     bandwidth: Positive
 
 
+class CpuLayerRates(TypedDict):
+    """FLOP/s in a layer's training (`layer_rates.py`)."""
+
+    products: Positive
+    attention: Positive
+
+
 class CpuRates(TypedDict):
     """One core while all are busy: FLOP/s by precision, bytes/s of a copy."""
 
     cores: Count
     flops: dict[str, Positive]
     bandwidth: Positive
+    layer: CpuLayerRates
     link: LinkRates
 
 

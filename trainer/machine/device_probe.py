@@ -1,7 +1,7 @@
 """Measures all devices of this machine at once: reads {"kind", "devices"} as JSON on stdin, prints lines of JSON, the last one the result.
 
-Rates of a CPU are the fastest of many calls, because other work on the machine slows some of them; those of a GPU are means, because calls
-of a GPU wait for each other.
+Rates of a CPU are the fastest of many calls, because other work on the machine slows some of them, and its link's the median; those of a
+GPU are means, because calls of a GPU wait for each other.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 from ..system.cpu import cpu_count
 from .all_reduce import SHORT_BYTES, AllReduceSeconds, link_rates, measure_all_reduce
 from .device_rates import context_bytes, copy_rate, launch_seconds, product_rate
-from .device_seconds import fastest_call, mean_of_calls, mean_seconds
+from .device_seconds import fastest_call, mean_of_calls, mean_seconds, median_call
 from .facts import cpu_model, load_per_core
-from .probe import ALL_REDUCE_BYTES, COPY_BYTES, MATRIX_SIDE, list_gpus
+from .layer_rates import layer_rates
+from .probe import ALL_REDUCE_BYTES, COPY_BYTES, LAYER_SECONDS, MATRIX_SIDE, list_gpus
 from .process_pool import PoolProcess, run_processes, start_method
 
 CPU_PROCESSES = 2  # as cluster=local has
@@ -118,6 +119,10 @@ def measure_device(process: PoolProcess, sizes: ProbeSizes, precisions: tuple[st
         copies.append(copy_rate(device, sizes.copied, seconds_of))
         process.wait_and_show("launches")
         launches.append(launch_seconds(device, seconds_of))
+    layer = None
+    if sizes.device == "cpu":
+        process.wait_and_show("a layer's kernels in turn")
+        layer = layer_rates(LAYER_SECONDS)._asdict()
     all_reduce = None
     if process.ranks > 1:
         process.wait_and_show(f"{sizes.library}'s all-reduce")
@@ -130,13 +135,14 @@ def measure_device(process: PoolProcess, sizes: ProbeSizes, precisions: tuple[st
         "products": [{"precision": precision, "side": side, "rate": max(each)} for (precision, side), each in products.items()],
         "copy": max(copies),
         "launch": min(launches),
+        "layer": layer,
         "all_reduce": all_reduce,
         "context": context,
     }
 
 
 def _call_seconds(act: Callable[[], object], times: int, *, sizes: ProbeSizes) -> float:
-    return mean_of_calls(act, times) if sizes.means else fastest_call(act, 0.0, times=sizes.rounds * times)
+    return mean_of_calls(act, times) if sizes.means else median_call(act, sizes.rounds * times)
 
 
 def _measurement(
@@ -156,6 +162,7 @@ def _measurement(
         "copy_bytes": sizes.copied,
         "copies": [row["copy"] for row in rows],
         "launches": [row["launch"] for row in rows],
+        "layer_rates": [row["layer"] for row in rows if row["layer"]],
         "all_reduce": _all_reduce_times(sizes, rows[0]["all_reduce"], len(rows)),
         "versions": {"torch": version("torch"), "Python": platform.python_version(), **versions},
         "seconds": perf_counter() - began,

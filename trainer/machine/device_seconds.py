@@ -1,8 +1,9 @@
-"""The seconds of a call on a device: the mean of many calls, or the fastest of them."""
+"""The seconds of a call on a device: the mean of many calls, their median, or the fastest of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 from time import perf_counter
 
 
@@ -28,16 +29,26 @@ def mean_of_calls(act: Callable[[], object], calls: int) -> float:
     return (perf_counter() - began) / calls
 
 
-def fastest_call(act: Callable[[], object], enough: float, *, times: int | None = None) -> float:
-    """Return the seconds of the fastest call, of `times` calls or of all that fit into `enough` seconds: of calls on a CPU, some of which
-    other work on the machine slows. The first call is not counted."""
+def fastest_call(act: Callable[[], object], enough: float) -> float:
+    """Return the seconds of the fastest call of all that fit into `enough` seconds: of calls on a CPU, some of which other work on the
+    machine slows. The first call is not counted."""
     act()
-    best, start, count = float("inf"), perf_counter(), 0
-    while count < times if times else perf_counter() - start < enough:
-        began = perf_counter()
-        act()
-        best, count = min(best, perf_counter() - began), count + 1
+    best, start = float("inf"), perf_counter()
+    while perf_counter() - start < enough:
+        best = min(best, _one_call(act))
     return best
+
+
+def median_call(act: Callable[[], object], times: int) -> float:
+    """Return the median seconds of so many calls on a CPU. The first call is not counted."""
+    act()
+    return median(_one_call(act) for _ in range(times))
+
+
+def _one_call(act: Callable[[], object]) -> float:
+    began = perf_counter()
+    act()
+    return perf_counter() - began
 
 
 def wait_for_device() -> None:

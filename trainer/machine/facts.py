@@ -17,7 +17,7 @@ from typing import Any
 from ..spec.problem import Problem
 from ..system.cpu import cpu_count
 from ..system.run_child import capture_child
-from .cache import CacheEntry, CpuRates, LinkRates, MachineFacts, cache_file, read_entry, write_entry
+from .cache import CacheEntry, CpuLayerRates, CpuRates, LinkRates, MachineFacts, cache_file, read_entry, write_entry
 
 # CUDA's names of the devices that conf/device describes, and their options there.
 DEVICE_OPTIONS = {
@@ -35,7 +35,7 @@ DEVICE_OPTIONS = {
     "NVIDIA GeForce RTX 4090": "rtx_4090",
 }
 CPU_RANKS_PER_CORE = 8  # ranks on a CPU that one core can still serve, slowly
-PROBE = 2  # version of the probe; raise it when what is measured, or how, changes
+PROBE = 3  # version of the probe; raise it when what is measured, or how, changes
 PATIENCE = 120.0  # seconds that a probe may take
 BUSY = 0.5  # processes per core that wait or run before the probe, from which on its result is measured again later
 MEASURING = "measuring this machine once, for a few seconds"
@@ -112,7 +112,12 @@ def better_of(before: MachineFacts, now: MachineFacts) -> MachineFacts:
         "bandwidth": max(old["link"]["bandwidth"], new["link"]["bandwidth"]),
     }
     flops = {kind: max(rate, old["flops"].get(kind, rate)) for kind, rate in new["flops"].items()}
-    rates: CpuRates = {"cores": new["cores"], "flops": flops, "bandwidth": max(old["bandwidth"], new["bandwidth"]), "link": link}
+    layer: CpuLayerRates = {
+        "products": max(old["layer"]["products"], new["layer"]["products"]),
+        "attention": max(old["layer"]["attention"], new["layer"]["attention"]),
+    }
+    bandwidth = max(old["bandwidth"], new["bandwidth"])
+    rates: CpuRates = {"cores": new["cores"], "flops": flops, "bandwidth": bandwidth, "layer": layer, "link": link}
     return {"cuda": now["cuda"], "cpu": rates}
 
 

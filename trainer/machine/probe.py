@@ -1,10 +1,12 @@
-"""Measures this machine, its CPU on all cores at once and for about two seconds, and prints the result as JSON.
+"""Measures this machine, its CPU on all cores at once and for about three seconds, and prints the result as JSON.
 
 Run it as `python -m distrain.trainer.machine.probe`. Where there are GPUs, the CPU is measured only by `... probe cpu`.
 
 `cpu.flops` and `cpu.bandwidth` are of one core while all are busy, as with the ranks of a local run: FLOP/s of a large matrix
 product by precision, and bytes/s of a copy, read and written. `cpu.link` is gloo's all-reduce between two processes.
-Each is the fastest of many calls, because other work on the machine slows some of them.
+Rates are those of the fastest of many calls, because other work on the machine slows some of them; the link's, which depends on both
+processes and on gloo's threads, is that of the median. `cpu.layer` is what a layer's training reaches
+(`layer_rates.py`), the mean of all cores: ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import json
 import os
 import sys
 from functools import partial
+from statistics import mean
 from typing import Any
 
 from ..system.cpu import cpu_count
 from .all_reduce import link_rates, measure_all_reduce
 from .device_rates import copy_rate, product_rate
-from .device_seconds import fastest_call
+from .device_seconds import fastest_call, median_call
+from .layer_rates import layer_rates
 from .process_pool import PoolProcess, run_processes, start_method
 
 MOST_PROCESSES = 16  # that measure at once
@@ -26,6 +30,7 @@ MATRIX_SIDE = 512  # of a square matrix; its product takes milliseconds, so that
 COPY_BYTES = 64 << 20  # larger than a core's share of the caches
 ALL_REDUCE_BYTES = 8 << 20  # of the long all-reduce
 RATE_SECONDS = 0.35  # for which one rate is measured
+LAYER_SECONDS = 1.0  # for which a layer's rates are
 
 
 def measure_machine(*, always_cpu: bool) -> dict[str, Any]:
@@ -57,6 +62,7 @@ def _measure_cpu(start: str) -> dict[str, Any]:
         "cores": cores,
         "flops": {kind: max(row["flops"][kind] for row in rates) for kind in rates[0]["flops"]},
         "bandwidth": max(row["bandwidth"] for row in rates),
+        "layer": {kind: mean(row["layer"][kind] for row in rates) for kind in rates[0]["layer"]},
         "link": rows[0]["link"],
     }
 
@@ -75,6 +81,8 @@ def _measure_process(process: PoolProcess, busy: int) -> dict[str, Any]:
             found["flops"][name] = product_rate(cpu, dtype, MATRIX_SIDE, fastest)
     process.barrier.wait()
     found["bandwidth"] = copy_rate(cpu, COPY_BYTES, fastest) if measures else None
+    process.barrier.wait()
+    found["layer"] = layer_rates(LAYER_SECONDS)._asdict() if measures else None
     return found
 
 
@@ -82,10 +90,7 @@ def _measure_link(process: PoolProcess) -> dict[str, float]:
     """Measure the link of a ring of the first two processes."""
     import torch
 
-    def fastest(act: Any, times: int) -> float:
-        return fastest_call(act, RATE_SECONDS, times=times)
-
-    seconds = measure_all_reduce("gloo", process.rank, 2, process.port, torch.device("cpu"), ALL_REDUCE_BYTES, fastest)
+    seconds = measure_all_reduce("gloo", process.rank, 2, process.port, torch.device("cpu"), ALL_REDUCE_BYTES, median_call)
     return {**link_rates(seconds, ALL_REDUCE_BYTES, 2)}  # type: ignore[dict-item]
 
 

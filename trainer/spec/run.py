@@ -98,6 +98,9 @@ class Model:
         return rounds * self.layer_types.count("sliding_attention") + self.layer_types[:rest].count("sliding_attention")
 
 
+SUSTAINED = 0.75  # share of a GPU's peak that large products keep up, where its file says no other
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator: memory bytes, bandwidth bytes/s, peak dense FLOP/s by precision."""
@@ -108,12 +111,22 @@ class Device:
     peak: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"], Positive] = field(default_factory=dict)
     kind: Literal["cuda", "cpu"] = "cuda"
     units: Count | None = None
-    sustained: Share = 0.75
-    flash: Share = 0.4
+    sustained: Share | None = SUSTAINED  # None: a CPU's, which is measured; until then all of `peak`, as `flash`
+    flash: Share | None = 0.4
     streaming: Share = 0.8
     launch: NotNegative = 4e-6
     dispatch: NotNegative = 60e-6
     context: NotNegative = 0.0
+
+    @property
+    def product_share(self) -> float:
+        """The share of `peak` that large products reach."""
+        return 1.0 if self.sustained is None else self.sustained
+
+    @property
+    def attention_share(self) -> float:
+        """The share of `peak` that fused attention reaches."""
+        return 1.0 if self.flash is None else self.flash
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,7 +69,8 @@ class Op:
 
     - `moves`: the tensors that one fused, memory-bound kernel reads and writes in forward. `eager_passes`: how many times as much is
       moved where each torch operator is a kernel of its own. `kernels`: how many kernels there are. `own_kernels`: what the kernels that
-      our modules have for it on a GPU read and write, forward and backward; `own_passes`: as eager_passes, of our modules on a GPU.
+      our modules have for it on a GPU read and write, forward and backward; `own_passes`: as eager_passes, of our modules on a GPU;
+      `cpu_passes`: on a CPU, where an op computes longer than it moves.
     - `saves_megatron`: the activations that Megatron saves for backward. `saves_torch`: those that our torch modules save (on a CPU, not
       compiled), where the family states them; a storage that two ops save is listed once. `logits`: of the size of the logits.
     - `partial`: weights that every tensor-parallel rank holds whole, with the gradient of its own heads; each micro-batch adds these up,
@@ -102,6 +103,7 @@ class Op:
     eager_passes: float = 1.0
     own_kernels: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
     own_passes: float | None = None
+    cpu_passes: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

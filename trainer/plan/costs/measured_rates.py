@@ -1,4 +1,4 @@
-"""Figures of a GPU with which a plan takes the rates that were measured: the inverse of `roofline.py`.
+"""Figures of a device with which a plan takes the rates that were measured: the inverse of `roofline.py`.
 
 A device's file states a peak and a bandwidth, and the shares of them that kernels reach; a plan multiplies both. A measured rate already
 contains its share, so it can't stand as a peak beside the shares of another device: it would be reduced twice.
@@ -6,6 +6,7 @@ contains its share, so it can't stand as a peak beside the shares of another dev
 
 from __future__ import annotations
 
+from .op_seconds import head_dim_share
 from .roofline import ALONE, HOPPER_FP8, OWN_STREAMING, tile_efficiency
 
 
@@ -28,3 +29,12 @@ def peak_estimate(full: float, sustained: float, devices: int) -> float:
 def bandwidth_of_copy(rate: float, streaming: float) -> float:
     """`bandwidth` of a device's file with which kernels of our modules are planned to move `rate` bytes/s, as a copy does."""
     return rate / max(OWN_STREAMING, streaming)
+
+
+def cpu_shares(peak: float, products: float, attention: float, head_dim: int) -> dict[str, float]:
+    """`sustained` and `flash` of a CPU whose products and attention, of heads with `head_dim` elements, reach these FLOP/s in a layer's
+    training, where a product alone reaches `peak`."""
+    return {
+        "sustained": round(min(1.0, products / peak), 3),
+        "flash": round(min(1.0, attention / (peak * head_dim_share(head_dim))), 3),
+    }

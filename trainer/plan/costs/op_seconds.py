@@ -45,11 +45,18 @@ def _pointwise_moves(op: Op, local: LocalTensors, device: DeviceRates) -> tuple[
     if device.own and op.own_kernels:
         forward, backward = (sum(map(local.bytes, moved)) for moved in op.own_kernels)
         return forward, backward
-    passes = 1.0 if device.fused else (op.own_passes or op.eager_passes) if device.own else op.eager_passes
-    moved = passes * sum(local.bytes(tensor) for tensor in op.moves)
+    moved = _passes(op, device) * sum(local.bytes(tensor) for tensor in op.moves)
     if op.in_fours:
         moved += softmax_parts(op, local) * SOFTMAX_MOVES * local.bytes(op.moves[0])
     return moved, POINTWISE_BACKWARD * moved
+
+
+def _passes(op: Op, device: DeviceRates) -> float:
+    """How many times as much as one fused kernel an op's kernels move, or on a CPU compute as long as moving it takes."""
+    if device.fused:
+        return 1.0
+    special = op.cpu_passes if device.is_cpu else op.own_passes if device.own else None
+    return special or op.eager_passes
 
 
 def _sum_seconds(op: Op, local: LocalTensors, device: DeviceRates, gradient: int) -> float:
@@ -86,7 +93,7 @@ def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) 
     rate = (device.other if is_head else device.linear) * grouped ** (groups > 1)
     width = local.activation
     forward = product_seconds(rows, outer, inner, groups, width, rate, device)
-    if device.even:
+    if device.is_cpu:  # the three products take equally long
         return OpSeconds(forward, forward, 0.0 if is_frozen(op) else forward)
     casts, casts_back = (0.0, 0.0) if is_head else (cast_seconds(rows * groups * each, device) for each in (inner, outer))
     return OpSeconds(
@@ -111,6 +118,11 @@ def _attention(product: Product, local: LocalTensors, device: DeviceRates) -> Op
 
 def attention_seconds(flops: float, head_dim: int, keys: int, backward: float, device: DeviceRates) -> tuple[float, float]:
     """Seconds of a fused attention kernel that computes so many FLOPs forward, and `backward` times as many backward."""
-    whole = flops / min(1.0, (head_dim / 128) ** HEAD_DIM)
+    whole = flops / head_dim_share(head_dim)
     ahead, back = (1 + wasted / keys for wasted in device.flash_tokens)
     return whole * ahead / device.flash + device.launch, backward * (whole * back / device.flash_backward + device.launch)
+
+
+def head_dim_share(head_dim: int) -> float:
+    """The share of its rate at 128 elements that fused attention reaches with heads of `head_dim` elements."""
+    return float(min(1.0, (head_dim / 128) ** HEAD_DIM))

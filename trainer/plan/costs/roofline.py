@@ -56,7 +56,7 @@ class DeviceRates:
     launch: float  # seconds of a kernel's launch
     dispatch: float  # seconds in which the host dispatches an operator
     fused: bool  # pointwise operators are fused into one kernel
-    even: bool  # the three products of a linear layer take equally long: a CPU has no multiprocessors that share out tiles
+    is_cpu: bool  # it has no multiprocessors, among which a product's tiles are shared out
     casts: bool  # linear layers compute in a narrower type than activations have
     own: bool  # it runs our modules
 
@@ -70,8 +70,8 @@ def rates(device: Device, precision: Precision, *, fused: bool, own: bool = Fals
         return None
     linear, other = peaks
     own = own and device.kind != "cpu"
-    sustained = min(1.0, device.sustained * (ALONE if own and alone else 1.0))
-    flash = (OWN_FLASH, OWN_FLASH_BACKWARD) if own and "bf16" in device.peak else (device.flash, device.flash)
+    sustained = min(1.0, device.product_share * (ALONE if own and alone else 1.0))
+    flash = (OWN_FLASH, OWN_FLASH_BACKWARD) if own and "bf16" in device.peak else (device.attention_share, device.attention_share)
     return DeviceRates(
         linear=linear * sustained,
         other=other * sustained,
@@ -84,7 +84,7 @@ def rates(device: Device, precision: Precision, *, fused: bool, own: bool = Fals
         launch=min(OWN_LAUNCH, device.launch) if own else device.launch,
         dispatch=device.dispatch,
         fused=fused,
-        even=device.kind == "cpu",
+        is_cpu=device.kind == "cpu",
         casts=named[0] != named[-1],
         own=own,
     )
@@ -118,11 +118,12 @@ def product_seconds(rows: int, columns: int, inner: int, groups: int, width: int
     """Seconds of a matrix product, `groups` at once, of elements `width` bytes wide."""
     flops = 2.0 * rows * columns * inner * groups
     moved = width * groups * (rows * inner + inner * columns + rows * columns)
-    efficiency = tile_efficiency if is_number(flops) else _tile_efficiency
-    return (
-        larger(flops / (peak * efficiency(rows, columns, inner, groups, device.units, device.is_hopper)), moved / device.memory)
-        + device.launch
-    )
+    if device.is_cpu:  # products with an inner dim of 32 to 1024 reach the same rate within a fifth (two cores of a Xeon with AVX-512)
+        efficiency = 1.0
+    else:
+        share = tile_efficiency if is_number(flops) else _tile_efficiency
+        efficiency = share(rows, columns, inner, groups, device.units, device.is_hopper)
+    return larger(flops / (peak * efficiency), moved / device.memory) + device.launch
 
 
 def cast_seconds(elements: int, device: DeviceRates) -> float:
