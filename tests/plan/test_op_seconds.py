@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distrain.cli.config.load import load_recipe
+from distrain.trainer.models.ops.shared_ops import TANH_PASSES
 from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.costs.local_tensors import LocalTensors, block_split
 from distrain.trainer.plan.costs.op_seconds import OpSeconds, attention_seconds, op_kernels, op_seconds
@@ -21,17 +22,36 @@ CPU = Device(name="cpu", kind="cpu", memory=8e9, bandwidth=12e9, peak={"fp32": 5
 GPU = Device(name="A100", kind="cuda", memory=80e9, bandwidth=2e12, peak={"fp32": 19.5e12}, units=108)
 
 
-def linear_seconds(device: Device) -> list[OpSeconds]:
-    """The seconds of each linear layer of a small model on a device."""
-    run = load_recipe("quickstart", SMALL)
+def layer_seconds(device: Device, *overrides: str) -> dict[str, OpSeconds]:
+    """The seconds of each op of a small model's layer on a device."""
+    run = load_recipe("quickstart", [*SMALL, *overrides])
     run = replace(run, cluster=replace(run.cluster, device=device))
     table, known = CostContext(run).table, rates(device, "fp32", fused=False)
     assert known is not None
     split = block_split(run.parallel, run.train.microbatch, "torch", fused=False)
     local = LocalTensors(table, split, vocab_multiple=run.model.vocab_multiple, activation=4, form="torch")
-    found = [op_seconds(op, local, known, 4) for op in table.layer if op.product and op.weights]
+    return {op.name: op_seconds(op, local, known, 4) for op in table.layer}
+
+
+def linear_seconds(device: Device) -> list[OpSeconds]:
+    """The seconds of each linear layer of a small model on a device."""
+    found = [each for each in layer_seconds(device).values() if each.weight_gradients]
     assert len(found) == 4
     return found
+
+
+@pytest.mark.parametrize("inner", [32, 256, 1024])
+def test_on_a_cpu_a_product_has_one_rate(inner: int) -> None:
+    device = rates(replace(CPU, sustained=0.7, bandwidth=1e15, launch=0.0), "fp32", fused=False)
+    assert device is not None
+    assert product_seconds(1000, 300, inner, 1, 4, device.linear, device) == pytest.approx(2 * 1000 * 300 * inner / (0.7 * 52e9))
+
+
+@pytest.mark.parametrize(("device", "longer"), [(CPU, TANH_PASSES), (GPU, 1.0)])
+def test_on_a_cpu_gelu_by_tanh_takes_longer_than_moving_its_tensors(device: Device, longer: float) -> None:
+    by_tanh, exact = (layer_seconds(replace(device, launch=0.0), f"model.act={act}")["mlp.act"] for act in ("gelu_tanh", "gelu"))
+    assert by_tanh.forward == pytest.approx(longer * exact.forward)
+    assert by_tanh.input_gradients == pytest.approx(longer * exact.input_gradients)
 
 
 def test_on_a_cpu_the_three_products_of_a_linear_layer_take_equally_long() -> None:
