@@ -38,27 +38,23 @@ MODEL = (
 )
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "dp1":           ("cluster.gpus=1", "parallel.zero=0", "train.microbatch=2"),
-    "dp2":           ("cluster.gpus=2", "parallel.zero=0", "train.microbatch=1"),
     "dp2 zero1":     ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=2"),
     "dp4 zero3":     ("cluster.gpus=4", "parallel.zero=3", "train.microbatch=2"),
     "tp2":           ("cluster.gpus=2", "parallel.zero=0", "train.microbatch=4", "parallel.tp=2"),
-    "tp2 sequence":  ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=2", "parallel.tp=2", "parallel.sequence=true"),
+    "tp2 sequence":  ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=4", "parallel.tp=2", "parallel.sequence=true"),
     "tp4 padded":    ("cluster.gpus=4", "parallel.zero=0", "train.microbatch=8", "parallel.tp=4", "model.vocab_multiple=16"),
-    "dp2 tp4 padded": ("cluster.gpus=8", "parallel.zero=1", "train.microbatch=4", "parallel.tp=4", "model.vocab_multiple=16"),
     "dp2 tp2 zero2": ("cluster.gpus=4", "parallel.zero=2", "train.microbatch=2", "parallel.tp=2"),
-    "pp2 zero1":     ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=1", "parallel.pp=2"),
-    "pp4":           ("cluster.gpus=4", "parallel.zero=0", "train.microbatch=2", "parallel.pp=4"),
-    "pp2 dualpipev": ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=1", "parallel.pp=2", "parallel.schedule=dualpipev"),
+    "pp2 zero1":     ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=2", "parallel.pp=2"),
+    "pp4":           ("cluster.gpus=4", "parallel.zero=0", "train.microbatch=4", "parallel.pp=4"),
+    "pp2 dualpipev": ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=2", "parallel.pp=2", "parallel.schedule=dualpipev"),
     "dp2 cp2":       ("cluster.gpus=4", "parallel.zero=0", "train.microbatch=2", "parallel.cp=2"),
-    "dp2 tp2 pp2":   ("cluster.gpus=8", "parallel.zero=1", "train.microbatch=2", "parallel.pp=2", "parallel.tp=2"),
     "native dp2 zero2":   ("cluster.gpus=2", "parallel.zero=2", "train.microbatch=2", "engine=native"),
-    "native dp4 zero3":   ("cluster.gpus=4", "parallel.zero=3", "train.microbatch=1", "engine=native"),
+    "native dp2 pp2 zero3": ("cluster.gpus=4", "parallel.zero=3", "train.microbatch=2", "parallel.pp=2", "engine=native"),
     "native dp4 shard2":  ("cluster.gpus=4", "parallel.zero=1", "parallel.shard=2", "train.microbatch=2", "engine=native"),
-    "native zero3 shard2": ("cluster.gpus=8", "parallel.zero=3", "parallel.shard=2", "train.microbatch=2", "parallel.pp=2",
-                            "engine=native"),
+    "native zero3 shard2": ("cluster.gpus=4", "parallel.zero=3", "parallel.shard=2", "train.microbatch=2", "engine=native"),
     "native tp2 pp2 zbv": ("cluster.gpus=4", "parallel.zero=0", "train.microbatch=2", "parallel.pp=2", "parallel.tp=2",
                            "parallel.schedule=zb_v", "engine=native"),
-    "native interleaved": ("cluster.gpus=4", "parallel.zero=1", "train.microbatch=1", "parallel.pp=2", "parallel.dp=2",
+    "native interleaved": ("cluster.gpus=4", "parallel.zero=1", "train.microbatch=2", "parallel.pp=2", "parallel.dp=2",
                            "parallel.schedule=interleaved", "parallel.chunks=2", "engine=native"),
 }
 # fmt: on
@@ -146,7 +142,7 @@ def shift_rows(tensors: dict[tuple[str, str], Tensor]) -> None:
     tensors["embedding.weight", "weight"] = tensors["embedding.weight", "weight"].roll(1, 0)
 
 
-@pytest.mark.parametrize("name", ["dp1", "tp2", "dp4 zero3", "pp2 zero1"])
+@pytest.mark.parametrize("name", ["tp2", "dp4 zero3", "pp2 zero1"])
 def test_a_checkpoint_that_loads_with_another_loss_ends_the_run(
     ranks: RankPool, saved_run: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
@@ -185,7 +181,7 @@ def test_another_text_is_refused_or_if_accepted_its_loss_is_not_compared(
 def test_a_changed_data_order_is_reported(
     ranks: RankPool, saved_run: Callable[..., Path], tmp_path: Path, override: str, change: str
 ) -> None:
-    job = resume_from(ranks, saved_run("dp1"), tmp_path / "run", *LAYOUTS["dp2"], "model.context=16", override)
+    job = resume_from(ranks, saved_run("dp1"), tmp_path / "run", *LAYOUTS["dp2 zero1"], "model.context=16", override)
     assert set(job.codes) == {0}, job.problems
     assert change in job.lines[0]
     assert job.lines[0].startswith(f"changed since step {SAVED}: ")

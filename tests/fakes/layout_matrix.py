@@ -82,10 +82,12 @@ class LayoutMatrix:
 
 
 def _pairs_in(layout: MatrixLayout) -> set[Pair]:
-    """Every pair of choices in a layout, and its mesh."""
+    """Every pair of choices in a layout, and its mesh. A choice that goes with dp 2 goes with dp 4, and one that goes with tp 4, where
+    there are more ranks than key-value heads, with tp 8."""
     mesh, *others = layout.choices
     gpus, tp, pp, cp, ep = (value for _, value in mesh)
-    return choice_pairs((layout.shape, gpus // (tp * pp * cp), tp, pp, cp, ep, *others)) | {(-1, mesh, -1, mesh)}
+    dp = gpus // (tp * pp * cp)
+    return choice_pairs((layout.shape, min(dp, 2), min(tp, 4), pp, cp, ep, *others)) | {(-1, mesh, -1, mesh)}
 
 
 @cache
@@ -101,12 +103,9 @@ def _chosen_run(words: Words, choices: tuple[Choice, ...]) -> Run:
 
 
 def _has_idle_choice(values: Mapping[str, Any]) -> bool:
-    """Whether a choice has no effect: parallel.sequence without a tensor axis, a schedule without stages, a shard of all data ranks."""
-    data = values["cluster.gpus"] // (values["parallel.tp"] * values["parallel.pp"])
-    return (
-        (values["parallel.tp"] == 1 and values["parallel.sequence"] is True)
-        or (values["parallel.pp"] == 1 and values["parallel.schedule"] != "1f1b")
-        or values.get("parallel.shard") == data
+    """Whether a choice has no effect: parallel.sequence without a tensor axis, a schedule without stages."""
+    return (values["parallel.tp"] == 1 and values["parallel.sequence"] is True) or (
+        values["parallel.pp"] == 1 and values["parallel.schedule"] != "1f1b"
     )
 
 

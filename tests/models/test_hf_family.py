@@ -18,7 +18,7 @@ from distrain.cli.pages.plan_facts import verdict
 from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.text_layout import Style
 from distrain.tests.fakes.hf_models import NEOX, OPT, SIZES, STEPS, words, write_config
-from distrain.tests.fakes.rank_pool import RankPool
+from distrain.tests.fakes.rank_pool import PoolJob, RankPool
 from distrain.trainer.models.hf.inspect_config import inspect_config
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.measured import read_measured_run
@@ -27,7 +27,9 @@ from distrain.trainer.spec.problem import Unreadable
 transformers: Any = pytest.importorskip("transformers", reason="transformers, which has these models, is not installed")
 torch: Any = pytest.importorskip("torch")
 
-Losses = dict[tuple[str, int, int], list[float]]
+Layout = tuple[str, int, int]  # model_type, dp, ZeRO stage
+Losses = dict[Layout, list[float]]
+Capture = pytest.CaptureFixture[str]
 
 
 def problems(*said: str) -> list[str]:
@@ -79,17 +81,28 @@ def test_the_composed_config_has_no_parameter_shapes(neox: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def losses(hf_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Losses:
-    """Return six losses for each (model_type, dp, ZeRO stage)."""
+def runs(hf_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, PoolJob]:
+    """Runs of six steps, whose config.json is gone."""
     folder = tmp_path_factory.mktemp("runs")
-    figures: Losses = {}
+    jobs: dict[Layout, PoolJob] = {}
     for config, layouts in ((NEOX, ((1, 0), (2, 1), (2, 3))), (OPT, ((1, 0), (2, 3)))):
         name = str(config["model_type"])
         at = write_config(folder / name, config)
         for dp, zero in layouts:
-            job = hf_ranks.train(folder / f"{name}_{dp}_{zero}", "quickstart", *words(at, dp, zero))
-            figures[name, dp, zero] = job.figures("loss")
-    return figures
+            jobs[name, dp, zero] = hf_ranks.train(folder / f"{name}_{dp}_{zero}", "quickstart", *words(at, dp, zero))
+        (at / "config.json").unlink()
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def losses(runs: dict[Layout, PoolJob]) -> Losses:
+    return {layout: job.figures("loss") for layout, job in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(runs: dict[Layout, PoolJob]) -> Path:
+    """The folder of a run that has trained under ZeRO 3."""
+    return runs["gpt_neox", 2, 3].folder
 
 
 def test_the_losses_are_the_same_in_every_layout(losses: Losses) -> None:
@@ -116,6 +129,60 @@ def test_a_stopped_run_resumes_in_another_layout(hf_ranks: RankPool, neox: Path,
     job = hf_ranks.train(tmp_path / "run", "quickstart", *words(neox, 2, 1))
     assert f"resumes from step {reached}" in job.lines
     assert job.figures("loss") == pytest.approx(losses["gpt_neox", 1, 0], abs=2e-6, rel=0)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_export_writes_a_folder_that_transformers_loads(
+    trained: Path, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from distrain.trainer.loop.offline.export import export
+    from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
+
+    export(trained, tmp_path / "out", dtype)
+    assert "from those of transformers" in capsys.readouterr().out
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert again.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    found = load_saved_run(trained)
+    module = load_model(found, torch.device("cpu"))
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again.float()(tokens).logits, module.logits(tokens), rtol=0, atol=1e-5 if dtype == "fp32" else 0.1)
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (generation["max_length"], generation["do_sample"]) == (64, True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.decode(tokenizer("def test")["input_ids"]) == "def test"
+
+
+def test_generate_prints_what_the_export_generates(trained: Path, capsys: Capture) -> None:
+    from distrain.trainer.loop.offline.generate import Sampling, generate
+
+    generate(trained, Sampling(prompt="def ", tokens=8, temperature=0, top_k=None, seed=0, tokenizer=None))
+    said = capsys.readouterr().out
+    assert said.startswith("def ")
+    assert len(said) > len("def \n")
+
+
+def test_a_run_starts_from_published_weights(hf_ranks: RankPool, neox: Path, tmp_path: Path) -> None:
+    """The first loss is another than from initial values, and the same under ZeRO-3; the weights are in several files."""
+    torch.manual_seed(5)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING["gpt_neox"].from_dict(NEOX)).float().eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "weights", max_shard_size="20KB")
+    assert len(list((tmp_path / "weights").glob("*.safetensors"))) > 1
+    (tmp_path / "weights" / "config.json").write_text(json.dumps(NEOX))
+    first = {}
+    for dp, zero in ((1, 0), (2, 3)):
+        start = (*words(neox, dp, zero), f"model.weights={tmp_path / 'weights'}", "train.steps=2")
+        job = hf_ranks.train(tmp_path / f"run{dp}", "quickstart", *start)
+        assert f"starts from the weights in {tmp_path / 'weights'}" in job.lines
+        first[dp] = job.figures("loss")[0]
+    assert first[1] == pytest.approx(first[2], abs=2e-6)
+    random = hf_ranks.train(tmp_path / "random", "quickstart", *words(neox, 1, 0), "train.steps=2").figures("loss")[0]
+    assert abs(random - first[1]) > 0.05
+    again = hf_ranks.train(tmp_path / "run1", "quickstart", *words(neox, 1, 0), f"model.weights={tmp_path / 'gone'}", "train.steps=3")
+    assert "resumes from step 2" in again.lines
 
 
 def test_planned_bytes_match_the_measured_bytes(hf_ranks: RankPool, neox: Path, tmp_path: Path) -> None:

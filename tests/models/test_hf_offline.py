@@ -1,4 +1,4 @@
-"""Family hf after training and before it: export, generation, published weights, and what of it is planned, for many architectures."""
+"""Family hf without ranks: written models, generation, published weights, and what of it is planned, for many architectures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.hf_models import NEOX, SIZES, WORDS, words, write_config
-from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.models.hf.inspect_config import inspect_config
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.changed_run import with_changes
@@ -20,8 +19,6 @@ from distrain.trainer.spec.run import Model
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers, which has these models, is not installed")
 torch: Any = pytest.importorskip("torch")
-
-Capture = pytest.CaptureFixture[str]
 
 SMALL = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
@@ -127,70 +124,6 @@ def test_a_written_model_has_the_same_logits_in_transformers(model_type: str, tm
     tokens = torch.arange(3, 27).view(2, 12)
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(tokens).logits, module.logits(tokens), rtol=0, atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def trained(hf_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has trained; the config.json that it was planned from is gone."""
-    folder = tmp_path_factory.mktemp("trained")
-    config = write_config(folder / "config", NEOX)
-    hf_ranks.train(folder / "run", "quickstart", *words(config, 2, 3))
-    (config / "config.json").unlink()
-    return folder / "run"
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_export_writes_a_folder_that_transformers_loads(
-    trained: Path, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from distrain.trainer.loop.offline.export import export
-    from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
-
-    export(trained, tmp_path / "out", dtype)
-    assert "from those of transformers" in capsys.readouterr().out
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert again.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    found = load_saved_run(trained)
-    module = load_model(found, torch.device("cpu"))
-    tokens = torch.arange(12)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(again.float()(tokens).logits, module.logits(tokens), rtol=0, atol=1e-5 if dtype == "fp32" else 0.1)
-    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert (generation["max_length"], generation["do_sample"]) == (64, True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.decode(tokenizer("def test")["input_ids"]) == "def test"
-
-
-def test_generate_prints_what_the_export_generates(trained: Path, capsys: Capture) -> None:
-    from distrain.trainer.loop.offline.generate import Sampling, generate
-
-    generate(trained, Sampling(prompt="def ", tokens=8, temperature=0, top_k=None, seed=0, tokenizer=None))
-    said = capsys.readouterr().out
-    assert said.startswith("def ")
-    assert len(said) > len("def \n")
-
-
-def test_a_run_starts_from_published_weights(hf_ranks: RankPool, neox: Path, tmp_path: Path) -> None:
-    """The first loss is another than from initial values, and the same under ZeRO-3; the weights are in several files."""
-    torch.manual_seed(5)
-    theirs = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING["gpt_neox"].from_dict(NEOX)).float().eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    theirs.save_pretrained(tmp_path / "weights", max_shard_size="20KB")
-    assert len(list((tmp_path / "weights").glob("*.safetensors"))) > 1
-    (tmp_path / "weights" / "config.json").write_text(json.dumps(NEOX))
-    first = {}
-    for dp, zero in ((1, 0), (2, 3)):
-        start = (*words(neox, dp, zero), f"model.weights={tmp_path / 'weights'}", "train.steps=2")
-        job = hf_ranks.train(tmp_path / f"run{dp}", "quickstart", *start)
-        assert f"starts from the weights in {tmp_path / 'weights'}" in job.lines
-        first[dp] = job.figures("loss")[0]
-    assert first[1] == pytest.approx(first[2], abs=2e-6)
-    random = hf_ranks.train(tmp_path / "random", "quickstart", *words(neox, 1, 0), "train.steps=2").figures("loss")[0]
-    assert abs(random - first[1]) > 0.05
-    again = hf_ranks.train(tmp_path / "run1", "quickstart", *words(neox, 1, 0), f"model.weights={tmp_path / 'gone'}", "train.steps=3")
-    assert "resumes from step 2" in again.lines
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "qwen3_moe", "gemma3_text"])

@@ -33,11 +33,10 @@ CURVE = ("quickstart", "data=synthetic", *COMMON, *TUNED, "optim.lr=1e-2", "opti
 LAYOUTS = (
     ("cluster.gpus=2", "parallel.zero=2"),
     ("cluster.gpus=4", "parallel.tp=4", "parallel.zero=1", "parallel.sequence=true"),  # each key head on two ranks
-    ("cluster.gpus=4", "parallel.tp=2", "parallel.zero=3", "parallel.recompute=full"),
+    ("cluster.gpus=2", "parallel.zero=3", "parallel.recompute=full"),
     ("cluster.gpus=4", "parallel.cp=2", "parallel.tp=2", "parallel.zero=0", "parallel.recompute=selective"),
-    ("cluster.gpus=4", "parallel.pp=2", "parallel.tp=2", "parallel.zero=1", "parallel.schedule=dualpipev", "train.microbatch=1"),
+    ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=dualpipev"),
     ("cluster.gpus=2", "parallel.zero=3", "engine=native"),
-    ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=2", "parallel.schedule=1f1b", "engine=native"),
     ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=1", "parallel.schedule=zb_h1", "parallel.tp=2"),
 )
 

@@ -319,7 +319,7 @@ def test_a_gpu_has_one_kernel_for_rows_in_bf16_of_a_multiple_of_16_bytes(rows: i
 
 
 FACTS = {"loss", "flips", "gradients of router", "gradients of experts", "gradients of others"}
-SPLITS = ("2x1", "4x1", "1x2", "1x4", "2x2")
+SPLITS = ("4x1", "1x4", "2x2")
 
 
 @pytest.fixture(scope="module")

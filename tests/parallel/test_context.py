@@ -44,27 +44,15 @@ APART  = ("data=text", "data.end=10", "data.documents=true")
 # What is learnt, and how it is laid out: context ranks alone, beside tensor ranks, beside data ranks, under each stage of ZeRO.
 ROWS: tuple[tuple[Words, str], ...] = (
     (GPT,                   "cp: 2, zero: 0"),
-    (GPT,                   "cp: 4, zero: 1"),
-    (LLAMA,                 "cp: 2, zero: 2"),
-    (LLAMA,                 "cp: 4, zero: 3, recompute: full"),
-    (GPT + DROPS,           "cp: 2, zero: 1, recompute: full"),
     (LLAMA + DROPS + LATER, "cp: 2, dp: 2, zero: 3, recompute: selective"),
     (LLAMA + MATH,          "cp: 2, dp: 2, zero: 1, recompute: selective"),
     (GPT + MATH + DROPS,    "cp: 4, zero: 0"),
-    (GPT + APART,           "cp: 2, dp: 2, zero: 2"),
-    (LLAMA + APART + DROPS, "cp: 4, zero: 0, recompute: full"),
+    (LLAMA + APART + DROPS, "cp: 4, zero: 2, recompute: full"),
     (LLAMA + APART + MATH,  "cp: 2, tp: 2, zero: 1"),
-    (GPT,                   "cp: 2, tp: 2, zero: 0"),
     (GPT + DROPS,           "cp: 2, tp: 2, zero: 1, sequence: true"),
-    (LLAMA,                 "cp: 2, tp: 2, zero: 3, sequence: true, recompute: full"),
-    (LLAMA + DROPS + APART, "cp: 2, tp: 4, zero: 0, sequence: true, recompute: selective"),
-    (LLAMA,                 "cp: 2, tp: 2, dp: 2, zero: 2, sequence: true"),
-    (GPT,                   "cp: 4, tp: 2, zero: 3"),
+    ((*LLAMA, "train.batch=2"), "cp: 2, tp: 4, zero: 0, sequence: true"),
     (GPT,                   "cp: 2, pp: 2, zero: 0"),
-    ((*LLAMA, *DROPS, "train.batch=8"), "cp: 2, pp: 2, dp: 2, zero: 1, recompute: full"),
-    (GPT + APART + DROPS,   "cp: 2, pp: 2, tp: 2, zero: 1, sequence: true, recompute: selective"),
-    (LLAMA + APART,         "cp: 4, pp: 2, zero: 0, schedule: gpipe"),
-    ((*GPT, "model.layers=4", "train.batch=8"), "cp: 2, pp: 2, zero: 1, schedule: dualpipev"),
+    (LLAMA + APART + DROPS, "cp: 2, pp: 2, zero: 0, schedule: gpipe"),
 )
 # fmt: on
 
@@ -151,7 +139,7 @@ def test_context_ranks_keep_what_is_planned(train_ranks: Callable[[Words, str], 
 
 def test_validation_is_the_same_for_context_ranks(ranks: RankPool, tmp_path: Path) -> None:
     words = (*BASE, *LLAMA, *DROPS, "train.evaluate={every: 1, batches: 2}", "train.microbatch=2", "checkpoint.final=false")
-    layouts = ("dp: 1", "cp: 4, zero: 1", "cp: 2, tp: 2, sequence: true", "cp: 2, pp: 2")
+    layouts = ("dp: 1", "cp: 2, zero: 1", "cp: 2, pp: 2")
     one, *others = (ranks.train(tmp_path / f"at{at}", *words, *laid_out(layout)) for at, layout in enumerate(layouts))
     assert len(one.figures("validation_loss")) == 2
     for other in others:
@@ -160,10 +148,8 @@ def test_validation_is_the_same_for_context_ranks(ranks: RankPool, tmp_path: Pat
 
 CHANGES = (
     ("cp: 2, zero: 1",          "dp: 2, zero: 1"),
-    ("dp: 2, zero: 0",          "cp: 2, zero: 0"),
-    ("cp: 2, dp: 2, zero: 3",   "cp: 4, zero: 2"),
-    ("cp: 2, tp: 2, zero: 0",   "cp: 2, pp: 2, zero: 1"),
-    ("tp: 2, pp: 2, zero: 1",   "cp: 2, tp: 2, zero: 3, sequence: true"),
+    ("dp: 2, zero: 0",          "cp: 2, tp: 2, zero: 2, sequence: true"),
+    ("cp: 2, dp: 2, zero: 3",   "cp: 2, pp: 2, zero: 1"),
 )  # fmt: skip
 
 
@@ -178,14 +164,6 @@ def test_context_ranks_go_on_from_what_others_saved(ranks: RankPool, tmp_path: P
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
 
 
-def test_bf16_trains_what_float32_does_to_its_own_precision(ranks: RankPool, tmp_path: Path) -> None:
-    """As without context ranks: 8 bits of a weight."""
-    losses, norms = reference_curve((*BASE, *LLAMA))
-    job = ranks.train(tmp_path / "run", *BASE, *LLAMA, *laid_out("cp: 2, dp: 2, zero: 1"), "train.microbatch=2", "train.precision=bf16")
-    assert job.figures("loss") == pytest.approx(losses, abs=5e-4, rel=0)
-    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=3e-3)
-
-
 def test_attention_and_models_are_the_same_in_float64() -> None:
     """Every core, with and without documents, grouped heads, dropout, recomputation; and whole models, with all their gradients. On three
     ranks: two and four train in the rows above."""
@@ -194,5 +172,5 @@ def test_attention_and_models_are_the_same_in_float64() -> None:
     ended = subprocess.run([sys.executable, str(script), "3"], capture_output=True, text=True, timeout=DEADLINE, env=environment)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert len(found) == 69
+    assert len(found) == 51
     assert {what: far for what, far in found.items() if not far < 1e-12} == {}

@@ -70,16 +70,15 @@ LAYOUTS: list[tuple[Words, Words, float]] = [  # the curve, the layout, the larg
     ((*LLAMA, LONG), ("cluster.gpus=2", "parallel.zero=1"), 3e-6),
     ((*LLAMA, SHORT, "model.ffn=190"), ("cluster.gpus=4", "parallel.tp=4", "parallel.sequence=true"), 3e-6),  # padded
     ((*LLAMA, SHORT), ("cluster.gpus=4", "parallel.zero=1", "parallel.pp=2", "parallel.schedule=zb_h1"), 3e-6),
-    ((*GPT, SHORT, "model.layers=1", "train.batch=8"), ("cluster.gpus=8",), 3e-6),
+    ((*GPT, SHORT, "model.layers=1", "train.batch=8"), ("cluster.gpus=8",), 3e-6),  # more ranks than matrices
     ((*GPT, SHORT, "train.batch=6"), ("cluster.gpus=3", "parallel.zero=2", "parallel.bucket=20000"), 3e-6),
     ((*GPT, SHORT, "train.batch=6", "optim.muon.nesterov=false"), ("cluster.gpus=3", "parallel.zero=3"), 3e-6),
-    ((*LLAMA, SHORT, "optim.muon.adjust_lr_fn=original"),
+    ((*LLAMA, SHORT, "model.layers=1", "optim.muon.adjust_lr_fn=original"),
      ("cluster.gpus=8", "parallel.zero=1", "parallel.shard=2", "parallel.tp=2", "parallel.cp=2"), 3e-6),
     ((*MOE, SHORT, "model.dense_layers=1", "model.shared_experts=1", "optim.muon.ns_steps=3"),
      ("cluster.gpus=4", "parallel.zero=3", "parallel.ep=2"), 3e-6),
     ((*MOE, SHORT, "model.layers=3", "model.dense_layers=2"), ("cluster.gpus=4", "parallel.ep=2"), 3e-6),
     ((*MLA, SHORT), ("cluster.gpus=3", "parallel.tp=3", "parallel.dp=1", "parallel.sequence=false"), 3e-6),  # a padded head; latents whole
-    ((*MOE, SHORT, "model.layers=1", "train.batch=8"), ("cluster.gpus=8", "parallel.zero=1", "parallel.ep=2"), 3e-6),
     ((*LLAMA, SHORT, HALF), ("cluster.gpus=2", "parallel.zero=1"), 1e-3),
     ((*LLAMA, SHORT, HALF, "train.gradients=fp32"), ("cluster.gpus=2", "parallel.tp=2"), 1e-3),
 ]

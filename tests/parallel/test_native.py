@@ -38,12 +38,12 @@ BASE = (
     *("quickstart", "data=synthetic", "train.steps=2", "train.seq=16", "train.evaluate.every=0", "log.every=1", "optim.warmup=0"),
     *("optim.lr=1e-3", "checkpoint.final=false", "train.clip=0.5", "train.microbatch=1", "train.precision=fp32"),
 )
-GPT = ("model=tiny", "model.layers=4", "model.tied=true", "model.dropout=0.1", "train.batch=4")
-LLAMA = ("model=tiny_llama", "model.layers=4", "model.tied=false", "train.batch=4")
-SIX = "model.layers=6"
-MOE = ("model=tiny_moe", "model.layers=4", "train.batch=8")
+GPT = ("model=tiny", "model.layers=2", "model.tied=true", "model.dropout=0.1", "train.batch=4")
+LLAMA = ("model=tiny_llama", "model.layers=2", "model.tied=false", "train.batch=4")
+FOUR, SIX = "model.layers=4", "model.layers=6"
+MOE = ("model=tiny_moe", "model.layers=2", "train.batch=4")
 NATIVE = "engine=native"
-LONGER = "train.steps=4"  # moments go on from step to step
+LONGER = "train.steps=3"  # the third loss follows from moments that went on from step to step
 HALF = ("train.precision=bf16", "train.gradients=fp32")
 
 
@@ -65,10 +65,9 @@ def check_messages(folder: Path) -> None:
 # fmt: off
 ORDERED = [  # curve, stages, chunks, folded, further keys
     ((*LLAMA, SIX), 2, 3, False, ()),
-    ((*GPT, SIX),   3, 1, False, ("parallel.dp=2", "parallel.zero=1", "parallel.recompute=full")),
-    ((*LLAMA, SIX), 3, 2, True,  ()),
-    (GPT,   2, 2, False, ("parallel.tp=2", "parallel.sequence=true")),
-    (GPT,   2, 2, True,  ("parallel.cp=2", "parallel.dp=2", "parallel.zero=2")),
+    ((*GPT, SIX),   3, 2, True,  ("parallel.recompute=full",)),
+    ((*GPT, FOUR),  2, 2, False, ("parallel.tp=2", "parallel.sequence=true")),
+    (GPT,           2, 1, False, ("parallel.dp=2", "parallel.zero=2")),
 ]
 DRAWN = 2  # orders of each
 # fmt: on
@@ -108,7 +107,7 @@ def test_any_legal_order_of_actions_trains_the_curve(
         ("pipe", [1, 1, 1, 3], ("parallel.pp=2", "cluster.gpus=2", "parallel.schedule=dualpipev")),
         (NATIVE[7:], [4, 2], ("parallel.pp=2", "cluster.gpus=4", "parallel.zero=1")),
         (NATIVE[7:], [1, 2, 1, 2], ("parallel.pp=2", "cluster.gpus=2", "parallel.schedule=interleaved", "parallel.chunks=2")),
-        (NATIVE[7:], [2, 2, 1, 1], ("parallel.pp=2", "cluster.gpus=2", "parallel.schedule=zb_v")),
+        (NATIVE[7:], [2, 2, 1, 1], ("parallel.pp=2", "cluster.gpus=2", "parallel.schedule=dualpipev")),
     ],
 )
 def test_stages_have_the_layers_that_the_user_gives_them(
@@ -123,9 +122,7 @@ def test_stages_have_the_layers_that_the_user_gives_them(
 # fmt: off
 APART = [
     (LLAMA, 4, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_h1")),
-    (LLAMA, 8, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_v", "parallel.shard=2", "train.batch=16")),
-    (GPT,   8, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_h1", "parallel.tp=2", "parallel.sequence=true")),
-    (MOE,   4, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=dualpipev_w", "model.tied=false")),
+    (MOE,   4, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=dualpipev_w", "model.tied=false", "train.batch=8", FOUR)),
 ]
 # fmt: on
 
@@ -140,16 +137,12 @@ def test_zero_3_sums_gradients_that_are_computed_apart(ranks: RankPool, tmp_path
 # fmt: off
 HYBRID = [
     (GPT,   4, ("parallel.zero=1", "parallel.shard=2")),
-    (GPT,   4, ("parallel.zero=1", "parallel.shard=1")),
+    (GPT,   2, ("parallel.zero=1", "parallel.shard=1")),
     (LLAMA, 4, ("parallel.zero=2", "parallel.shard=2", "parallel.cp=2")),
     (MOE,   4, ("parallel.zero=1", "parallel.shard=2", "parallel.ep=2")),
-    (MOE,   8, ("parallel.zero=2", "parallel.shard=4", "parallel.ep=2")),
-    (MOE,   2, ("parallel.zero=3", "parallel.ep=2")),
-    (MOE,   4, ("parallel.zero=3", "parallel.ep=2", "parallel.recompute=full")),
+    (MOE,   4, ("parallel.zero=3", "parallel.shard=2", "parallel.ep=2", "parallel.recompute=full")),
     (MOE,   4, ("parallel.zero=3", "parallel.ep=2", "parallel.tp=2")),
-    (MOE,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.ep=2", "parallel.pp=2")),
     (LLAMA, 4, ("parallel.zero=3", "parallel.shard=2", "train.batch=8")),
-    (GPT,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.pp=2", "parallel.gather=micro", "train.batch=8")),
     (GPT,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.tp=2", "parallel.sequence=true")),
 ]
 # fmt: on
@@ -200,27 +193,29 @@ def test_fp16_trains_the_curve_and_skips_no_step_whose_gradients_are_finite(
 # fmt: off
 HELD = [
     (GPT,   ("cluster.gpus=2", "parallel.zero=0")),
-    (GPT,   ("cluster.gpus=2", "parallel.zero=1", "train.precision=bf16")),
     (LLAMA, ("cluster.gpus=2", "parallel.zero=2", "parallel.bucket=20000")),
     (GPT,   ("cluster.gpus=4", "parallel.zero=2", "parallel.tp=2", "parallel.sequence=true", "parallel.bucket=20000")),
     (LLAMA, ("cluster.gpus=2", "parallel.zero=3", "train.precision=bf16")),
     (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.zero=3", "parallel.gather=micro")),
     (LLAMA, ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_h1", *HALF)),
-    (GPT,   ("cluster.gpus=3", "parallel.pp=3", "parallel.recompute=full")),
+    ((*GPT, SIX), ("cluster.gpus=3", "parallel.pp=3", "parallel.recompute=full")),
     ((*LLAMA, SIX), ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=3")),
     (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.schedule=gpipe")),
     (MOE,   ("cluster.gpus=4", "parallel.ep=2", "parallel.zero=1")),
     (MOE,   ("cluster.gpus=4", "parallel.ep=2", "parallel.zero=3", "train.precision=bf16")),
     (GPT,   ("cluster.gpus=4", "parallel.zero=1", "parallel.shard=2", "train.precision=bf16")),
-    (LLAMA, ("cluster.gpus=4", "parallel.zero=3", "parallel.shard=2")),
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize(("curve", "words"), HELD)
 def test_a_rank_holds_the_bytes_that_are_planned(ranks: RankPool, tmp_path: Path, curve: Words, words: Words) -> None:
-    """Weights, gradients, optimizer and activations of each stage, up to the padding of buckets and rows."""
+    """Weights, gradients, optimizer and activations of each stage, up to the padding of buckets and rows; the curve is that of torch."""
+    losses, norms = reference_curve((*BASE, *curve))
     job = ranks.train(tmp_path / "run", *BASE, *curve, *words, NATIVE)
+    half = "train.precision=bf16" in words
+    assert job.figures("loss") == pytest.approx(losses, abs=1e-3 if half else 3e-6, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=5e-3 if half else 2e-5)
     plan = make_plan(load_recipe(BASE[0], [*BASE[1:], *curve, *words, NATIVE]))
     assert plan.memory is not None
     held = json.loads((job.folder / "measured.json").read_text())["ranks"]

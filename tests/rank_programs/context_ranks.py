@@ -150,8 +150,11 @@ def differences(group: Group) -> dict[str, float]:
         )
         for heads, documents_apart, kind, recompute in product((A, 2), (False, True), KINDS, (False, True))
     }
-    models = product(MODELS, ("flash", "math"), ("none", "selective", "full"), (0.0, P))
-    checks |= {f"{' '.join(map(str, each))} model": partial(whole_model, context, *each) for each in models}
+    models = product(MODELS, (("flash", 0.0), ("math", P)), ("none", "selective", "full"))
+    checks |= {
+        f"{name} {kernel} {recompute} {p} model": partial(whole_model, context, name, kernel, recompute, p)
+        for name, (kernel, p), recompute in models
+    }
     checks["gathered"] = partial(compare_gathered, context)
     found: dict[str, float] = {}
     for what, check in checks.items():
