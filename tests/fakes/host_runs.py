@@ -133,7 +133,7 @@ ONE_EACH = "cluster=2x1"  # a device a host, where two more ranks would hold not
 
 
 def run_arguments(folder: Path, *overrides: str) -> list[str]:
-    """Return `fit`'s arguments for a run on two nodes, of two devices each unless `overrides` say otherwise, with its RUN_DIR in a folder."""
+    """Return `fit`'s arguments for a run on two nodes, of two devices each by default, with its RUN_DIR in a folder."""
     return [f"conf={ARGUMENTS[0]}", *without_repeats(*ARGUMENTS[1:], "cluster=2x2", f"log.dir={folder}", "name=run", *overrides)]
 
 
