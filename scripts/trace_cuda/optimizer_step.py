@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ...cli.config.load import load_recipe
+from ...trainer.engines.deepspeed.import_deepspeed import import_deepspeed
 from ...trainer.loop.build import build_engine
 from ...trainer.parallel.process_groups import make_grid
 from ...trainer.parallel.world import World, join_ranks
@@ -31,7 +32,7 @@ from ...trainer.spec.run import Run
 from .live_bytes import NO_KERNEL, LiveBytes
 
 OWN = ("aten", "distrain")  # namespaces of operators that move bytes
-SEQ, LAYERS, STEPS = 4, (2, 4), 2
+SEQ, LAYERS, STEPS = 4, (1, 2), 2
 MODEL = ("model.hidden=256", "model.heads=4", "model.vocab=512", "parallel.bucket=100000")
 
 
@@ -178,6 +179,8 @@ def _free_port() -> int:
 
 def main() -> int:
     """Print what the step of each configuration holds and moves, each measured in a forked process of its own."""
+    import_deepspeed()  # and compose a recipe: once, before it forks
+    load_recipe("quickstart")
     for words in sys.argv[1:]:
         if (child := os.fork()) == 0:
             engine, zero, precision, gradients, micros = words.split(",")

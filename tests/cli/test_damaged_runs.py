@@ -144,7 +144,7 @@ def test_a_missing_or_special_file_prints_one_line(
     assert err.startswith("distrain: ")
 
 
-STREAMS = (("<&-", "generate"), (">/dev/full", "generate"), ("<&- >&- 2>&-", "export"))
+STREAMS = ((">/dev/full", "generate"), ("<&- >&- 2>&-", "export"))
 
 
 @pytest.mark.parametrize(("redirections", "verb"), STREAMS)
@@ -154,22 +154,20 @@ def test_generate_and_export_work_with_closed_streams(redirections: str, verb: s
     done = subprocess.run(script, capture_output=True, text=True, timeout=DEADLINE)
     full = redirections == ">/dev/full"
     assert (done.returncode, done.stderr) == ((1, "distrain: can't write to stdout: No space left on device\n") if full else (0, ""))
-    assert bool(done.stdout) == (redirections == "<&-")
+    assert done.stdout == ""
     assert (tmp_path / "out" / "model.safetensors").is_file() == (verb == "export")
 
 
-def test_a_long_prompt_reaches_the_child(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_long_prompt_reaches_the_child_and_options_without_effect_are_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     prompt = '"\n' * 50_000
-    assert command(["generate", str(folder), "--prompt", prompt, "--tokens", "1"]) == 0
-    assert capfd.readouterr().out.startswith(prompt)
-
-
-def test_options_without_effect_are_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["generate", str(folder), "--prompt", "a", "--tokens", "1", "--temperature", "0", "--top-k", "3", "--seed", "5"]
+    words = ["generate", str(folder), "--prompt", prompt, "--tokens", "1", "--temperature", "0", "--top-k", "3", "--seed", "5"]
     assert command(words) == 0
-    assert capfd.readouterr().err.splitlines() == [
+    said = capfd.readouterr()
+    assert said.out.startswith(prompt)
+    assert said.err.splitlines() == [
         "distrain: --top-k 3 does nothing with --temperature 0",
         "distrain: --seed 5 does nothing with --temperature 0",
+        "distrain: the prompt has 100,000 tokens and the model sees 16: only the last 16 count",
     ]
 
 

@@ -39,10 +39,15 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+MADE: dict[str, tuple[HtmlPage, Any]] = {}  # what page_and_json has returned
+
+
 def page_and_json(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[HtmlPage, Any]:
-    """The page of a plan, and what `--json` prints of it."""
-    _, out, _ = run_command(f"plan {words} --json --html page.html", capsys)
-    return HtmlPage.read(Path("page.html")), json.loads(out)
+    """The page of a plan, and what `--json` prints of it; tests change neither."""
+    if words not in MADE:
+        _, out, _ = run_command(f"plan {words} --json --html page.html", capsys)
+        MADE[words] = HtmlPage.read(Path("page.html")), json.loads(out)
+    return MADE[words]
 
 
 @pytest.mark.parametrize("recipe", library.recipes(None))

@@ -22,8 +22,9 @@ from distrain.trainer.rundir.measured import MeasuredRun, PlannedMeasured
 
 WIDTHS = (MIN_WIDTH, DEFAULT_WIDTH, 100, MAX_WIDTH)
 LONG = "a_name_of_a_recipe_that_nobody_would_ever_want_to_read_twice"
+RECIPE_PAGES = [f"plan conf={recipe}" for recipe in library.recipes(None)]
 PAGES = [
-    *(f"plan conf={recipe}" for recipe in library.recipes(None)),
+    *RECIPE_PAGES,
     f"plan conf=megatron_1t_6x8x64 name={LONG} parallel.schedule=pipedream parallel.zero=1",
     "plan conf=megatron_1t_6x8x64 parallel.pp=1 parallel.dp=auto",
     "plan conf=llama3_8b_1node cluster=4x8 parallel=diloco train.batch=64 parallel.sync.every=123456",
@@ -68,7 +69,8 @@ def too_long(page: Sequence[str], columns: int) -> list[str]:
 
 @pytest.mark.parametrize("words", PAGES)
 def test_no_line_of_a_page_is_too_long(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for columns in WIDTHS if "--help" not in words else (DEFAULT_WIDTH, MAX_WIDTH):
+    """Pages of recipes are alike: the others are drawn at every width."""
+    for columns in (MIN_WIDTH, DEFAULT_WIDTH) if words in RECIPE_PAGES else (DEFAULT_WIDTH, MAX_WIDTH) if "--help" in words else WIDTHS:
         monkeypatch.setenv("COLUMNS", str(columns))
         command(shlex.split(words))
         assert not too_long(capsys.readouterr().out.splitlines(), columns)

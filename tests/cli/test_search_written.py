@@ -73,14 +73,13 @@ TWO_STAGES = (
 )
 
 
-@pytest.mark.parametrize("layout", ["parallel.tp=2", TWO_STAGES])
-def test_a_written_recipe_trains(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On this machine, as it was planned: the best layout of two processes, three steps, with and without stages of its own."""
+def test_a_written_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On this machine, as it was planned: the best layout of two processes, three steps, with stages of its own."""
     file = tmp_path / "found.yaml"
     words = "cluster=1x2 train.steps=3 train.evaluate.every=0 data=synthetic optim.warmup=0"
-    assert call(f"conf=quickstart {words} {layout} -o {file}", capsys)[0] == 0
-    stages = load_recipe(str(file)).parallel.stages
-    assert stages[0] > stages[1] if stages else layout != TWO_STAGES
+    assert call(f"conf=quickstart {words} {TWO_STAGES} -o {file}", capsys)[0] == 0
+    first, last = load_recipe(str(file)).parallel.stages or (0, 0)
+    assert first > last
     status = command(["fit", f"conf={file}", f"log.dir={tmp_path}"])
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")

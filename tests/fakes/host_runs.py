@@ -14,6 +14,7 @@ from typing import Any
 
 from distrain.scripts.virtual_hosts import VirtualHost, VirtualHosts
 from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.overrides import without_repeats
 
 # A controller that runs on host0. Its arguments: folder, hostfile, program of a rank, patience, runner.
 CONTROLLER = """
@@ -120,17 +121,27 @@ class RanksOnHosts:
         return self.controller.returncode, output.splitlines()
 
 
-STEPS = 40
+STEPS = 6
+LONG = "train.steps=5000"  # of a run that is stopped: it can't end before
 ARGUMENTS = (
     "quickstart", "model=tiny", "model.layers=2", "model.dropout=0.1", "data=synthetic", "train.batch=8", "train.seq=16",
-    "train.microbatch=2", "train.evaluate.every=0", "log.every=1", "optim.warmup=3", f"train.steps={STEPS}",
+    "train.microbatch=2", "train.evaluate.every=0", "log.every=1", "optim.warmup=3", "optim.schedule=constant",
+    f"train.steps={STEPS}",
 )  # fmt: skip
 TENSOR, PIPELINE = ("parallel.tp=2", "parallel.zero=1"), ("parallel.pp=2",)
+ONE_EACH = "cluster=2x1"  # a device a host, where two more ranks would hold nothing that those of another test don't
 
 
 def run_arguments(folder: Path, *overrides: str) -> list[str]:
-    """Return `fit`'s arguments for a run on two nodes of two devices, with its RUN_DIR in a folder."""
-    return [f"conf={ARGUMENTS[0]}", *ARGUMENTS[1:], "cluster=2x2", f"log.dir={folder}", "name=run", *overrides]
+    """Return `fit`'s arguments for a run on two nodes, of two devices each by default, with its RUN_DIR in a folder."""
+    return [f"conf={ARGUMENTS[0]}", *without_repeats(*ARGUMENTS[1:], "cluster=2x2", f"log.dir={folder}", "name=run", *overrides)]
+
+
+def one_process_losses(steps: int = STEPS) -> list[float]:
+    """Return the losses of a run of `ARGUMENTS` of that many steps in one process without DeepSpeed."""
+    from distrain.tests.fakes.one_process import reference_curve  # torch: most tests over hosts need none
+
+    return reference_curve((*ARGUMENTS[:-1], f"train.steps={steps}"))[0]
 
 
 class TrainedRun:

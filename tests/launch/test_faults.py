@@ -24,8 +24,9 @@ from distrain.scripts.faults_drawn import SHARES, SIGNALS, draw_faults
 from distrain.scripts.faults_runs import RUNS_VARIABLE, Disk, LocalRuns, loss_curve, metric_rows, process_role, send_signal, wait_until
 from distrain.tests.fakes.deadline import DEADLINE
 
-DRAWN, SMALL = 60, 24  # faults from which real runs get one of each kind; faults for ranks without torch
-STEPS = 50  # of a real run, with a checkpoint every 5
+DRAWN, SMALL = 60, 16  # faults from which real runs get one of each kind; faults for ranks without torch
+STEPS = 30  # of a real run, with a checkpoint every 5
+ELSEWHERE = ("kill", "term", "nan", "flipped")  # what test_hangs, test_fit_resume (twice) and test_anomalies do to real runs
 RANKS, LENGTH = 3, 40  # of a run without torch: ranks, and steps of 20 ms
 CONTROLLER = """
 import os, sys
@@ -77,9 +78,10 @@ def disk(tmp_path: Path) -> Iterator[Disk | None]:
 
 
 def test_real_runs_survive_faults(tmp_path: Path, disk: Disk | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one run: a rank is stopped, the disk is full, the newest checkpoint is damaged; it trains to its end after each."""
     campaign = Campaign(LocalRuns(tmp_path / "disk" / "runs", steps=STEPS), disk, print)
-    without = ("flipped", *(() if disk else ("full",)))
-    faults = {fault.kind: fault for fault in draw_faults(DRAWN, 5, "local", without=without) if not fault.at_start}
+    without = (*ELSEWHERE, *(() if disk else ("full",)))
+    faults = {fault.kind: fault for fault in draw_faults(DRAWN, 34, "local", without=without) if not fault.at_start}
     results = [campaign.apply(fault) for fault in faults.values()]
     campaign.finish()
     shown = "\n".join(result_table(results))

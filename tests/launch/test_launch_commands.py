@@ -95,6 +95,18 @@ def test_torchrun_has_a_command_for_each_host(here: Path, capsys: pytest.Capture
     assert "# ranks meet at h1 port 4242 (torchrun's static rendezvous)" in lines
 
 
+def test_torchrun_on_one_host_starts_all_its_ranks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here.write_text("localhost slots=2\n")
+    said = show(["cluster=1x2", "launch=torchrun", f"launch.hostfile={here}", "log.dir=/runs", "launch.port=4242", "--launch"], capsys)
+    run = (
+        f"{sys.executable} -m torch.distributed.run --nnodes=1 --node-rank=0 --nproc-per-node=2 --master-addr=localhost --master-port=4242"
+    )
+    assert said.splitlines()[-2:] == [
+        "# on localhost",
+        f"PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 {run} --module distrain.trainer.loop.rank /runs/quickstart/run.json",
+    ]
+
+
 def test_slurm_has_a_batch_file_with_one_task_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["cluster=4x8", "train.batch=64", "device=h100_80g", "launch=slurm", "log.dir=/runs", "cluster.inside=null", "--launch"]
     said = show(words, capsys)
@@ -263,9 +275,12 @@ def make_script(
             each.terminate()
 
 
-@pytest.mark.parametrize("launch", ["local", "torchrun", "slurm"])
+@pytest.mark.parametrize("launch", ["torchrun", "slurm"])
 def test_a_script_trains_in_any_folder(launch: str, make_script: Callable[..., ScriptRun], tmp_path: Path, ranks: RankPool) -> None:
-    """torchrun on two names of this machine; Slurm with fake commands; both train the same losses as plain ranks."""
+    """torchrun on two names of this machine; Slurm with fake commands; both train the same losses as plain ranks.
+
+    A script of launch=local trains until it is terminated, below.
+    """
     script = make_script(launch, "cluster=2x1")
     started = [script.run(*([str(host)] if launch == "torchrun" else [])) for host in range(2 if launch == "torchrun" else 1)]
     said = script.outputs(tmp_path / launch / "quickstart")
@@ -282,15 +297,6 @@ def test_a_script_for_several_hosts_needs_the_number_of_its_host(make_script: Ca
         started = script.run(*words)
         assert started.communicate(timeout=DEADLINE)[1] == "give the number of this host: 0 on 127.0.0.1, 1 on localhost\n"
         assert started.returncode == 2
-
-
-def test_a_torchrun_script_for_one_host_starts_all_its_ranks(make_script: Callable[..., ScriptRun], here: Path, tmp_path: Path) -> None:
-    here.write_text("localhost slots=2\n")
-    script = make_script("torchrun", "cluster=1x2")
-    started = script.run()
-    _, wrong = started.communicate(timeout=DEADLINE)
-    assert started.returncode == 0, wrong[-2000:]
-    assert len(losses_of_run(tmp_path / "torchrun" / "quickstart")) == 2
 
 
 def test_ranks_of_a_terminated_script_save_and_exit(make_script: Callable[..., ScriptRun], tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from distrain.scripts.virtual_hosts import missing_tools as no_hosts
 from distrain.tests.fakes import virtual_slurm
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.host_runs import (
-    ARGUMENTS,
+    LONG,
+    ONE_EACH,
     PIPELINE,
     SAVES,
     STEPS,
@@ -27,10 +28,10 @@ from distrain.tests.fakes.host_runs import (
     RanksOnHosts,
     TrainedRun,
     controller_environment,
+    one_process_losses,
     run_arguments,
     wait_for,
 )
-from distrain.tests.fakes.one_process import reference_curve
 from distrain.tests.fakes.virtual_slurm import VirtualSlurm
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.hosts.slurm_nodes import allocated_hosts, slurm_job
@@ -93,25 +94,27 @@ def test_the_printed_batch_file_trains_the_curve_of_one_process(
     log = "".join(file.read_text() for file in tmp_path.glob("run/launch/slurm-*.log"))
     assert status == 0, log
     assert f"step {STEPS}/{STEPS}" in log
-    assert TrainedRun(tmp_path).losses() == pytest.approx(reference_curve(ARGUMENTS)[0], abs=2e-6, rel=0)
+    assert TrainedRun(tmp_path).losses() == pytest.approx(one_process_losses(), abs=2e-6, rel=0)
 
 
 @real
 @pytest.mark.usefixtures("no_process_is_left")
 def test_fit_uses_the_nodes_of_its_job_and_a_stopped_run_resumes_in_the_next_job(slurm: VirtualSlurm, tmp_path: Path) -> None:
-    fit = [sys.executable, "-m", "distrain", "fit", *run_arguments(tmp_path, *PIPELINE), "launch=deepspeed", "launch.runner=slurm"]
-    first, run = Job(slurm, tmp_path, *fit, "launch.preflight=false"), TrainedRun(tmp_path)
-    wait_for(lambda: run.has_reached(5))
+    def fit(*words: str) -> list[str]:
+        launch = ("launch=deepspeed", "launch.runner=slurm")
+        return [sys.executable, "-m", "distrain", "fit", *run_arguments(tmp_path, *PIPELINE, ONE_EACH, *launch, *words)]
+
+    first, run = Job(slurm, tmp_path, *fit("launch.preflight=false", LONG)), TrainedRun(tmp_path)
+    wait_for(lambda: run.has_reached(3))
     slurm.output("scancel", "--batch", "--signal=TERM", first.number)
     status, said = first.end()
     assert (status, said.splitlines()[-1]) == (75, f"distrain: {STOPPED}")
     reached = run.rows()[-1]["step"]
-    assert 5 <= reached < STEPS
-    status, said = Job(slurm, tmp_path, *fit).end()
+    status, said = Job(slurm, tmp_path, *fit(f"train.steps={reached + 3}")).end()
     assert status == 0, said
     assert [line.split()[0] for line in said.splitlines() if line.startswith("host")] == ["host", "host0", "host1"]
     assert f"resumes from step {reached}" in said
-    assert run.losses() == pytest.approx(reference_curve(ARGUMENTS)[0], abs=2e-6, rel=0)
+    assert run.losses() == pytest.approx(one_process_losses(reached + 3), abs=2e-6, rel=0)
 
 
 @pytest.fixture

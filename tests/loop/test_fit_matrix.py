@@ -32,7 +32,6 @@ MODELS: tuple[Words, ...] = (
 TEXTS: tuple[Words, ...] = (
     ("data=synthetic",),
     ("data=synthetic", "model.dropout=0.1"),
-    ("data=text",      "data.end=10"),
     ("data=text",      "data.end=10", "data.documents=true"),
     ("data=text",      "data.end=10", "data.documents=true", "model.dropout=0.2"),
 )
@@ -92,22 +91,23 @@ def test_a_layout_trains_the_curve_of_one_process_without_deepspeed(ranks: RankP
 
 # fmt: off
 HALF_LAYOUTS = (
-    ("cluster.gpus=1", "parallel.zero=0", "train.microbatch=8", "model=tiny"),
-    ("cluster.gpus=2", "parallel.zero=0", "train.microbatch=2", "model=tiny_llama"),
-    ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=1", "model=tiny_llama"),
-    ("cluster.gpus=4", "parallel.zero=2", "train.microbatch=2", "model=tiny"),
-    ("cluster.gpus=2", "parallel.zero=3", "train.microbatch=4", "model=tiny_llama"),
-    ("cluster.gpus=4", "parallel.zero=3", "train.microbatch=1", "model=tiny"),
+    ("cluster.gpus=1", "parallel.zero=0", "train.microbatch=8", "train.gradients=bf16", "model=tiny"),
+    ("cluster.gpus=2", "parallel.zero=0", "train.microbatch=2", "train.gradients=fp32", "model=tiny_llama"),
+    ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=1", "train.gradients=bf16", "model=tiny_llama"),
+    ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=1", "train.gradients=fp32", "model=tiny_llama"),
+    ("cluster.gpus=2", "parallel.zero=2", "train.microbatch=2", "train.gradients=bf16", "model=tiny"),
+    ("cluster.gpus=4", "parallel.zero=2", "train.microbatch=2", "train.gradients=fp32", "model=tiny"),
+    ("cluster.gpus=2", "parallel.zero=3", "train.microbatch=4", "train.gradients=bf16", "model=tiny_llama"),
+    ("cluster.gpus=2", "parallel.zero=3", "train.microbatch=1", "train.gradients=fp32", "model=tiny"),
 )
 # fmt: on
 
 
-@pytest.mark.parametrize("gradients", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", HALF_LAYOUTS, ids=lambda words: " ".join(word.rpartition(".")[2] for word in words))
-def test_bf16_trains_the_curve_of_float32_within_its_precision(ranks: RankPool, tmp_path: Path, layout: Words, gradients: str) -> None:
+def test_bf16_trains_the_curve_of_float32_within_its_precision(ranks: RankPool, tmp_path: Path, layout: Words) -> None:
     """Looser than float32 because a weight has 8 bits: 2e-4 of a loss and 0.13 % of a norm were seen."""
     curve = (*BASE, layout[-1], "model.layers=2")
-    job = ranks.train(tmp_path / "run", *curve, *layout[:-1], "train.precision=bf16", f"train.gradients={gradients}")
+    job = ranks.train(tmp_path / "run", *curve, *layout[:-1], "train.precision=bf16")
     losses, norms = reference_curve(curve)
     assert job.figures("loss") == pytest.approx(losses, abs=5e-4, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=3e-3)
@@ -115,14 +115,13 @@ def test_bf16_trains_the_curve_of_float32_within_its_precision(ranks: RankPool, 
 
 def test_validation_is_the_same_in_every_layout(ranks: RankPool, tmp_path: Path) -> None:
     words = (*BASE, "model=tiny", "model.layers=2", "model.dropout=0.1", "train.evaluate={every: 2, batches: 3}")
-    layouts = [(1, 0, 8), (2, 3, 2), (4, 1, 1)]
+    layouts = [(1, 0, 8), (2, 3, 2)]
     one, *others = (
         ranks.train(tmp_path / f"dp{dp}", *words, f"cluster.gpus={dp}", f"parallel.zero={zero}", f"train.microbatch={micro}")
         for dp, zero, micro in layouts
     )
     native = (
         ("cluster.gpus=2", "parallel.zero=3", "train.microbatch=2"),
-        ("cluster.gpus=2", "parallel.pp=2", "train.microbatch=1", "parallel.zero=0", "parallel.stages=[1,1]"),
         ("cluster.gpus=2", "parallel.pp=2", "train.microbatch=2", "parallel.zero=0", "parallel.schedule=zb_h1"),
     )
     others += [ranks.train(tmp_path / f"native{at}", *words, *layout, "engine=native") for at, layout in enumerate(native)]
@@ -136,7 +135,6 @@ def test_offload_changes_no_curve(ranks: RankPool, tmp_path: Path) -> None:
     words = (*BASE, "model=tiny_llama", "model.layers=2", "cluster.gpus=2", "train.microbatch=2")
     losses, norms = reference_curve(words[:-2])
     for name, *offload in (
-        ("optimizer1", "parallel.zero=1", "parallel.offload.optimizer=true"),
         ("optimizer2", "parallel.zero=2", "parallel.offload.optimizer=true"),
         ("optimizer3", "parallel.zero=3", "parallel.offload.optimizer=true"),
         ("both3",      "parallel.zero=3", "parallel.offload={optimizer: true, parameters: true}"),

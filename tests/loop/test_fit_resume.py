@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ def stop_at_random_step(ranks: RankPool, folder: Path, seed: random.Random, worl
 
 @pytest.mark.parametrize(
     ("dp", "zero", "precision"),
-    [(1, 0, "bf16"), (1, 3, "fp32"), (2, 0, "fp32"), (2, 1, "bf16"), (2, 2, "fp32"), (2, 3, "bf16"), (2, 3, "fp32"), (4, 1, "bf16")],
+    [(1, 0, "bf16"), (2, 1, "bf16"), (2, 2, "fp32"), (2, 3, "bf16")],
 )
 def test_a_stopped_run_resumes_bit_for_bit(
     ranks: RankPool, tmp_path: Path, uninterrupted_losses, dp: int, zero: int, precision: str
@@ -72,7 +73,7 @@ def test_a_stopped_run_resumes_bit_for_bit(
     assert job.figures("loss") == uninterrupted_losses(*overrides)
 
 
-@pytest.mark.parametrize(("chain", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp32"), (2, "bf16")])
+@pytest.mark.parametrize(("chain", "precision"), [(0, "fp32"), (2, "bf16")])
 def test_a_run_that_changes_its_layout_continues_with_the_same_losses(
     ranks: RankPool, tmp_path: Path, uninterrupted_losses, chain: int, precision: str
 ) -> None:
@@ -89,7 +90,7 @@ def test_a_run_that_changes_its_layout_continues_with_the_same_losses(
     assert losses == pytest.approx(uninterrupted_losses(*layout(1, 0), f"train.precision={precision}"), abs=apart, rel=0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_killed_run_resumes_from_its_last_checkpoint(ranks: RankPool, tmp_path: Path, uninterrupted_losses, seed: int) -> None:
     dp, zero = random.Random(seed).choice(LAYOUTS)
     overrides = (*layout(dp, zero), "checkpoint.every=2")
@@ -127,10 +128,23 @@ def test_resume_must_requires_a_checkpoint(ranks: RankPool, tmp_path: Path) -> N
     )
 
 
-def test_resume_never_refuses_an_existing_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    short = (*OVERRIDES, "train.steps=4", *layout(2, 1))
-    ranks.train(tmp_path / "run", *short, "checkpoint.resume=never")
-    job = ranks.fit(tmp_path / "run", *short, "checkpoint.resume=never")
+SHORT = (*OVERRIDES, "train.steps=4", "optim.warmup=0", *layout(2, 1))
+
+
+@pytest.fixture(scope="module")
+def short_run(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> PoolJob:
+    """A finished run of four steps."""
+    return ranks.train(tmp_path_factory.mktemp("short") / "run", *SHORT, "checkpoint.resume=never")
+
+
+@pytest.fixture
+def finished(short_run: PoolJob, tmp_path: Path) -> Path:
+    """A copy of its folder."""
+    return Path(shutil.copytree(short_run.folder, tmp_path / "run"))
+
+
+def test_resume_never_refuses_an_existing_checkpoint(ranks: RankPool, finished: Path, tmp_path: Path) -> None:
+    job = ranks.fit(finished, *SHORT, "checkpoint.resume=never")
     assert job.codes[0] == 1
     (problem,) = job.problems
     assert problem == (
@@ -139,10 +153,8 @@ def test_resume_never_refuses_an_existing_checkpoint(ranks: RankPool, tmp_path: 
     )
 
 
-def test_a_checkpoint_of_another_model_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    short = (*OVERRIDES, "train.steps=4", *layout(2, 3))
-    ranks.train(tmp_path / "run", *short)
-    job = ranks.fit(tmp_path / "run", *short, "model.ffn=128")
+def test_a_checkpoint_of_another_model_is_refused(ranks: RankPool, finished: Path) -> None:
+    job = ranks.fit(finished, *SHORT, "model.ffn=128")
     assert job.codes[0] == 1
     (problem,) = job.problems
     assert problem == (
@@ -161,19 +173,19 @@ DONE = (  # the requested length once step 4 is saved, and the message
 
 
 @pytest.mark.parametrize(("length", "said"), DONE)
-def test_a_finished_run_names_the_override_that_trains_longer(ranks: RankPool, tmp_path: Path, length: str, said: str) -> None:
-    short = (*OVERRIDES, "train.steps=4", "optim.warmup=0", *layout(2, 1))
-    rows = ranks.train(tmp_path / "run", *short).rows
-    overrides = [*short, *(["train.steps=null"] if "tokens" in length else []), length]
-    job = ranks.train(tmp_path / "run", *overrides)
-    assert job.rows == rows
+def test_a_finished_run_names_the_override_that_trains_longer(
+    ranks: RankPool, short_run: PoolJob, finished: Path, length: str, said: str
+) -> None:
+    overrides = [*SHORT, *(["train.steps=null"] if "tokens" in length else []), length]
+    job = ranks.train(finished, *overrides)
+    assert job.rows == short_run.rows
     assert job.lines[-1] == said
     further = said.partition("; set ")[2].removesuffix(" to train longer")
-    assert ranks.train(tmp_path / "run", *overrides[:-1], further).rows[-1]["step"] == 8
+    assert ranks.train(finished, *overrides[:-1], further).rows[-1]["step"] == 8
 
 
 # Through `distrain fit` itself, in another process
-LONG = (*OVERRIDES[1:], "train.steps=25", *layout(2, 1))
+LONG = (*OVERRIDES[1:], "optim.schedule=constant", *layout(2, 1), "train.steps=5000")  # it can't end before it is stopped
 
 
 @pytest.fixture
@@ -232,23 +244,22 @@ def test_sigterm_to_fit_saves_and_the_next_attempt_resumes(start_fit, ranks: Ran
     assert (process.returncode, wrong) == (STOPPED, "distrain: stopped; a checkpoint is saved\n")
     assert "SIGTERM: finishing the step and saving" in said
     assert not processes(tmp_path)
-    again = start_fit()
-    said, wrong = again.communicate(timeout=DEADLINE)
-    assert (again.returncode, wrong) == (0, "")
-    assert "resumes from step " in said
-    job = ranks.train(tmp_path / "whole", "quickstart", *LONG)
-    assert replace(job, folder=tmp_path / "run").figures("loss") == job.figures("loss")
+    reached = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    again = ranks.train(tmp_path / "run", "quickstart", *LONG, f"train.steps={reached + 3}")
+    assert f"resumes from step {reached}" in again.lines
+    job = ranks.train(tmp_path / "whole", "quickstart", *LONG, f"train.steps={reached + 3}")
+    assert job.figures("loss") == again.figures("loss")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_run_and_is_named(start_fit, tmp_path: Path, rank: int) -> None:
+def test_a_killed_rank_ends_the_run_and_is_named(start_fit, tmp_path: Path) -> None:
+    """Rank 0, which writes the metrics; tests/launch/test_hangs.py kills another one."""
     process = start_fit()
     until_a_step(process)
-    (pid,) = (pid for pid, place in processes(tmp_path).items() if place == str(rank))
+    (pid,) = (pid for pid, place in processes(tmp_path).items() if place == "0")
     os.kill(pid, signal.SIGKILL)
     _, wrong = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
     (line,) = wrong.splitlines()
-    assert line.startswith(f"distrain: rank {rank} was killed by SIGKILL, perhaps by the kernel for want of memory, at step ")
-    assert line.endswith(f"; its log is {tmp_path}/run/ranks/{rank}.log")
+    assert line.startswith("distrain: rank 0 was killed by SIGKILL, perhaps by the kernel for want of memory, at step ")
+    assert line.endswith(f"; its log is {tmp_path}/run/ranks/0.log")
     assert not processes(tmp_path)

@@ -79,11 +79,11 @@ def layout(draw: Random) -> tuple[Parallel, int]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_estimate_equals_the_plan(name: str) -> None:
-    """One estimator for 250 layouts of a model; equal to 1e-12, with at least 10 layouts of each verdict."""
+    """One estimator for 120 layouts of a model; equal to 1e-12, with at least 5 layouts of each verdict."""
     run, draw = run_of(name), Random(name)
     estimator = Estimator(run)
     met = {"illegal": 0, "fits": 0, "full": 0}
-    for _ in range(250):
+    for _ in range(120):
         parallel, microbatch = layout(draw)
         estimate = estimator(parallel, microbatch)
         plan = make_plan(replace(run, parallel=parallel, train=replace(run.train, microbatch=microbatch)))
@@ -97,7 +97,7 @@ def test_an_estimate_equals_the_plan(name: str) -> None:
         assert estimate.peak == plan.memory.peak == max(stage.bytes.total for stage in plan.memory.stages)
         assert estimate.step == (pytest.approx(plan.time.step, rel=1e-12) if plan.time else None)
         met["fits" if plan.fits else "full"] += 1
-    assert min(met.values()) >= 10, met
+    assert min(met.values()) >= 5, met
 
 
 KEYS = {field.name for field in fields(Parallel)}
@@ -193,13 +193,12 @@ def costs(context: CostContext, parallel: Parallel, microbatch: int) -> tuple[La
     return found, [stage_costs(context, laid_out, found.blocks, (kind,))[0] for kind in laid_out.partition.kinds]
 
 
-@pytest.mark.parametrize("engine", ["auto", "native", "papers"])
-@pytest.mark.parametrize("name", ["gpt", "moe"])
+@pytest.mark.parametrize(("name", "engine"), [("gpt", "auto"), ("moe", "native"), ("gpt", "papers")])
 def test_an_estimate_does_not_depend_on_the_layouts_before_it(name: str, engine: str) -> None:
     """Layouts that differ in one key from another: what is kept for one and used for another is decided by no key that differs."""
     run, draw, compared = run_of(name, engine=engine), Random(name), 0
     estimator = Estimator(run)
-    for _ in range(30):
+    for _ in range(20):
         parallel, microbatch = layout(draw)
         parallel = replace(parallel, gather=draw.choice(["auto", "micro"]))
         changed = [replace(parallel, **{key: value}) for key, value in CHANGES]
@@ -209,7 +208,7 @@ def test_an_estimate_does_not_depend_on_the_layouts_before_it(name: str, engine:
                 assert estimate == Estimator(run)(each, micro), each
                 assert costs(estimator.context, each, micro) == costs(CostContext(run), each, micro), each
                 compared += 1
-    assert compared > 250
+    assert compared > 150
 
 
 def test_an_estimator_refuses_a_run_that_no_layout_fixes() -> None:

@@ -68,7 +68,7 @@ PLAIN = (
 
 
 def drawn_jobs(seed: int, count: int) -> list[TraceJob]:
-    """Runs of every model and layout, with recomputation, attention, dropout and precision drawn by a seed."""
+    """Runs of every model three times and of every layout, with recomputation, attention, dropout and precision drawn by a seed."""
     random, jobs = Random(seed), []
     for number in range(count):
         recipe, *sizes = list(MODELS.values())[number % len(MODELS)]
@@ -100,7 +100,6 @@ COMPILED = [  # a model, a layout, dropout
         ("llama", "sequence", 0),
         ("llama", "cp", 0),
         ("llama", "tp", 0),
-        ("llama", "one rank", 0.1),
     )
 ]
 # fmt: off
@@ -124,13 +123,13 @@ LATENT_JOBS = [
     )
 ]
 JOBS = [
-    TraceJob(recipe="gpt2_124m_1gpu", words=("model.layers=3",)),
+    TraceJob(recipe="gpt2_124m_1gpu", words=("model.layers=3", "model.dropout=0.1")),
     TraceJob(recipe="gpt2_124m", words=(*GPU, *PLAIN, "model.layers=4", *LAYOUTS["tp"], *DROPOUT_AGAIN)),
     TraceJob(recipe="llama3_2_1b_1node", words=("model.layers=3",)),
     TraceJob(recipe="finetune_llama", words=FINETUNE),  # documents apart
     *COMPILED,
     *LATENT_JOBS,
-    *drawn_jobs(14, 15),
+    *drawn_jobs(14, 9),
 ]
 
 
