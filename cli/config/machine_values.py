@@ -42,7 +42,8 @@ def _gpu_device(gpu: Mapping[str, Any], read_device: ReadDevice) -> dict[str, An
 
 
 def fill_cpu_rates(config: Mapping[str, Any]) -> None:
-    """Fill in the measured rates of this machine's CPU, divided among its processes, and the shares of its peak that training reaches.
+    """Fill in the measured rates of this machine's CPU, divided among its processes, and the shares of its peak that training reaches in
+    the run's precision.
 
     Values in the recipe stay, and where it states a peak, that is what training reaches.
     """
@@ -58,8 +59,10 @@ def fill_cpu_rates(config: Mapping[str, Any]) -> None:
     cores = cpu["cores"] / processes
     if not device.get("peak"):
         device["peak"] = {precision: rate * cores for precision, rate in cpu["flops"].items()}
-        if "fp32" in cpu["flops"]:
-            shares = cpu_shares(cpu["flops"]["fp32"], **cpu["layer"], head_dim=HEAD_DIM)
+        train = config.get("train")
+        precision = train.get("precision") if isinstance(train, dict) else None
+        if precision in cpu["flops"] and precision in cpu["layer"]:
+            shares = cpu_shares(cpu["flops"][precision], **cpu["layer"][precision], head_dim=HEAD_DIM)
             device |= {key: share for key, share in shares.items() if device.get(key) is None}
     if device.get("bandwidth") is None:
         device["bandwidth"] = cpu["bandwidth"] * cores

@@ -113,7 +113,7 @@ def _cpu_figures(measured: DeviceMeasurement) -> Iterator[Figure]:
     yield Figure("units", None)
     alone, layer = measured.product("fp32", MATRIX_SIDE), measured.layer
     if alone and layer:
-        shares = cpu_shares(alone, layer.products, layer.attention, HEAD_DIM)
+        shares = cpu_shares(four_digits(alone), layer.products, layer.attention, HEAD_DIM)
         says = "share of `peak` among a layer's other kernels"
         yield Figure("sustained", shares["sustained"], f"{says}: products at {rate_text(layer.products, 'FLOP/s')} in fp32")
         yield Figure("flash", shares["flash"], f"{says}: attention at {rate_text(layer.attention, 'FLOP/s')}")

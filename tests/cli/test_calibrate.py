@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -130,9 +130,8 @@ def test_the_same_rates_give_the_same_plan_as_an_automatic_device(folder: Path, 
     """A calibrated CPU is planned as device=cpu is with the rates that `fit` measures: no share is taken twice."""
     values = document["device"]["values"]
     link = {key: document["cluster"]["values"]["inside"][key] for key in ("latency", "bandwidth")}
-    layer = asdict(measured_here(document).layer_rates[0])
-    cpu = {"cores": 2, "flops": values["peak"], "bandwidth": values["bandwidth"], "layer": layer, "link": link}
-    cpu["layer"] = {kind: mean(asdict(each)[kind] for each in measured_here(document).layer_rates) for kind in layer}
+    layer = {kind: mean(getattr(each, kind) for each in measured_here(document).layer_rates) for kind in ("products", "attention")}
+    cpu = {"cores": 2, "flops": values["peak"], "bandwidth": values["bandwidth"], "layer": {"fp32": layer}, "link": link}
     monkeypatch.setattr("distrain.trainer.machine.facts.cached_facts", lambda: {"cuda": [], "cpu": cpu})
     automatic, calibrated = (
         make_plan(load_recipe("quickstart")),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.machine import facts as machine
 from distrain.trainer.machine import probe
 from distrain.trainer.machine.cache import MOST_FILES, OLD_FILE, CacheEntry, cache_file, write_entry
-from distrain.trainer.machine.layer_rates import HEAD_DIM
+from distrain.trainer.machine.layer_rates import HEAD_DIM, layer_rates
 from distrain.trainer.plan.costs.op_seconds import attention_seconds
 from distrain.trainer.plan.costs.roofline import rates
 from distrain.trainer.plan.plan import make_plan
@@ -25,7 +26,7 @@ CPU = {
     "cores": 4,
     "flops": {"fp32": 1e11, "bf16": 2e11},
     "bandwidth": 1e10,
-    "layer": {"products": 7e10, "attention": 2e10},
+    "layer": {"fp32": {"products": 7e10, "attention": 2e10}, "bf16": {"products": 9e10, "attention": 1e10}},
     "link": {"latency": 1e-4, "bandwidth": 1e9},
 }
 
@@ -78,12 +79,25 @@ def test_a_plan_takes_the_rates_of_a_layer_s_training(remember_facts: Any) -> No
     assert found.linear == pytest.approx(2 * 7e10)
     forward, backward = attention_seconds(1e9, HEAD_DIM, 256, 2.5, found)
     assert (forward, backward) == pytest.approx((1e9 / 4e10, 2.5e9 / 4e10), rel=2e-3)  # shares have three decimals
+    half = quickstart("train.precision=bf16").cluster.device
+    assert half.sustained == pytest.approx(9e10 / 2e11, abs=1e-3)
     stated = quickstart("cluster.device.peak.fp32=5e9").cluster.device
     assert (stated.sustained, stated.flash) == (None, None)
     found = rates(stated, "fp32", fused=False)
     assert found is not None
     assert (found.linear, found.flash) == (5e9, 5e9), "a stated peak is what training reaches"
     assert quickstart("cluster.device.flash=0.1").cluster.device.flash == 0.1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_rates_of_a_layer_are_its_flops_over_the_median_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves on by a second at each look: a linear layer and the attention take a second each."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("distrain.trainer.machine.layer_rates.perf_counter", count().__next__)
+    found = layer_rates(torch.float32, enough=100)
+    heads, seq, tokens = 4, 256, 1024
+    assert found.products == 2 * 3 * 256 * 1024 * tokens
+    assert found.attention == 3.5 * (2 * 2 * heads * HEAD_DIM * seq * tokens) / 2
 
 
 def test_rates_stated_in_a_recipe_are_kept(remember_facts: Any) -> None:
@@ -224,7 +238,7 @@ FAST, SLOW = (
         "cores": 4,
         "flops": {"fp32": 5e10, "bf16": 3e11},
         "bandwidth": 5e9,
-        "layer": {"products": 4e10, "attention": 1e10},
+        "layer": {"fp32": {"products": 4e10, "attention": 1e10}, "bf16": {"products": 5e10, "attention": 5e9}},
         "link": {"latency": 2e-4, "bandwidth": 5e8},
     },
 )
@@ -270,7 +284,8 @@ def test_this_machine_is_measured_in_a_child_and_cached(tmp_path: Path, monkeypa
     assert found["cpu"] is not None
     assert found["cpu"]["cores"] == cpu_count()
     assert len(found["cpu"]["flops"]) == 2
-    assert found["cpu"]["layer"]["attention"] < found["cpu"]["layer"]["products"] < found["cpu"]["flops"]["fp32"]
+    layer = found["cpu"]["layer"]["fp32"]
+    assert layer["attention"] < layer["products"] < found["cpu"]["flops"]["fp32"]
     slow = machine.better_of(found, found)
     assert slow["cpu"] is not None
     slow["cpu"]["bandwidth"] /= 1000

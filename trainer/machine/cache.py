@@ -45,12 +45,12 @@ class CpuLayerRates(TypedDict):
 
 
 class CpuRates(TypedDict):
-    """One core while all are busy: FLOP/s by precision, bytes/s of a copy."""
+    """One core while all are busy: FLOP/s by precision, of one product and in a layer's training; bytes/s of a copy."""
 
     cores: Count
     flops: dict[str, Positive]
     bandwidth: Positive
-    layer: CpuLayerRates
+    layer: dict[str, CpuLayerRates]
     link: LinkRates
 
 

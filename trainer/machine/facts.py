@@ -112,13 +112,14 @@ def better_of(before: MachineFacts, now: MachineFacts) -> MachineFacts:
         "bandwidth": max(old["link"]["bandwidth"], new["link"]["bandwidth"]),
     }
     flops = {kind: max(rate, old["flops"].get(kind, rate)) for kind, rate in new["flops"].items()}
-    layer: CpuLayerRates = {
-        "products": max(old["layer"]["products"], new["layer"]["products"]),
-        "attention": max(old["layer"]["attention"], new["layer"]["attention"]),
-    }
+    layer = {kind: _better_layer(rates, old["layer"].get(kind, rates)) for kind, rates in new["layer"].items()}
     bandwidth = max(old["bandwidth"], new["bandwidth"])
     rates: CpuRates = {"cores": new["cores"], "flops": flops, "bandwidth": bandwidth, "layer": layer, "link": link}
     return {"cuda": now["cuda"], "cpu": rates}
+
+
+def _better_layer(one: CpuLayerRates, other: CpuLayerRates) -> CpuLayerRates:
+    return {"products": max(one["products"], other["products"]), "attention": max(one["attention"], other["attention"])}
 
 
 def load_per_core() -> float:

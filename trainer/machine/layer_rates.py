@@ -1,7 +1,8 @@
-"""The rates of a CPU core in a layer's training: products, attention and pointwise kernels in turn.
+"""The rates of a CPU core in a layer's training: linear layers, attention and pointwise kernels in turn, forward and backward.
 
 One product, called again and again, finds its matrices in the cache and the core at its highest frequency. Between a layer's other
-kernels it reaches about two thirds of that rate. All cores are busy meanwhile, as they are with the ranks of a local run.
+kernels, and with what autograd does around it, it reaches about two thirds of that rate in float32, and far less in bf16. All cores are
+busy meanwhile, as they are with the ranks of a local run.
 """
 
 from __future__ import annotations
@@ -12,61 +13,65 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
 
-ROWS, HIDDEN, WIDE = 1024, 256, 1024  # of the products: tokens of a micro-batch, a small model's hidden size and feed-forward
+ROWS, HIDDEN, WIDE = 1024, 256, 1024  # tokens of a micro-batch, a small model's hidden size and feed-forward
 SEQ, HEADS = 256, 4  # of the attention, so that its heads have 64 elements
 HEAD_DIM = HIDDEN // HEADS
-MATRICES = 4  # of each kind, used in turn, as those of several layers are
+LINEAR_FLOPS = 3 * 2.0 * ROWS * HIDDEN * WIDE  # of one layer, forward and backward
+ATTENTION_FLOPS = 0.5 * 3.5 * 4.0 * ROWS * SEQ * HIDDEN  # causal: half is computed; backward computes 2.5 times as much as forward
 
 
 class LayerRates(NamedTuple):
-    """FLOP/s in float32 of a linear layer's three products, and of causal attention forward and backward, of which half is computed."""
+    """FLOP/s of linear layers, and of causal attention, forward and backward."""
 
     products: float
     attention: float
 
 
-def layer_rates(enough: float) -> LayerRates:
+def layer_rates(dtype: torch.dtype, enough: float) -> LayerRates:
     """Measure for about `enough` seconds on this process's threads; each rate is that of the median call."""
-    products, attention = 2.0 * ROWS * HIDDEN * WIDE, 0.5 * 3.5 * 4.0 * ROWS * SEQ * HIDDEN
-    kernels = _kernels()
+    kernels = _kernels(dtype)
     seconds: dict[str, list[float]] = {name: [] for name in kernels}
     turns, start = 0, perf_counter()
     while turns < 2 or perf_counter() - start < enough:
         for name, act in kernels.items():
             began = perf_counter()
-            act(turns % MATRICES)
+            act()
             if turns:  # the first turn allocates
                 seconds[name].append(perf_counter() - began)
         turns += 1
     found = {name: median(each) for name, each in seconds.items()}
-    return LayerRates(3 * products / sum(found[name] for name in ("forward", "input", "weight")), attention / found["attention"])
+    return LayerRates(2 * LINEAR_FLOPS / (found["up"] + found["down"]), ATTENTION_FLOPS / found["attention"])
 
 
-def _kernels() -> dict[str, Callable[[int], Any]]:
-    """Return the kernels of a layer in the order in which they run, each called with the number of its matrices."""
+def _kernels(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """Return the forward and backward of a layer's parts; gradients are added to those before."""
     import torch
     from torch.nn import functional
 
-    def matrices(rows: int, columns: int) -> list[Tensor]:
-        return [torch.randn(rows, columns) for _ in range(MATRICES)]
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
-    streams, wides, weights = matrices(ROWS, HIDDEN), matrices(ROWS, WIDE), matrices(WIDE, HIDDEN)
-    narrow, wide = torch.randn(ROWS, HIDDEN, requires_grad=True), torch.randn(ROWS, WIDE, requires_grad=True)
-    heads = [torch.randn(ROWS // SEQ, SEQ, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3)]
-    ahead = torch.randn(ROWS // SEQ, HEADS, SEQ, HEAD_DIM)
+    stream, wide, ahead, wide_ahead = tensor(ROWS, HIDDEN), tensor(ROWS, WIDE), tensor(ROWS, HIDDEN).detach(), tensor(ROWS, WIDE).detach()
+    up, up_bias, down, down_bias = tensor(WIDE, HIDDEN), tensor(WIDE), tensor(HIDDEN, WIDE), tensor(HIDDEN)
+    query, key, value = (tensor(ROWS // SEQ, SEQ, HEADS, HEAD_DIM) for _ in range(3))
+    heads_ahead = tensor(ROWS // SEQ, HEADS, SEQ, HEAD_DIM).detach()
 
-    def attend(at: int) -> object:
-        query, key, value = (each.transpose(1, 2) for each in heads)
-        return torch.autograd.grad(functional.scaled_dot_product_attention(query, key, value, is_causal=True), heads, ahead)
+    def attend() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True)
+
+    def both_ways(forward: Callable[[], torch.Tensor], gradient: torch.Tensor) -> Callable[[], None]:
+        def act() -> None:
+            torch.autograd.backward(forward(), gradient)
+
+        return act
 
     return {
-        "norm": lambda at: torch.autograd.grad(functional.layer_norm(narrow, (HIDDEN,)), narrow, streams[at]),
-        "forward": lambda at: streams[at] @ weights[at].t(),
-        "attention": attend,
-        "activation": lambda at: torch.autograd.grad(functional.gelu(wide, approximate="tanh"), wide, wides[at]),
-        "input": lambda at: wides[at] @ weights[at],
-        "sum": lambda at: streams[at] + narrow,
-        "weight": lambda at: wides[at].t() @ streams[at],
+        "norm": both_ways(lambda: functional.layer_norm(stream, (HIDDEN,)), ahead),
+        "attention": both_ways(attend, heads_ahead),
+        "sum": lambda: stream + ahead,
+        "up": both_ways(lambda: functional.linear(stream, up, up_bias), wide_ahead),
+        "activation": both_ways(lambda: functional.gelu(wide, approximate="tanh"), wide_ahead),
+        "down": both_ways(lambda: functional.linear(wide, down, down_bias), ahead),
     }

@@ -1,4 +1,4 @@
-"""Measures this machine, its CPU on all cores at once and for about three seconds, and prints the result as JSON.
+"""Measures this machine, its CPU on all cores at once and for about four seconds, and prints the result as JSON.
 
 Run it as `python -m distrain.trainer.machine.probe`. Where there are GPUs, the CPU is measured only by `... probe cpu`.
 
@@ -62,7 +62,10 @@ def _measure_cpu(start: str) -> dict[str, Any]:
         "cores": cores,
         "flops": {kind: max(row["flops"][kind] for row in rates) for kind in rates[0]["flops"]},
         "bandwidth": max(row["bandwidth"] for row in rates),
-        "layer": {kind: mean(row["layer"][kind] for row in rates) for kind in rates[0]["layer"]},
+        "layer": {
+            precision: {kind: mean(row["layer"][precision][kind] for row in rates) for kind in found}
+            for precision, found in rates[0]["layer"].items()
+        },
         "link": rows[0]["link"],
     }
 
@@ -74,15 +77,18 @@ def _measure_process(process: PoolProcess, busy: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     cpu, measures = torch.device("cpu"), process.rank < busy
     fastest = partial(fastest_call, enough=RATE_SECONDS)
-    found: dict[str, Any] = {"flops": {}, "link": _measure_link(process) if process.rank < 2 else None}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    found: dict[str, Any] = {"flops": {}, "layer": {}, "link": _measure_link(process) if process.rank < 2 else None}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    for name, dtype in dtypes.items():
         process.barrier.wait()
         if measures:
             found["flops"][name] = product_rate(cpu, dtype, MATRIX_SIDE, fastest)
     process.barrier.wait()
     found["bandwidth"] = copy_rate(cpu, COPY_BYTES, fastest) if measures else None
-    process.barrier.wait()
-    found["layer"] = layer_rates(LAYER_SECONDS)._asdict() if measures else None
+    for name, dtype in dtypes.items():
+        process.barrier.wait()
+        if measures:
+            found["layer"][name] = layer_rates(dtype, LAYER_SECONDS)._asdict()
     return found
 
 
