@@ -9,9 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest
@@ -130,8 +129,9 @@ def test_the_same_rates_give_the_same_plan_as_an_automatic_device(folder: Path, 
     """A calibrated CPU is planned as device=cpu is with the rates that `fit` measures: no share is taken twice."""
     values = document["device"]["values"]
     link = {key: document["cluster"]["values"]["inside"][key] for key in ("latency", "bandwidth")}
-    layer = {kind: mean(getattr(each, kind) for each in measured_here(document).layer_rates) for kind in ("products", "attention")}
-    cpu = {"cores": 2, "flops": values["peak"], "bandwidth": values["bandwidth"], "layer": {"fp32": layer}, "link": link}
+    layer = measured_here(document).layer
+    assert layer is not None
+    cpu = {"cores": 2, "flops": values["peak"], "bandwidth": values["bandwidth"], "layer": {"fp32": asdict(layer)}, "link": link}
     monkeypatch.setattr("distrain.trainer.machine.facts.cached_facts", lambda: {"cuda": [], "cpu": cpu})
     automatic, calibrated = (
         make_plan(load_recipe("quickstart")),

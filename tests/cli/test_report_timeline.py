@@ -161,7 +161,8 @@ def test_the_page_has_the_documents_figures_in_80_columns(runs: Path, capsys: py
     assert (status, err) == (0, "")
     assert max(map(len, page.splitlines())) <= DEFAULT_WIDTH
     assert page.startswith(f"native: step {document['step']} took ")
-    assert re.findall(r"^  (?:stage (\d)|       )  (measured|simulated)  ", page, re.MULTILINE) == [
+    # A step that took fifty times as long as planned leaves a stage of the plan no column.
+    assert re.findall(r"^  (?:stage (\d)|       )  (measured|simulated)(?:  |$)", page, re.MULTILINE) == [
         (number if which == "measured" else "", which) for number in "01" for which in ("measured", "simulated")
     ]
     table = page[page.index("Stages: ") :].split("\n\n")[0].splitlines()

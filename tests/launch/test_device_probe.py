@@ -29,7 +29,7 @@ def test_a_gpus_measurement_runs_in_spawned_processes() -> None:
         assert min(each["rate"] for each in row["products"]) > 0
         assert min(row["copy"], row["launch"], row["all_reduce"].short, row["all_reduce"].long) > 0
     assert shown == [f"a product of {side} x {side} in {name}" for name in precisions for side in (32, 64)] + [
-        "a copy", "launches", "gloo's all-reduce",
+        "a copy", "launches", "a layer's kernels in turn", "gloo's all-reduce",
     ]  # fmt: skip
 
 

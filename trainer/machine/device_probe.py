@@ -27,7 +27,7 @@ from .device_rates import context_bytes, copy_rate, launch_seconds, product_rate
 from .device_seconds import fastest_call, mean_of_calls, mean_seconds, median_call
 from .facts import cpu_model, load_per_core
 from .layer_rates import layer_rates
-from .probe import ALL_REDUCE_BYTES, COPY_BYTES, LAYER_SECONDS, MATRIX_SIDE, list_gpus
+from .probe import ALL_REDUCE_BYTES, COPY_BYTES, MATRIX_SIDE, list_gpus
 from .process_pool import PoolProcess, run_processes, start_method
 
 CPU_PROCESSES = 2  # as cluster=local has
@@ -122,7 +122,7 @@ def measure_device(process: PoolProcess, sizes: ProbeSizes, precisions: tuple[st
     layer = None
     if sizes.device == "cpu":
         process.wait_and_show("a layer's kernels in turn")
-        layer = layer_rates(torch.float32, LAYER_SECONDS)._asdict()
+        layer = layer_rates(torch.float32, sizes.seconds)._asdict()
     all_reduce = None
     if process.ranks > 1:
         process.wait_and_show(f"{sizes.library}'s all-reduce")
