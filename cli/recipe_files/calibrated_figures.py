@@ -113,10 +113,10 @@ def _cpu_figures(measured: DeviceMeasurement) -> Iterator[Figure]:
     yield Figure("units", None)
     alone, layer = measured.product("fp32", MATRIX_SIDE), measured.layer
     if alone and layer:
-        shares = cpu_shares(four_digits(alone), layer.products, layer.attention, HEAD_DIM)
+        shares = cpu_shares(four_digits(alone), **layer, head_dim=HEAD_DIM)
         says = "share of `peak` among a layer's other kernels"
-        yield Figure("sustained", shares["sustained"], f"{says}: products at {rate_text(layer.products, 'FLOP/s')} in fp32")
-        yield Figure("flash", shares["flash"], f"{says}: attention at {rate_text(layer.attention, 'FLOP/s')}")
+        yield Figure("sustained", shares["sustained"], f"{says}: products at {rate_text(layer['products'], 'FLOP/s')} in fp32")
+        yield Figure("flash", shares["flash"], f"{says}: attention at {rate_text(layer['attention'], 'FLOP/s')}")
     yield Figure("streaming", 1.0, "share of `bandwidth`, which is measured")
     yield Figure("launch", 0.0, f"of a CPU a plan counts none: an op on 8 elements took {seconds_text(measured.launch)}")
     yield Figure("dispatch", 0.0)

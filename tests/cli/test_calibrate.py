@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def test_every_rate_of_a_cpu_is_measured_in_every_process(document: Any) -> None
     assert {(each.precision, each.side) for each in measured.products} == {
         (precision, side) for precision in ("fp32", "bf16") for side in (256, 512, 1024)
     }
-    layers = ([each.products for each in measured.layer_rates], [each.attention for each in measured.layer_rates])
+    layers = ([each["products"] for each in measured.layer_rates], [each["attention"] for each in measured.layer_rates])
     every = [*(each.rates for each in measured.products), measured.copies, measured.launches, *layers]
     assert all(len(each) == 2 and min(each) > 0 for each in every)
     assert measured.all_reduce is not None
@@ -117,9 +117,8 @@ def test_a_plan_reads_the_files_and_takes_their_rates(folder: Path, document: An
     assert load_recipe("quickstart", ["device=measured"], folder / "calibrated").cluster.device == run.cluster.device
     found = rates(run.cluster.device, "fp32", fused=False)
     assert found is not None
-    assert (found.linear, found.memory, found.launch, found.dispatch) == (
-        *(values["sustained"] * values["peak"]["fp32"], values["bandwidth"], 0, 0),
-    )
+    assert found.linear == values["sustained"] * values["peak"]["fp32"]
+    assert (found.memory, found.launch, found.dispatch) == (values["bandwidth"], 0, 0)
     plan = make_plan(run)
     assert plan.fits
     assert plan.time is not None
@@ -131,7 +130,7 @@ def test_the_same_rates_give_the_same_plan_as_an_automatic_device(folder: Path, 
     link = {key: document["cluster"]["values"]["inside"][key] for key in ("latency", "bandwidth")}
     layer = measured_here(document).layer
     assert layer is not None
-    cpu = {"cores": 2, "flops": values["peak"], "bandwidth": values["bandwidth"], "layer": {"fp32": asdict(layer)}, "link": link}
+    cpu = {"cores": 2, "flops": values["peak"], "bandwidth": values["bandwidth"], "layer": {"fp32": layer}, "link": link}
     monkeypatch.setattr("distrain.trainer.machine.facts.cached_facts", lambda: {"cuda": [], "cpu": cpu})
     automatic, calibrated = (
         make_plan(load_recipe("quickstart")),

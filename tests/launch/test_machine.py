@@ -96,8 +96,8 @@ def test_the_rates_of_a_layer_are_its_flops_over_the_median_seconds(monkeypatch:
     monkeypatch.setattr("distrain.trainer.machine.layer_rates.perf_counter", count().__next__)
     found = layer_rates(torch.float32, enough=100)
     heads, seq, tokens = 4, 256, 1024
-    assert found.products == 2 * 3 * 256 * 1024 * tokens
-    assert found.attention == 3.5 * (2 * 2 * heads * HEAD_DIM * seq * tokens) / 2
+    assert found["products"] == 2 * 3 * 256 * 1024 * tokens
+    assert found["attention"] == 3.5 * (2 * 2 * heads * HEAD_DIM * seq * tokens) / 2
 
 
 def test_rates_stated_in_a_recipe_are_kept(remember_facts: Any) -> None:

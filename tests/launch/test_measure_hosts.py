@@ -23,10 +23,11 @@ from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.measure_hosts import HostProbes
 from distrain.trainer.launch.preflight.checks import HostState, device_kind
 from distrain.trainer.machine.all_reduce import SHORT_BYTES
+from distrain.trainer.machine.cache import LayerRates
 from distrain.trainer.machine.cluster_measurement import ClusterMeasurement, cluster_measurement
 from distrain.trainer.machine.host_program import MARK
 from distrain.trainer.machine.link_probe import link_phases
-from distrain.trainer.machine.measurement import AllReduceTimes, DeviceMeasurement, LayerFlops, ProductRates
+from distrain.trainer.machine.measurement import AllReduceTimes, DeviceMeasurement, ProductRates
 from distrain.trainer.spec.problem import Problem
 
 # The phases of the links
@@ -104,7 +105,7 @@ def test_the_slowest_host_stands_for_all() -> None:
     assert (found.product("bf16"), found.copy, found.launch, found.memory) == (4e14, 2e12, 9e-6, 79 << 30)
     assert (found.hosts, found.devices, found.all_devices) == (3, 2, 6)
     assert figure_values(device_figures(found, None))["memory"] == 79 << 30
-    layers = [(LayerFlops(products=rate, attention=1e10),) * 2 for rate in (3e11, 1e11, 2e11)]
+    layers = [(LayerRates(products=rate, attention=1e10),) * 2 for rate in (3e11, 1e11, 2e11)]
     assert cluster(*(devices(layer_rates=each) for each in layers)).slowest.layer_rates == layers[1]
 
 

@@ -37,8 +37,8 @@ class LinkRates(TypedDict):
     bandwidth: Positive
 
 
-class CpuLayerRates(TypedDict):
-    """FLOP/s in a layer's training (`layer_rates.py`)."""
+class LayerRates(TypedDict):
+    """A CPU's FLOP/s in a layer's training (`layer_rates.py`): of linear layers, and of causal attention, forward and backward."""
 
     products: Positive
     attention: Positive
@@ -50,7 +50,7 @@ class CpuRates(TypedDict):
     cores: Count
     flops: dict[str, Positive]
     bandwidth: Positive
-    layer: dict[str, CpuLayerRates]
+    layer: dict[str, LayerRates]
     link: LinkRates
 
 

@@ -122,7 +122,7 @@ def measure_device(process: PoolProcess, sizes: ProbeSizes, precisions: tuple[st
     layer = None
     if sizes.device == "cpu":
         process.wait_and_show("a layer's kernels in turn")
-        layer = layer_rates(torch.float32, sizes.seconds)._asdict()
+        layer = layer_rates(torch.float32, sizes.seconds)
     all_reduce = None
     if process.ranks > 1:
         process.wait_and_show(f"{sizes.library}'s all-reduce")

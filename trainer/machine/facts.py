@@ -17,7 +17,7 @@ from typing import Any
 from ..spec.problem import Problem
 from ..system.cpu import cpu_count
 from ..system.run_child import capture_child
-from .cache import CacheEntry, CpuLayerRates, CpuRates, LinkRates, MachineFacts, cache_file, read_entry, write_entry
+from .cache import CacheEntry, CpuRates, LayerRates, LinkRates, MachineFacts, cache_file, read_entry, write_entry
 
 # CUDA's names of the devices that conf/device describes, and their options there.
 DEVICE_OPTIONS = {
@@ -118,7 +118,7 @@ def better_of(before: MachineFacts, now: MachineFacts) -> MachineFacts:
     return {"cuda": now["cuda"], "cpu": rates}
 
 
-def _better_layer(one: CpuLayerRates, other: CpuLayerRates) -> CpuLayerRates:
+def _better_layer(one: LayerRates, other: LayerRates) -> LayerRates:
     return {"products": max(one["products"], other["products"]), "attention": max(one["attention"], other["attention"])}
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from .cache import LayerRates
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +22,6 @@ SEQ, HEADS = 256, 4  # of the attention, so that its heads have 64 elements
 HEAD_DIM = HIDDEN // HEADS
 LINEAR_FLOPS = 3 * 2.0 * ROWS * HIDDEN * WIDE  # of one layer, forward and backward
 ATTENTION_FLOPS = 0.5 * 3.5 * 4.0 * ROWS * SEQ * HIDDEN  # causal: half is computed; backward computes 2.5 times as much as forward
-
-
-class LayerRates(NamedTuple):
-    """FLOP/s of linear layers, and of causal attention, forward and backward."""
-
-    products: float
-    attention: float
 
 
 def layer_rates(dtype: torch.dtype, enough: float) -> LayerRates:
@@ -42,7 +37,7 @@ def layer_rates(dtype: torch.dtype, enough: float) -> LayerRates:
                 seconds[name].append(perf_counter() - began)
         turns += 1
     found = {name: median(each) for name, each in seconds.items()}
-    return LayerRates(2 * LINEAR_FLOPS / (found["up"] + found["down"]), ATTENTION_FLOPS / found["attention"])
+    return {"products": 2 * LINEAR_FLOPS / (found["up"] + found["down"]), "attention": ATTENTION_FLOPS / found["attention"]}
 
 
 def _kernels(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:

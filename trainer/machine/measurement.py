@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any, Literal
 
 from ..spec.problem import Problem
+from .cache import LayerRates
 
 MODULE = "distrain.trainer.machine.device_probe"
 PATIENCE = 300.0  # seconds that measuring may take
@@ -23,14 +24,6 @@ class ProductRates:
     precision: str
     side: int
     rates: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerFlops:
-    """FLOP/s in float32 of a CPU's process in a layer's training: of products, and of attention (`layer_rates.py`)."""
-
-    products: float
-    attention: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +60,7 @@ class DeviceMeasurement:
     copy_bytes: int
     copies: tuple[float, ...]
     launches: tuple[float, ...]
-    layer_rates: tuple[LayerFlops, ...]  # () of GPUs
+    layer_rates: tuple[LayerRates, ...]  # of a CPU's processes, in float32; () of GPUs
     all_reduce: AllReduceTimes | None  # None: one device
     load: float  # processes per core that ran or waited for one in the minute before
     versions: dict[str, str]
@@ -101,12 +94,14 @@ class DeviceMeasurement:
         return 1 / self.rate(tuple(1 / each for each in self.launches))
 
     @property
-    def layer(self) -> LayerFlops | None:
+    def layer(self) -> LayerRates | None:
         """FLOP/s in a layer's training on one device, the mean of all processes, which wait for each other; None of a GPU."""
         if not self.layer_rates:
             return None
-        products, attention = (mean(getattr(each, kind) for each in self.layer_rates) for kind in ("products", "attention"))
-        return LayerFlops(products=products * self.share, attention=attention * self.share)
+        return {
+            "products": mean(each["products"] for each in self.layer_rates) * self.share,
+            "attention": mean(each["attention"] for each in self.layer_rates) * self.share,
+        }
 
     def product(self, precision: str, side: int | None = None) -> float | None:
         """FLOP/s of a product of this size, else of the largest, on one device; None where none was measured."""

@@ -88,7 +88,7 @@ def _measure_process(process: PoolProcess, busy: int) -> dict[str, Any]:
     for name, dtype in dtypes.items():
         process.barrier.wait()
         if measures:
-            found["layer"][name] = layer_rates(dtype, LAYER_SECONDS)._asdict()
+            found["layer"][name] = layer_rates(dtype, LAYER_SECONDS)
     return found
 
 

@@ -70,7 +70,7 @@ class Op:
     - `moves`: the tensors that one fused, memory-bound kernel reads and writes in forward. `eager_passes`: how many times as much is
       moved where each torch operator is a kernel of its own. `kernels`: how many kernels there are. `own_kernels`: what the kernels that
       our modules have for it on a GPU read and write, forward and backward; `own_passes`: as eager_passes, of our modules on a GPU;
-      `cpu_passes`: on a CPU, where an op computes longer than it moves.
+      `cpu_passes`: as eager_passes, of an op that computes longer on a CPU than it moves.
     - `saves_megatron`: the activations that Megatron saves for backward. `saves_torch`: those that our torch modules save (on a CPU, not
       compiled), where the family states them; a storage that two ops save is listed once. `logits`: of the size of the logits.
     - `partial`: weights that every tensor-parallel rank holds whole, with the gradient of its own heads; each micro-batch adds these up,

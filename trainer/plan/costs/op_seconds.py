@@ -52,7 +52,7 @@ def _pointwise_moves(op: Op, local: LocalTensors, device: DeviceRates) -> tuple[
 
 
 def _passes(op: Op, device: DeviceRates) -> float:
-    """How many times as much as one fused kernel an op's kernels move, or on a CPU compute as long as moving it takes."""
+    """How many times the bytes of one fused kernel an op counts: those that its kernels move, or on a CPU could move while they compute."""
     if device.fused:
         return 1.0
     special = op.cpu_passes if device.is_cpu else op.own_passes if device.own else None

@@ -119,11 +119,11 @@ def product_seconds(rows: int, columns: int, inner: int, groups: int, width: int
     flops = 2.0 * rows * columns * inner * groups
     moved = width * groups * (rows * inner + inner * columns + rows * columns)
     if device.is_cpu:  # no loss at inner dims of 32 to 512: 81 to 108 GFLOP/s, a core of a Xeon with AVX-512
-        efficiency = 1.0
+        share = 1.0
     else:
-        share = tile_efficiency if is_number(flops) else _tile_efficiency
-        efficiency = share(rows, columns, inner, groups, device.units, device.is_hopper)
-    return larger(flops / (peak * efficiency), moved / device.memory) + device.launch
+        efficiency = tile_efficiency if is_number(flops) else _tile_efficiency
+        share = efficiency(rows, columns, inner, groups, device.units, device.is_hopper)
+    return larger(flops / (peak * share), moved / device.memory) + device.launch
 
 
 def cast_seconds(elements: int, device: DeviceRates) -> float:
