@@ -1,11 +1,12 @@
-"""The dtypes that layers compute in: those of `train.precision`, and float32 where half precision is too coarse."""
+"""The dtypes that layers compute in: those of `train.precision`, and float32 where half precision is too coarse. In fp8 layers multiply in
+8-bit floats (fp8.py) and compute all else in bf16."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def at_least_float32(x: Tensor) -> Tensor:

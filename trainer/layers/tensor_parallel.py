@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .fp8 import BACKWARD, FORWARD, Scaled, cast, fp8_affine, fp8_input_gradient, fp8_product, scaled_product
 from .group import Group
+from .group_messages import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter, all_reduce
 from .parameters_by_prefix import Parameters, sub_parameters
 from .weight_gradients import open_weight_gradients, product
 
@@ -105,64 +106,10 @@ class _Scatter(torch.autograd.Function):
         return AsyncAllGather(grad, ctx.group).wait(), None
 
 
-def all_reduce(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """All-reduce x, contiguous, in place."""
-    dist.all_reduce(x, op=op, group=group.handle)
-    return x
-
-
-def _is_async() -> bool:
-    return not torch.compiler.is_compiling()
-
-
-class AsyncAllGather:
-    """An all-gather, under way, of each rank's part of the sequence [B, s, ...]; wait() returns [B, S, ...].
-
-    A compiled graph holds no message under way, so that there it is done at once; so are the others.
-    """
-
-    def __init__(self, x: Tensor, group: Group) -> None:
-        self.ranks, self.own = group.size, x.contiguous()
-        self.received = x.new_empty((group.size * x.shape[0], *x.shape[1:]))  # [T B, s, ...]
-        self.work = dist.all_gather_into_tensor(self.received, self.own, group=group.handle, async_op=_is_async())
-
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return torch.unflatten(self.received, 0, (self.ranks, -1)).transpose(0, 1).flatten(1, 2)
-
-
-class AsyncReduceScatter:
-    """A reduce-scatter of [B, S, ...] under way; wait() returns this rank's part of the sum, [B, s, ...]."""
-
-    def __init__(self, x: Tensor, group: Group) -> None:
-        self.sent = torch.unflatten(x, 1, (group.size, -1)).transpose(0, 1).contiguous()  # [T, B, s, ...]
-        self.received = torch.empty_like(self.sent[0])
-        self.work = dist.reduce_scatter_tensor(self.received, self.sent.flatten(0, 1), group=group.handle, async_op=_is_async())
-
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.received
-
-
-class _AsyncAllReduce:
-    """An all-reduce of a contiguous tensor, in place, under way."""
-
-    def __init__(self, x: Tensor, group: Group) -> None:
-        self.x = x
-        self.work = dist.all_reduce(x, group=group.handle, async_op=_is_async())
-
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.x
-
-
 class Linear(nn.Module):
     """x W + b. Autograd saves the parameter, never a view of it: ZeRO-3 frees the parameter's memory before backward.
 
-    A subclass whose parameters include LoRA's sets `lora_a` and `lora_b`.
+    A subclass whose parameters include LoRA's sets `lora_a` and `lora_b`. `in_fp8`: it multiplies in 8-bit floats.
     """
 
     def __init__(self, parameters: Parameters, lora_scale: float = 0.0) -> None:
@@ -172,6 +119,7 @@ class Linear(nn.Module):
         self.lora_a: Linear | None = None
         self.lora_b: Linear | None = None
         self.lora_scale = lora_scale
+        self.in_fp8 = False
 
     def add_lora(self, x: Tensor, output: Tensor) -> Tensor:
         """Return `output` with LoRA's scale x A B of the layer's input x, where the layer has it."""
@@ -179,8 +127,14 @@ class Linear(nn.Module):
             return output
         return torch.add(output, self.lora_b(self.lora_a(x)), alpha=self.lora_scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return product(x, self.weight, self.bias)
+    def multiply(self, x: Tensor, bias: Tensor | None, shared: Scaled | None = None) -> Tensor:
+        """Return x W + bias, with x as `shared` where another layer has cast it."""
+        if self.in_fp8:
+            return fp8_product(x, self.weight, bias, shared)
+        return product(x, self.weight, bias)
+
+    def forward(self, x: Tensor, shared: Scaled | None = None) -> Tensor:
+        return self.multiply(x, self.bias, shared)
 
 
 class ColumnLinear(Linear):
@@ -196,8 +150,10 @@ class ColumnLinear(Linear):
             self.lora_a = Linear(sub_parameters(parameters, "lora_a"))
             self.lora_b = ColumnLinear(sub_parameters(parameters, "lora_b"), tp)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, shared: Scaled | None = None) -> Tensor:
         """x [B, S or s, I] -> [B, S, O]."""
+        if self.tp is None:
+            return self.add_lora(x, self.multiply(x, self.bias, shared))
         (output,) = column_linears(x, self)
         return output
 
@@ -215,12 +171,12 @@ class RowLinear(Linear):
             self.lora_a = RowLinear(sub_parameters(parameters, "lora_a"), tp)
             self.lora_b = Linear(sub_parameters(parameters, "lora_b"))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, shared: Scaled | None = None) -> Tensor:
         """x [B, S, I] -> [B, S or s, H]."""
         if self.tp is None:
-            output = product(x, self.weight, self.bias)
+            output = self.multiply(x, self.bias, shared)
         else:
-            output = reduce_outputs(product(x, self.weight), self.tp)
+            output = reduce_outputs(self.multiply(x, None, shared), self.tp)
             output = output if self.bias is None else output + self.bias
         return self.add_lora(x, output)
 
@@ -228,31 +184,48 @@ class RowLinear(Linear):
 def column_linears(x: Tensor, *layers: ColumnLinear) -> tuple[Tensor, ...]:
     """Apply several column layers to one input, which is sent once: x [B, S or s, I] -> [B, S, O] for each layer."""
     tp = layers[0].tp
-    if tp is None and len(layers) > 1:
-        return tuple(layer(x) for layer in layers)  # by their own forward, where ZeRO-3 gathers their weights
     if tp is None:
-        outputs: tuple[Tensor, ...] = (product(x, layers[0].weight, layers[0].bias),)
-    else:
-        outputs = column_products(x, tp, [layer.weight for layer in layers], [layer.bias for layer in layers], transposed=False)
+        shared = cast_for(x, *layers)
+        return tuple(layer(x, shared) for layer in layers)  # by their own forward, where ZeRO-3 gathers their weights
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    outputs = column_products(x, tp, weights, biases, transposed=False, in_fp8=layers[0].in_fp8)
     return tuple(layer.add_lora(x, output) for layer, output in zip(layers, outputs, strict=True))
 
 
+def cast_for(x: Tensor, *layers: Linear | None) -> Scaled | None:
+    """Cast the input of several layers once, where they multiply in 8-bit floats."""
+    return cast(x, FORWARD) if any(layer is not None and layer.in_fp8 for layer in layers) else None
+
+
 def column_products(
-    x: Tensor, tp: TensorParallel, weights: list[nn.Parameter], biases: list[nn.Parameter | None], *, transposed: bool
+    x: Tensor,
+    tp: TensorParallel,
+    weights: list[nn.Parameter],
+    biases: list[nn.Parameter | None],
+    *,
+    transposed: bool,
+    in_fp8: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return f(x) W + b for each weight [I, O] (transposed: [O, I]). Backward sends the input's gradient while it computes the
-    weights' gradients."""
+    """Return f(x) W + b for each weight [I, O] (transposed: [O, I]); `in_fp8`: in 8-bit floats. Backward sends the input's gradient while
+    it computes the weights' gradients."""
     if not torch.is_grad_enabled():  # a compiled evaluation can't trace the function
-        return _whole_products(x, tp, transposed, weights, biases)
-    outputs: tuple[Tensor, ...] = _ColumnProducts.apply(x, tp, transposed, *weights, *biases)  # type: ignore[no-untyped-call]
+        return _whole_products(_whole_input(x, tp, in_fp8), transposed, weights, biases)
+    outputs: tuple[Tensor, ...] = _ColumnProducts.apply(x, tp, transposed, in_fp8, *weights, *biases)  # type: ignore[no-untyped-call]
     return outputs
 
 
-def _whole_products(
-    x: Tensor, tp: TensorParallel, transposed: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, ...]:
+def _whole_input(x: Tensor, tp: TensorParallel, in_fp8: bool) -> Tensor | Scaled:
     whole = AsyncAllGather(x, tp.group).wait() if tp.sequence else x
-    return tuple(product(whole, weight, bias, transposed=transposed) for weight, bias in zip(weights, biases, strict=True))
+    return cast(whole, FORWARD) if in_fp8 else whole
+
+
+def _whole_products(
+    x: Tensor | Scaled, transposed: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    pairs = zip(weights, biases, strict=True)
+    if isinstance(x, Scaled):
+        return tuple(fp8_affine(x, weight, bias) for weight, bias in pairs)
+    return tuple(product(x, weight, bias, transposed=transposed) for weight, bias in pairs)
 
 
 def _after(x: Tensor, grad: Tensor) -> Tensor:
@@ -263,57 +236,72 @@ def _after(x: Tensor, grad: Tensor) -> Tensor:
 
 
 class _ColumnProducts(torch.autograd.Function):
-    """Saves the input as it came: under sequence parallelism this rank's part, which backward all-gathers again; with frozen weights no
-    input."""
+    """Saves the input as it came: under sequence parallelism this rank's part, which backward all-gathers again; else in 8-bit floats as
+    they were multiplied; with frozen weights no input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel, transposed: bool, *parameters: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, transposed: bool, in_fp8: bool, *parameters: Any) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        ctx.save_for_backward(x if any(weight.requires_grad for weight in weights) else None, *weights)
-        ctx.tp, ctx.transposed, ctx.has_bias = tp, transposed, [bias is not None for bias in biases]
+        whole = _whole_input(x, tp, in_fp8)
+        kept = whole if isinstance(whole, Scaled) and not tp.sequence else (x, None)
+        ctx.save_for_backward(*(kept if any(weight.requires_grad for weight in weights) else (None, None)), *weights)
+        ctx.tp, ctx.transposed, ctx.in_fp8, ctx.has_bias = tp, transposed, in_fp8, [bias is not None for bias in biases]
         ctx.gradients, ctx.parameters = open_weight_gradients(*weights), weights
-        return _whole_products(x, tp, transposed, weights, biases)
+        return _whole_products(whole, transposed, weights, biases)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        tp, output_grads = ctx.tp, [grad.flatten(0, -2) for grad in grads]  # [B S, O]
+        x, scale, *weights = ctx.saved_tensors
+        tp, rows = ctx.tp, [grad.flatten(0, -2) for grad in grads]  # [B S, O]
+        output_grads: list[Tensor] | list[Scaled] = [cast(grad, BACKWARD) for grad in rows] if ctx.in_fp8 else rows
+        kept = x if scale is None else Scaled(x, scale)
         if ctx.gradients is not None:
-            ctx.gradients.defer(ctx.parameters, partial(_weight_gradients, x, output_grads, tp, ctx.transposed))
-            x = None
+            ctx.gradients.defer(ctx.parameters, partial(_weight_gradients, kept, output_grads, tp, ctx.transposed))
+            kept = x = None
         gather = AsyncAllGather(_after(x, grads[0]), tp.group) if tp.sequence and x is not None else None
         x_grad = _input_gradient(output_grads, weights, ctx.transposed)
         x_grad = x_grad.view(*grads[0].shape[:-1], -1)  # [B, S, I]: this rank's terms
-        whole = x if gather is None else gather.wait()
+        whole = kept if gather is None else gather.wait()
         del gather  # what it received, in the order of ranks, is whole too
-        reduction = AsyncReduceScatter(x_grad, tp.group) if tp.sequence else _AsyncAllReduce(x_grad, tp.group)
+        reduction = AsyncReduceScatter(x_grad, tp.group) if tp.sequence else AsyncAllReduce(x_grad, tp.group)
         del x_grad
         weight_grads: list[Tensor | None] = [None] * len(weights)
         bias_grads: list[Tensor | None] = [None] * len(weights)
         if whole is not None:
             weight_grads = [*_products_with(whole, output_grads, ctx.transposed)]
         if whole is not None or ctx.gradients is not None:
-            bias_grads = [grad.sum(0) if has_bias else None for grad, has_bias in zip(output_grads, ctx.has_bias, strict=True)]
-        return reduction.wait(), None, None, *weight_grads, *bias_grads
+            bias_grads = [grad.sum(0) if has_bias else None for grad, has_bias in zip(rows, ctx.has_bias, strict=True)]
+        return reduction.wait(), None, None, None, *weight_grads, *bias_grads
 
 
-def _input_gradient(output_grads: Sequence[Tensor], weights: Sequence[Tensor], transposed: bool) -> Tensor:
+def _input_gradient(output_grads: Sequence[Tensor] | Sequence[Scaled], weights: Sequence[Tensor], transposed: bool) -> Tensor:
     """Return the gradient [B S, I] of an input of several products, from those of their outputs [B S, O]."""
     total: Tensor | None = None
     for grad, weight in zip(output_grads, weights, strict=True):
-        term = grad @ (weight if transposed else weight.mT)
+        term = fp8_input_gradient(grad, weight) if isinstance(grad, Scaled) else grad @ (weight if transposed else weight.mT)
         total = term if total is None else total.add_(term)
     assert total is not None
     return total
 
 
-def _weight_gradients(x: Tensor, output_grads: Sequence[Tensor], tp: TensorParallel, transposed: bool) -> list[Tensor]:
+def _weight_gradients(
+    x: Tensor | Scaled, output_grads: Sequence[Tensor] | Sequence[Scaled], tp: TensorParallel, transposed: bool
+) -> list[Tensor]:
     """Return the gradients of weights that share an input, x [B, S or s, I], from those of their outputs [B S, O]."""
-    whole = AsyncAllGather(x, tp.group).wait() if tp.sequence else x
+    whole = AsyncAllGather(x, tp.group).wait() if tp.sequence and not isinstance(x, Scaled) else x
     return _products_with(whole, output_grads, transposed)
 
 
-def _products_with(whole: Tensor, output_grads: Sequence[Tensor], transposed: bool) -> list[Tensor]:
-    inputs = whole.flatten(0, -2)  # [B S, I]
-    return [grad.mT @ inputs if transposed else inputs.mT @ grad for grad in output_grads]
+def _products_with(whole: Tensor | Scaled, output_grads: Sequence[Tensor] | Sequence[Scaled], transposed: bool) -> list[Tensor]:
+    products = []
+    inputs = whole.rows if isinstance(whole, Scaled) else whole.flatten(0, -2)  # [B S, I]
+    for grad in output_grads:
+        if isinstance(grad, Scaled):
+            cast_inputs = inputs if isinstance(inputs, Scaled) else cast(inputs, FORWARD)
+            inputs = cast_inputs
+            products.append(scaled_product(cast_inputs.mT, grad))
+        else:
+            assert isinstance(inputs, Tensor)
+            products.append(grad.mT @ inputs if transposed else inputs.mT @ grad)
+    return products

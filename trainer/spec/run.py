@@ -14,6 +14,7 @@ from .rope import Rope
 from .router import Router
 from .search_goal import SearchGoal
 
+PAPERS_NAME = "papers"  # as a run's engine: plan what the papers describe, such as a run of another framework
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 LayerType = Literal["full_attention", "sliding_attention"]  # transformers' words
 LayerTypes = Annotated[tuple[LayerType, ...], Meta(extra={"repeats": True})]

@@ -346,4 +346,4 @@ class NativeEngine(Engine):
 def compute_types(run: Run) -> tuple[torch.dtype, torch.dtype]:
     """Return the types that a run computes in, and sums gradients in."""
     compute = PRECISION_DTYPES[run.train.precision]
-    return compute, MASTER_DTYPE if widths(run.train).gradient == MASTER_DTYPE.itemsize else compute
+    return compute, MASTER_DTYPE if widths(run).gradient == MASTER_DTYPE.itemsize else compute

@@ -16,7 +16,7 @@ from ..group import Group
 from ..norms import make_norm
 from ..parameters_by_prefix import Parameters, sub_parameters
 from ..recompute import recompute
-from ..tensor_parallel import TensorParallel
+from ..tensor_parallel import Linear, TensorParallel
 from .attention import Attention
 from .context_parallel import ContextParallel
 from .core_attention import window_band
@@ -121,6 +121,9 @@ class Transformer(nn.Module):
                 for index in (range(model.layers) if layers is None else layers)
             }
         )
+        if run.train.precision == "fp8":
+            for linear in (each for each in self.layers.modules() if isinstance(each, Linear)):
+                linear.in_fp8 = True
         if last:
             if model.tied and not first:  # the head's own copy of the embedding, by the embedding's name
                 self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)

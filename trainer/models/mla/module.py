@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...layers.norms import RMSNorm
 from ...layers.parameters_by_prefix import Parameters, sub_parameters
-from ...layers.tensor_parallel import ColumnLinear, Linear, TensorParallel, column_linears, gather_inputs
+from ...layers.tensor_parallel import ColumnLinear, Linear, TensorParallel, cast_for, column_linears, gather_inputs
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.rotary import latent_score_scale, rotate_neighbours
 from ...spec.run import Model
@@ -43,13 +43,15 @@ class LatentAttention(Attention):
 
     def heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries and keys [B, S, A, P + R] and the values [B, S, A, v_head_dim] of this rank's heads, for x [B, S or s, H]."""
-        latent = x
+        shared = cast_for(x, self.key_down)
         if self.query_down is not None and self.query_latent_norm is not None:
-            latent = self.query_latent_norm(self.query_down(x))
-        query = torch.unflatten(self.query(latent), -1, (-1, self.plain_dim + self.rope_dim))
+            query = self.query(self.query_latent_norm(self.query_down(x, shared)))
+        else:
+            query = self.query(x, shared)
+        query = torch.unflatten(query, -1, (-1, self.plain_dim + self.rope_dim))
         heads = query.shape[2]
-        key, value = column_linears(self.key_latent_norm(self.key_down(x)), self.key, self.value)
-        rope_key = self.rope_key(x)
+        key, value = column_linears(self.key_latent_norm(self.key_down(x, shared)), self.key, self.value)
+        rope_key = self.rope_key(x, shared)
         if self.tp is not None:
             rope_key = gather_inputs(rope_key, self.tp)
         rope_key = rope_key.unsqueeze(2)  # [B, S, 1, R]

@@ -78,6 +78,7 @@ class Op:
     - `constants`: what the op reads in float32 beside weights, and nothing trains: every rank holds its layers' whole.
     - `gathers`: the tensors that each rank of the context axis needs of the whole sequence.
     - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
+    - `in_fp8`: our modules compute its product in 8-bit floats.
     - `in_fours`: Megatron-LM's fused softmax takes four of these at a time; where they are no multiple of four, its parts are kernels of
       their own (megatron/model/fused_softmax.py, `is_kernel_available`).
     - `reduces`: (dim, result): the ranks that split the dim add up the result. `enters`: the tensors that tensor-parallel ranks need
@@ -98,6 +99,7 @@ class Op:
     constants: tuple[Weight, ...] = ()
     gathers: tuple[Tensor, ...] = ()
     core: bool = False
+    in_fp8: bool = False
     in_fours: Dims = ()
     kernels: int = 1
     eager_passes: float = 1.0

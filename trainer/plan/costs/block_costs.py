@@ -114,7 +114,7 @@ class SplitCosts:
         self.table, self.split, self.wires = table, split, wires
         cluster, own = run.cluster, split.form != "megatron"
         self.device = rates(cluster.device, run.train.precision, fused=split.fused, own=own, alone=cluster.nodes * cluster.gpus == 1)
-        self.gradient = widths(run.train).gradient
+        self.gradient = widths(run).gradient
         self.kind = "cpu" if run.cluster.device.kind == "cpu" else "cuda"
         self.local = self._local_tensors(run, split.form)
         outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local
@@ -163,7 +163,7 @@ class SplitCosts:
         return OpCosts(ops, local, times, held, sent, _elements(ops, local, self.split), logits)
 
     def _local_tensors(self, run: Run, form: ActivationForm) -> LocalTensors:
-        multiple, activation = run.model.vocab_multiple, widths(run.train).activation
+        multiple, activation = run.model.vocab_multiple, widths(run).activation
         return LocalTensors(self.table, self.split, vocab_multiple=multiple, activation=activation, form=form)
 
 

@@ -40,7 +40,7 @@ class CostContext:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.table: OpTable = op_table(run)
-        self.widths = widths(run.train)
+        self.widths = widths(run)
         self.states = state_bytes(run.optim)
         self.spared = spared_bytes(run.optim)
         self.rates, self.own_rates = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -117,7 +118,10 @@ def logits_bytes(op: Op, local: LocalTensors) -> int:
 def _saved_tensors(op: Op, local: LocalTensors) -> Iterable[Tensor]:
     match local.form:
         case "torch":
-            return [tensor for tensor in op.saves_torch if "vocab" not in tensor.dims]
+            saves = [tensor for tensor in op.saves_torch if "vocab" not in tensor.dims]
+            if op.in_fp8 and local.sequence and tp.split_style(op) == "column":  # what came, this rank's part, which backward gathers again
+                return [replace(tensor, width=None) if tensor.width == 1 else tensor for tensor in saves]
+            return saves
         case "megatron":
             return op.saves_megatron
         case _:
@@ -127,8 +131,13 @@ def _saved_tensors(op: Op, local: LocalTensors) -> Iterable[Tensor]:
 def _compiled_saves(op: Op, local: LocalTensors) -> Iterator[Tensor]:
     """Yield what an op of a compiled layer saves: attention's core as if it were not compiled, the rest as Megatron does, but no masks.
 
-    Masks of dropout are drawn again, and the output of a norm that is gathered along the sequence is computed again from its input.
+    Masks of dropout are drawn again, and the output of a norm that is gathered along the sequence is computed again from its input. So are
+    inputs that a product casts to 8 bits, but for the result of attention.
     """
+    if op.in_fp8:
+        yield from op.saves_torch[:1] if op.name == "attention.out" else ()
+        yield from op.saves_megatron[1:]
+        return
     gathered = local.sequence and tp.split_style(op) == "column"
     for tensor in op.saves_torch if op.core else op.saves_megatron:
         if tensor.width != 1 and not (gathered and tensor == STREAM):

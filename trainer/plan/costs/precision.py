@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...spec.optimizer import Optim
-from ...spec.run import Train
+from ...spec.run import PAPERS_NAME, Run
 
 MASTER_BYTES = 4  # bytes an element of the weights that an engine's optimizer steps: always float32
 
@@ -40,12 +40,14 @@ COMPUTES: dict[str, tuple[str, ...]] = {
 }
 
 
-def widths(train: Train) -> Widths:
-    """The widths of a run. In half precision 2 + 2 + (4 + 8 of Adam), as in ZeRO (arXiv:1910.02054 section 3.1)."""
-    row = _ROWS[train.precision]
-    if train.gradients == "auto":
+def widths(run: Run) -> Widths:
+    """The widths of a run. In half precision 2 + 2 + (4 + 8 of Adam), as in ZeRO (arXiv:1910.02054 section 3.1). Our modules cast a weight
+    to fp8 for each product, and keep no copy."""
+    precision, gradients = run.train.precision, run.train.gradients
+    row = _ROWS["bf16" if precision == "fp8" and run.engine != PAPERS_NAME else precision]
+    if gradients == "auto":
         return row
-    return Widths(row.weight, _GRADIENT[train.gradients], row.master, row.activation)
+    return Widths(row.weight, _GRADIENT[gradients], row.master, row.activation)
 
 
 def moment_bytes(optim: Optim) -> int:

@@ -46,7 +46,7 @@ def _loop_messages(run: Run, mesh: Mesh) -> Iterator[Row]:
 
 def _norm_messages(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterator[Row]:
     """The gradient norm: at ZeRO 0 ours, over the ranks of a replica; else DeepSpeed's, one for each parameter group."""
-    width = widths(run.train)
+    width = widths(run)
     stage = effective_stage(run.parallel.zero, half=width.weight < MASTER_BYTES, ep=mesh.ep)
     data, model = int(mesh.size("data") > 1), int(mesh.world > mesh.size("data"))
     trained = [each for each in held if run.model.is_trained(each.name)]

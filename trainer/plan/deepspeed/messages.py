@@ -19,7 +19,7 @@ def traffic_terms(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterator
     train, ranks = run.train, mesh.size("data")
     if ranks == 1:
         return
-    width = widths(train)
+    width = widths(run)
     stage = effective_stage(run.parallel.zero, half=width.weight < MASTER_BYTES, ep=mesh.ep)
     micros = train.batch // (mesh.dp * train.microbatch)
     shards = [each for each in held if run.model.is_trained(each.name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...spec.run import PAPERS_NAME as PAPERS_NAME
 from ...spec.run import Parallel, Run
 from ..costs.cost_model import CostModel
 from ..costs.muon import MUON
@@ -12,7 +13,6 @@ from .engine_limits import EngineLimit, exceeded_limits
 from .engine_row import EngineRow
 
 PAPERS = CostModel()  # of layouts that no engine runs
-PAPERS_NAME = "papers"  # as a run's engine: plan what the papers describe, such as a run of another framework
 ENGINES = {
     row.name: row
     for row in (
@@ -54,7 +54,7 @@ ENGINES = {
             zero=(0, 1, 2, 3),
             native_schedules=(),
             executes="all",
-            precisions=("fp32", "bf16", "fp16"),
+            precisions=("fp32", "bf16", "fp16", "fp8"),
             offload=False,
             shards_experts=True,
             hybrid_shards=True,
@@ -75,7 +75,7 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[En
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
     With `auto` that is `native` at one data-parallel rank on a GPU, for schedules without a flush, for replicas that step alone, for sums
-    that are used late, in two levels or by parameter servers, and for Muon, DeepSpeed's elsewhere, and another one for a layout that the
+    that are used late, in two levels or by parameter servers, for fp8 and for Muon, DeepSpeed's elsewhere, and another one for a layout that the
     first choice does not run; where none does, there is no engine. `papers` is none that runs.
     """
     if run.engine == PAPERS_NAME:
@@ -111,6 +111,8 @@ def _key_of_native(run: Run, parallel: Parallel) -> str:
         return f"parallel.staleness={parallel.staleness}"
     if parallel.reduce in ("hierarchical", "server"):
         return f"parallel.reduce={parallel.reduce}"
+    if run.train.precision == "fp8":
+        return "train.precision=fp8"
     return f"optim.name={MUON}" if run.optim.name == MUON else ""
 
 

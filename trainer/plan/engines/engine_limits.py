@@ -59,6 +59,8 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     if run.train.precision not in row.precisions:
         candidates = tuple((("train.precision", name),) for name in row.precisions)
         yield EngineLimit(row.name, "train.precision", run.train.precision, candidates)
+    elif run.train.precision == "fp8" and (is_made_by_transformers(run.model) or run.model.lora.rank):
+        yield _fp8_limit(row, run)
     elif delay:
         yield from _delay_limits(row, run, parallel, each_micro_batch=delay.each_micro_batch)
     if schedule and schedule.splits_backward and has_compiled_layers(run.train, parallel):
@@ -95,6 +97,13 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield EngineLimit(row.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))
     if parallel.offload.optimizer or parallel.offload.parameters:
         yield from _offload_limits(row, run, parallel)
+
+
+def _fp8_limit(row: EngineRow, run: Run) -> EngineLimit:
+    """Our own layers multiply in 8-bit floats, and those of LoRA's factors are too thin."""
+    lora = f"fp8 with model.lora.rank={run.model.lora.rank}"
+    value = f"fp8 with model.family={run.model.family}" if is_made_by_transformers(run.model) else lora
+    return EngineLimit(row.name, "train.precision", value, ((("train.precision", "bf16"),),))
 
 
 def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel, schedule: Schedule | None) -> Iterator[EngineLimit]:

@@ -171,7 +171,7 @@ class NativeCosts(CostModel):
         """Buckets are padded to equal parts where ZeRO shards them, parameter servers own parts, or ranks of a node sum them."""
         if run.optim.name == MUON:
             yield from _matrix_terms(run, mesh, shards, data)
-        width, micros = widths(run.train), run.train.batch // (mesh.dp * run.train.microbatch)
+        width, micros = widths(run), run.train.batch // (mesh.dp * run.train.microbatch)
         updates = _updates(run, micros)
         workers, every = worker_count(run.parallel, mesh, run.cluster.gpus), run.parallel.sync.every
         if run.parallel.zero == 3 and sharing_ranks(run, mesh, expert=False)[0] > 1:
@@ -316,7 +316,7 @@ def _is_sharded(layout: Layout) -> bool:
 def _stage3_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], rounds: int, *, averages: bool) -> Iterator[TrafficTerm]:
     """fully_shard gathers each layer for forward and for backward, the ends of the model once for both; it pads each weight's rows. Owners
     of the same rows sum them after the last micro-batch."""
-    width = widths(run.train)
+    width = widths(run)
     often = f"at each of {rounds} micro-batches" if rounds > 1 else "once a step"
     for expert in sorted({each.expert for each in shards}):
         ranks, copies = sharing_ranks(run, mesh, expert=expert)

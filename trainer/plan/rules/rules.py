@@ -20,6 +20,7 @@ from ..engines import ENGINES, PAPERS_NAME
 from ..layout.mesh import replica_degrees
 from .broken_rule import BrokenRule, Rule
 from .degrees import nearest_divisors, replicas
+from .fp8_rule import fp8_rule
 from .gradient_sum_rules import servers_rule, staleness_rule
 from .latent_rule import latent_rule
 from .lora_rule import lora_rule
@@ -284,11 +285,11 @@ OF_RUN: tuple[Rule, ...] = (
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,
-    context_rule, pipeline_rule, batch_rule, offload_rule, plannable_ranks_rule, timeline_rule,
+    context_rule, pipeline_rule, batch_rule, offload_rule, plannable_ranks_rule, timeline_rule, fp8_rule,
 )  # fmt: skip
 # Those of a layout that read its micro-batch or its recomputation, and all keys of parallel that they read. The others read neither.
-OF_STEP: tuple[Rule, ...] = (hugging_face_layout_rule, pipeline_rule, batch_rule)
-STEP_KEYS = (*AXES, "recompute", "schedule", "actions", "chunks", "stages", "vertical")
+OF_STEP: tuple[Rule, ...] = (hugging_face_layout_rule, pipeline_rule, batch_rule, fp8_rule)
+STEP_KEYS = (*AXES, "sequence", "recompute", "schedule", "actions", "chunks", "stages", "vertical")
 
 
 def broken_rules(run: Run, parallel: Parallel, microbatch: int, rules: tuple[Rule, ...] = OF_RUN + OF_LAYOUT) -> list[BrokenRule]:
