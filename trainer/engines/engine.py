@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..layers.tensor_parallel import all_reduce
+from ..layers.group_messages import all_reduce
 from ..models.build import named_constants
 from ..models.moe.routing import step_bias, take_loads
 from ..parallel.process_groups import Grid

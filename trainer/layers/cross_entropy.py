@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from . import loss_kernels
 from .dtypes import at_least_float32
-from .tensor_parallel import TensorParallel, all_reduce
+from .group_messages import all_reduce
+from .tensor_parallel import TensorParallel
 
 # B batch, S sequence, V vocabulary (padded; this rank's part of it), R = B S rows
 

@@ -31,7 +31,7 @@ class Scaled(NamedTuple):
     scale: Tensor  # float32, of no dims
 
     @property
-    def mT(self) -> Scaled:  # noqa: N802 - torch's name
+    def mT(self) -> Scaled:
         """The transposed matrix."""
         return Scaled(self.values.mT, self.scale)
 
@@ -83,7 +83,8 @@ def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, shared: S
 def fp8_affine(x: Scaled, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W + b for x [..., I] and weight [I, O]."""
     product = scaled_product(x.rows, cast(weight, FORWARD))
-    output: Tensor = torch.ops.aten._unsafe_view(product, [*x.values.shape[:-1], weight.shape[1]])  # not a view for autograd: g sums it in place
+    # No view for autograd: g sums it in place.
+    output: Tensor = torch.ops.aten._unsafe_view(product, [*x.values.shape[:-1], weight.shape[1]])
     return output if bias is None else output + bias
 
 

@@ -219,9 +219,7 @@ def _whole_input(x: Tensor, tp: TensorParallel, in_fp8: bool) -> Tensor | Scaled
     return cast(whole, FORWARD) if in_fp8 else whole
 
 
-def _whole_products(
-    x: Tensor | Scaled, transposed: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, ...]:
+def _whole_products(x: Tensor | Scaled, transposed: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     pairs = zip(weights, biases, strict=True)
     if isinstance(x, Scaled):
         return tuple(fp8_affine(x, weight, bias) for weight, bias in pairs)
@@ -254,7 +252,7 @@ class _ColumnProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, *weights = ctx.saved_tensors
         tp, rows = ctx.tp, [grad.flatten(0, -2) for grad in grads]  # [B S, O]
-        output_grads: list[Tensor] | list[Scaled] = [cast(grad, BACKWARD) for grad in rows] if ctx.in_fp8 else rows
+        output_grads: Sequence[Tensor | Scaled] = [cast(grad, BACKWARD) for grad in rows] if ctx.in_fp8 else rows
         kept = x if scale is None else Scaled(x, scale)
         if ctx.gradients is not None:
             ctx.gradients.defer(ctx.parameters, partial(_weight_gradients, kept, output_grads, tp, ctx.transposed))
@@ -275,7 +273,7 @@ class _ColumnProducts(torch.autograd.Function):
         return reduction.wait(), None, None, None, *weight_grads, *bias_grads
 
 
-def _input_gradient(output_grads: Sequence[Tensor] | Sequence[Scaled], weights: Sequence[Tensor], transposed: bool) -> Tensor:
+def _input_gradient(output_grads: Sequence[Tensor | Scaled], weights: Sequence[Tensor], transposed: bool) -> Tensor:
     """Return the gradient [B S, I] of an input of several products, from those of their outputs [B S, O]."""
     total: Tensor | None = None
     for grad, weight in zip(output_grads, weights, strict=True):
@@ -285,23 +283,17 @@ def _input_gradient(output_grads: Sequence[Tensor] | Sequence[Scaled], weights: 
     return total
 
 
-def _weight_gradients(
-    x: Tensor | Scaled, output_grads: Sequence[Tensor] | Sequence[Scaled], tp: TensorParallel, transposed: bool
-) -> list[Tensor]:
+def _weight_gradients(x: Tensor | Scaled, output_grads: Sequence[Tensor | Scaled], tp: TensorParallel, transposed: bool) -> list[Tensor]:
     """Return the gradients of weights that share an input, x [B, S or s, I], from those of their outputs [B S, O]."""
     whole = AsyncAllGather(x, tp.group).wait() if tp.sequence and not isinstance(x, Scaled) else x
     return _products_with(whole, output_grads, transposed)
 
 
-def _products_with(whole: Tensor | Scaled, output_grads: Sequence[Tensor] | Sequence[Scaled], transposed: bool) -> list[Tensor]:
-    products = []
-    inputs = whole.rows if isinstance(whole, Scaled) else whole.flatten(0, -2)  # [B S, I]
-    for grad in output_grads:
-        if isinstance(grad, Scaled):
-            cast_inputs = inputs if isinstance(inputs, Scaled) else cast(inputs, FORWARD)
-            inputs = cast_inputs
-            products.append(scaled_product(cast_inputs.mT, grad))
-        else:
-            assert isinstance(inputs, Tensor)
-            products.append(grad.mT @ inputs if transposed else inputs.mT @ grad)
-    return products
+def _products_with(whole: Tensor | Scaled, output_grads: Sequence[Tensor | Scaled], transposed: bool) -> list[Tensor]:
+    first = output_grads[0]
+    if isinstance(first, Scaled):
+        inputs = (whole if isinstance(whole, Scaled) else cast(whole, FORWARD)).rows  # [B S, I]
+        return [scaled_product(inputs.mT, grad) for grad in output_grads if isinstance(grad, Scaled)]
+    assert isinstance(whole, Tensor)
+    rows, grads = whole.flatten(0, -2), [grad for grad in output_grads if isinstance(grad, Tensor)]
+    return [grad.mT @ rows if transposed else rows.mT @ grad for grad in grads]

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ...layers.tensor_parallel import all_reduce
+from ...layers.group_messages import all_reduce
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import RankPart
 from ...plan.deepspeed.ds_config import deepspeed_config

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...layers.dtypes import PRECISION_DTYPES
-from ...layers.tensor_parallel import all_reduce
+from ...layers.group_messages import all_reduce
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import RankPart
 from ...plan.costs.precision import widths

@@ -86,7 +86,8 @@ def _loss_bytes(logits: Tensor, local: LocalTensors, device: str) -> int:
 
 def _forward_bytes(op: Op, local: LocalTensors) -> int:
     """Bytes that softmax reads and makes in forward, or those of a dropout's input and of the random bits from which its mask is made."""
-    masked = reduce(larger, [local.count(tensor.dims) for tensor in op.saves_torch if tensor.width == 1], 0)
+    masks = () if op.in_fp8 else [tensor for tensor in op.saves_torch if tensor.width == 1]
+    masked = reduce(larger, [local.count(tensor.dims) for tensor in masks], 0)
     if tensor := _scores(op):
         scores = local.bytes(tensor)
         return scores + larger(scores, RANDOM_BITS * masked)

@@ -12,6 +12,9 @@ from .roofline import GROUPED, POINTWISE_BACKWARD, DeviceRates, cast_seconds, me
 # Softmax in parts, in float32: cast, scale, mask, softmax, cast back (Megatron-LM's forward_torch_softmax). The kernels that it has more
 # than the fused one, and what they move more, as a multiple of the scores: 36 bytes an element for 4.
 SOFTMAX_KERNELS, SOFTMAX_MOVES = 4, 16
+# Of our products in fp8 (trainer/layers/fp8.py): kernels of a pass that are not compiled, counted on fake CUDA tensors; bytes that these
+# move for those of compiled ones, 9 an element for 5; bytes an element of an operand that is copied the other way round.
+CAST_KERNELS, EAGER_CAST, TURN_BYTES = 25, 1.8, 2
 HEAD_DIM = 0.28  # fused attention of heads smaller than 128 elements loses rate with this power of their size
 
 
@@ -78,7 +81,8 @@ def softmax_parts(op: Op, local: LocalTensors) -> int:
 
 def op_kernels(op: Op, local: LocalTensors) -> int:
     """Return the kernels of an op on a rank, as the host dispatches them."""
-    return op.kernels + softmax_parts(op, local) * SOFTMAX_KERNELS
+    casts = CAST_KERNELS * len(op.product.outers) if op.product and op.in_fp8 and local.form == "torch" else 0
+    return op.kernels + softmax_parts(op, local) * SOFTMAX_KERNELS + casts
 
 
 def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) -> OpSeconds:
@@ -90,16 +94,32 @@ def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) 
     rows = -(-rows // groups)
     is_head = any("vocab" in dims for dims in product.outers)
     grouped = 1.0 if device.own and device.is_hopper else GROUPED
-    rate = (device.other if is_head else device.linear) * grouped ** (groups > 1)
+    in_fp8 = op.in_fp8 if device.own else not is_head
+    rate = (device.linear if in_fp8 else device.other) * grouped ** (groups > 1)
     width = local.activation
     forward = product_seconds(rows, outer, inner, groups, width, rate, device)
     if device.is_cpu:  # the three products take equally long
         return OpSeconds(forward, forward, 0.0 if is_frozen(op) else forward)
-    casts, casts_back = (0.0, 0.0) if is_head else (cast_seconds(rows * groups * each, device) for each in (inner, outer))
+    if device.own and op.in_fp8:
+        return _with_casts(op, rows, inner, outer, forward, device, width, rate)
+    casts, casts_back = (0.0, 0.0) if is_head or device.own else (cast_seconds(rows * groups * each, device) for each in (inner, outer))
     return OpSeconds(
         forward + casts,
         product_seconds(rows, inner, outer, groups, width, rate, device) + casts_back,
         0.0 if is_frozen(op) else product_seconds(inner, outer, rows, groups, width, rate, device),
+    )
+
+
+def _with_casts(op: Op, rows: int, inner: int, outer: int, forward: float, device: DeviceRates, width: int, rate: float) -> OpSeconds:
+    """Seconds of a product of our modules in fp8. They cast its input, the gradient of its output and, each time, its weight; the kernel of
+    each of the three products wants one operand the other way round."""
+    passes = 1.0 if device.fused else EAGER_CAST
+    turn = memory_seconds(TURN_BYTES * rows * (inner + outer), 2, device)
+    casts, casts_back = (passes * cast_seconds(rows * each + inner * outer, device) for each in (inner, outer))
+    return OpSeconds(
+        forward + casts + memory_seconds(TURN_BYTES * inner * outer, 1, device),
+        product_seconds(rows, inner, outer, 1, width, rate, device) + casts_back,
+        0.0 if is_frozen(op) else product_seconds(inner, outer, rows, 1, width, rate, device) + turn,
     )
 
 
