@@ -37,7 +37,7 @@ REFUSED = (
     ("launch=deepspeed",                   ("launch=deepspeed needs launch.hostfile: name a file with a line per host: host1 slots=8; "
                                             "or set launch=local to use this machine only")),
     ("model=bert_large",                   "engine zero does not run model.family=bert: it runs gpt, hf, llama, mla or moe"),
-    ("train.precision=fp8",                ("engine zero does not run train.precision=fp8: "
+    ("train.precision=fp4",                ("engine zero does not run train.precision=fp4: "
                                             "set train.precision=fp32 or train.precision=bf16")),
     ("train.precision=fp16",               ("train.precision=fp16 does not run on a CPU: DeepSpeed accepts it only on the few that "
                                             "multiply in fp16: set train.precision to fp32 or bf16, or engine=native")),

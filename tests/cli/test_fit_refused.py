@@ -62,7 +62,7 @@ REFUSED = (
     ("checkpoint.resume=never",                      "checkpoint.resume=never, but "),
     ("checkpoint.accept=[model.heads]",              "checkpoint.accept=[model.heads] is not a key that can be accepted"),
     ("parallel.tp=3",                                "tp 3 x cp 1 x pp 1 = 3 does not divide"),
-    ("train.precision=fp8",                          "engine zero does not run train.precision=fp8"),
+    ("train.precision=fp4",                          "engine zero does not run train.precision=fp4"),
     ("data=text data.path=/nothing.txt",             "data.path=/nothing.txt: no such file or folder"),
 )
 # fmt: on

@@ -21,6 +21,7 @@ LAYOUTS = (
     "model=tiny_llama cluster.gpus=1 parallel.recompute=full model.window=8",
     "model=tiny_llama cluster.gpus=1 parallel.recompute=selective data.documents=true",
     "model=tiny cluster.gpus=2 parallel.tp=2",
+    "model=tiny_llama cluster.gpus=2 parallel.tp=2 parallel.sequence=true train.precision=fp8",
     "model=tiny_llama cluster.gpus=4 parallel.tp=2 parallel.cp=2 parallel.sequence=true parallel.recompute=selective",
 )
 

@@ -176,6 +176,8 @@ BROKEN: list[tuple[Keys, str]] = [
         "optim.warmup=100 is not shorter than train.steps=100: set optim.warmup=10"),
     ({"train.precision": "fp16"},
         "train.precision=fp16: A100 does not compute in fp16: set train.precision=bf16 or train.precision=fp32"),
+    ({"train.precision": "fp8", "cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}, "train.seq": 1001},
+        "train.precision=fp8 multiplies in blocks of 16: attention has 2002 rows on a rank: set train.precision=bf16"),
     ({"train.gradients": "fp16"},
         "train.gradients=fp16 is not supported with train.precision=bf16: set train.gradients=auto or train.gradients=fp32"),
     ({"parallel.offload.optimizer": True},

@@ -137,7 +137,7 @@ def test_traffic_of_a_deepspeed_engine_is_deepspeeds(zero: int, micros: int, tim
 
 @pytest.mark.parametrize(("zero", "micros", "times"), PAPERS)
 def test_traffic_without_an_engine_is_the_papers(zero: int, micros: int, times: int) -> None:
-    plan = plan_of(parallel__zero=zero, micros=micros, train__precision="fp8", parallel__bucket=10**9)
+    plan = plan_of(parallel__zero=zero, micros=micros, train__precision="fp8", parallel__bucket=10**9, engine="papers")
     assert plan.engine is None
     assert plan.model is not None
     weights, gradients = (3, 2)  # bytes of a parameter's bf16 and fp8 copies, and of its gradient

@@ -177,8 +177,12 @@ UNRUN: list[tuple[Keys, str]] = [
     ({"parallel.tp": 8, "model.heads": 16, "model.kv_heads": 4, "parallel.zero": 1, "parallel.offload.optimizer": True},
         ("zero does not run parallel.offload.optimizer=true with more tensor-parallel ranks than model.kv_heads=4: "
          "set parallel.tp=4 or parallel.offload.optimizer=false")),
-    ({"cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}, "train.precision": "fp8"},
+    ({"cluster.device.peak": {"fp4": 6e14, "bf16": 3e14}, "train.precision": "fp4"},
+        "zero does not run train.precision=fp4: set train.precision=bf16"),
+    ({"cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}, "train.precision": "fp8", "engine": "zero"},
         "zero does not run train.precision=fp8: set train.precision=bf16"),
+    ({"cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}, "train.precision": "fp8", "model.lora.rank": 16},
+        "native does not run train.precision=fp8 with model.lora.rank=16: set train.precision=bf16"),
     (MOE | {"engine": "zero", "parallel.ep": 4, "parallel.zero": 3},
         "zero does not run parallel.zero=3 with parallel.ep=4: set engine=auto or parallel.zero=2"),
     ({"model.family": "bert"},                         "zero does not run model.family=bert: it runs gpt, hf, llama, mla or moe"),

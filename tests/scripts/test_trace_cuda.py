@@ -122,6 +122,14 @@ LATENT_JOBS = [
         ("cp", ("parallel.recompute=none",)),
     )
 ]
+FP8_JOBS = [
+    TraceJob(recipe=MODELS[model][0], words=(*GPU, *PLAIN, *MODELS[model][1:], *LAYOUTS[layout], *BF16[:-1], *words, "train.precision=fp8"))
+    for model, layout, words in (
+        ("llama", "sequence", ("train.compile=true",)),
+        ("gpt", "one rank", ("train.compile=true",)),
+        ("moe", "tp", ("parallel.recompute=selective",)),
+    )
+]
 JOBS = [
     TraceJob(recipe="gpt2_124m_1gpu", words=("model.layers=3", "model.dropout=0.1")),
     TraceJob(recipe="gpt2_124m", words=(*GPU, *PLAIN, "model.layers=4", *LAYOUTS["tp"], *DROPOUT_AGAIN)),
@@ -129,6 +137,7 @@ JOBS = [
     TraceJob(recipe="finetune_llama", words=FINETUNE),  # documents apart
     *COMPILED,
     *LATENT_JOBS,
+    *FP8_JOBS,
     *drawn_jobs(14, 9),
 ]
 

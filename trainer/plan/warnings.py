@@ -22,6 +22,7 @@ from .rules.unused_keys import unused_keys
 
 BUBBLE = 0.2  # share of a step from which a bubble is warned of
 
+MEASURED_ON_CPU = ("fp32", "bf16")  # precisions that the probe of this machine measures
 # The highest model-FLOPs utilisation that was measured and published, by device (without its memory) and precision.
 MEASURED: dict[tuple[str, str], tuple[float, str]] = {
     ("V100", "fp16"):  (0.39, "Megatron-LM 2020 scaling tables, 2B"),
@@ -207,7 +208,8 @@ def _missing_times(context: CostContext, layout: Layout, cost: LayoutCost, throu
             "cluster.device.bandwidth (bytes/s)": device.bandwidth,
         }
         keys = " and ".join(key for key, value in missing.items() if value is None)
-        measures = "`distrain fit` measures this machine, once; or " if device.kind == "cpu" else ""
+        is_measured = device.kind == "cpu" and context.run.train.precision in MEASURED_ON_CPU
+        measures = "`distrain fit` measures this machine, once; or " if is_measured else ""
         says = f"no times: how fast {device.name} is in {context.run.train.precision} is not stated"
         yield Problem(rule="time", says=says, mend=f"{measures}set {keys}")
     else:

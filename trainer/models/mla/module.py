@@ -44,11 +44,10 @@ class LatentAttention(Attention):
     def heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries and keys [B, S, A, P + R] and the values [B, S, A, v_head_dim] of this rank's heads, for x [B, S or s, H]."""
         shared = cast_for(x, self.key_down)
+        latent = x
         if self.query_down is not None and self.query_latent_norm is not None:
-            query = self.query(self.query_latent_norm(self.query_down(x, shared)))
-        else:
-            query = self.query(x, shared)
-        query = torch.unflatten(query, -1, (-1, self.plain_dim + self.rope_dim))
+            latent = self.query_latent_norm(self.query_down(x, shared))
+        query = torch.unflatten(self.query(latent), -1, (-1, self.plain_dim + self.rope_dim))
         heads = query.shape[2]
         key, value = column_linears(self.key_latent_norm(self.key_down(x, shared)), self.key, self.value)
         rope_key = self.rope_key(x, shared)

@@ -25,9 +25,8 @@ def is_cast(op: Op) -> bool:
 def _in_fp8(op: Op) -> Op:
     assert op.product is not None
     values = Tensor(TOKENS + op.product.inner)
-    others = tuple(each for each in op.saves_torch[1:]) if op.saves_torch[:1] == (values,) else op.saves_torch
-    shares = op.name == "attention.query" and not op.saves_torch  # its input is cast for the product beside it
-    return replace(op, in_fp8=True, saves_torch=others if shares else (replace(values, width=1), *others))
+    others = op.saves_torch[1:] if op.saves_torch[:1] == (values,) else op.saves_torch
+    return replace(op, in_fp8=True, saves_torch=(replace(values, width=1), *others))
 
 
 def _saving_its_result(op: Op, run: Run) -> Op:

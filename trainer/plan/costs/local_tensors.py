@@ -120,7 +120,8 @@ def _saved_tensors(op: Op, local: LocalTensors) -> Iterable[Tensor]:
         case "torch":
             saves = [tensor for tensor in op.saves_torch if "vocab" not in tensor.dims]
             if op.in_fp8 and local.sequence and tp.split_style(op) == "column":  # what came, this rank's part, which backward gathers again
-                return [replace(tensor, width=None) if tensor.width == 1 else tensor for tensor in saves]
+                kept, *others = saves  # that of shared experts is the router's
+                return others if op.name == "shared" else [replace(kept, width=None), *others]
             return saves
         case "megatron":
             return op.saves_megatron

@@ -15,6 +15,7 @@ from ..layout.schedule_of_run import legal_schedule
 from ..layout.schedules import Schedule
 from .engine_row import EngineRow
 
+NOT_LATE = ("fp16", "fp8")  # precisions in which late weights, late sums and compressed gradients are not run
 DOES_NOT_RUN = " does not run "  # between the engine and the override, in the sentence of a limit
 
 
@@ -59,7 +60,7 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     if run.train.precision not in row.precisions:
         candidates = tuple((("train.precision", name),) for name in row.precisions)
         yield EngineLimit(row.name, "train.precision", run.train.precision, candidates)
-    elif run.train.precision == "fp8" and (is_made_by_transformers(run.model) or run.model.lora.rank):
+    elif run.train.precision == "fp8" and not delay and (is_made_by_transformers(run.model) or run.model.lora.rank):
         yield _fp8_limit(row, run)
     elif delay:
         yield from _delay_limits(row, run, parallel, each_micro_batch=delay.each_micro_batch)
@@ -165,7 +166,7 @@ def _staleness_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: 
         (parallel.zero > 1, "parallel.zero", parallel.zero, (("parallel.zero", 1),)),
         (bool(parallel.zero) and parallel.shard != "all", "parallel.shard", parallel.shard, (("parallel.shard", "all"),)),
         (parallel.sync.every > 1, "parallel.sync.every", parallel.sync.every, (("parallel.sync.every", 1),)),
-        (run.train.precision == "fp16", "train.precision", "fp16", (("train.precision", "bf16"),)),
+        (run.train.precision in NOT_LATE, "train.precision", run.train.precision, (("train.precision", "bf16"),)),
     )
     yield from _first_conflict(row, key, value, conflicts, fresh)
 
@@ -195,8 +196,8 @@ def _delay_limits(row: EngineRow, run: Run, parallel: Parallel, *, each_micro_ba
     schedule, flushed = f" with parallel.schedule={parallel.schedule}", _change_to_flush(parallel)
     if run.model.tied:
         yield EngineLimit(row.name, "model.tied", f"true{schedule}", ((("model.tied", False),), flushed))
-    if run.train.precision == "fp16":
-        yield EngineLimit(row.name, "train.precision", f"fp16{schedule}", ((("train.precision", "bf16"),), flushed))
+    if run.train.precision in NOT_LATE:
+        yield EngineLimit(row.name, "train.precision", f"{run.train.precision}{schedule}", ((("train.precision", "bf16"),), flushed))
     if has_compiled_layers(run.train, parallel):
         yield EngineLimit(row.name, "train.compile", f"true{schedule}", ((("train.compile", False),), flushed))
     if each_micro_batch and run.data.documents:
@@ -215,7 +216,7 @@ def _compression_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed
         (parallel.zero > 0, "parallel.zero", parallel.zero, _change_to_zero_0(parallel)),
         (parallel.sync.every > 1, "parallel.sync.every", parallel.sync.every, (("parallel.sync.every", 1),)),
         (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
-        (run.train.precision == "fp16", "train.precision", "fp16", (("train.precision", "bf16"),)),
+        (run.train.precision in NOT_LATE, "train.precision", run.train.precision, (("train.precision", "bf16"),)),
         (parallel.staleness > 0, "parallel.staleness", parallel.staleness, (("parallel.staleness", 0),)),
         (routed, "parallel.reduce", parallel.reduce, (("parallel.reduce", "ring"),)),
     )
