@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,20 +13,23 @@ from distrain.trainer.layers.fp8 import BACKWARD, FORWARD, Scaled, cast, fp8_pro
 from distrain.trainer.layers.weight_gradients import WeightGradients, defer_weight_gradients  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
 EITHER = pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
 
 
-def drawn(*shape: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
+def drawn(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
     return (spread * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
 
 
-def exact(x: Scaled) -> torch.Tensor:
+def exact(x: Scaled) -> Tensor:
     return x.values.double() * x.scale.double()
 
 
 @EITHER
 @pytest.mark.parametrize("largest", [1e-20, 3e-4, 1.0, 1.75, 448.0, 449.0, 57344.0, 1e30])
-def test_a_scale_is_the_smallest_power_of_two_that_fits(dtype: torch.dtype, largest: float) -> None:
+def test_a_scale_is_the_smallest_power_of_two_that_fits(dtype: dtype, largest: float) -> None:
     x = torch.tensor([[largest, -largest / 3, 0.0]]).bfloat16()
     cast_x, most = cast(x, dtype), torch.finfo(dtype).max
     assert torch.frexp(cast_x.scale).mantissa == 0.5
@@ -42,7 +47,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_seen() -> None:
 
 
 @EITHER
-def test_an_element_rounds_alike_whatever_else_its_tensor_holds(dtype: torch.dtype) -> None:
+def test_an_element_rounds_alike_whatever_else_its_tensor_holds(dtype: dtype) -> None:
     """Ranks hold other parts of a tensor; all but the smallest of its elements are cast alike."""
     x = drawn(64, 64)
     x[x.abs() < 0.1] = 1.0  # beside an element 2^4 times the largest, these are still normal numbers
@@ -67,7 +72,7 @@ def test_a_product_on_a_cpu_is_that_of_torchs_kernel() -> None:
 def test_a_layer_multiplies_cast_tensors_forward_and_backward(deferred: bool) -> None:
     x, weight, bias = drawn(2, 16, 32).requires_grad_(), torch.nn.Parameter(drawn(32, 48, seed=1)), torch.nn.Parameter(drawn(48, seed=2))
     grad = drawn(2, 16, 48, seed=3, spread=1e-3)
-    kept: list[torch.Tensor] = []
+    kept: list[Tensor] = []
     gradients = WeightGradients(lambda parameter, gradient: kept.append(gradient)) if deferred else None
     with defer_weight_gradients(gradients):
         output = fp8_product(x, weight, bias)
