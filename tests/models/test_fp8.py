@@ -20,7 +20,8 @@ EITHER = pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
 
 
 def drawn(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
-    return (spread * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+    x: Tensor = spread * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x.bfloat16()
 
 
 def exact(x: Scaled) -> Tensor:
