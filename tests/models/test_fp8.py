@@ -94,6 +94,14 @@ def test_a_layer_multiplies_cast_tensors_forward_and_backward(deferred: bool) ->
     torch.testing.assert_close(bias.grad, grad.flatten(0, 1).sum(0), **close)
 
 
+def test_an_evaluation_multiplies_as_training_does() -> None:
+    x, weight, bias = drawn(2, 16, 32), torch.nn.Parameter(drawn(32, 48, seed=1)), torch.nn.Parameter(drawn(48, seed=2))
+    trained = fp8_product(x, weight, bias)
+    with torch.no_grad():
+        assert torch.equal(fp8_product(x, weight, bias), trained)
+    assert not torch.equal(trained, torch.addmm(bias, x.flatten(0, 1), weight).view_as(trained))
+
+
 @pytest.mark.parametrize(
     ("model", "bf16"),
     [

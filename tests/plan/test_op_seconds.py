@@ -137,6 +137,42 @@ def test_our_modules_add_each_micro_batchs_gradients_and_sum_those_of_biases() -
     assert bf16.weight_gradients == pytest.approx(product + summed)
 
 
+def fp8_seconds(name: str, *, fused: bool) -> tuple[OpSeconds, DeviceRates, int]:
+    """The seconds of an op of GPT-2 124M in our modules in fp8, the device's rates, and the kernels of a pass."""
+    run = load_recipe("gpt2_124m_1gpu", ["train.microbatch=12", "train.precision=fp8", "engine=native"])
+    table, known = CostContext(run).table, rates(H200, "fp8", fused=fused, own=True)
+    assert known is not None
+    split = block_split(run.parallel, 12, "compiled" if fused else "torch", fused=fused)
+    local = LocalTensors(table, split, vocab_multiple=run.model.vocab_multiple, activation=2, form=split.form)
+    (op,) = (op for op in (*table.layer, *table.head) if op.name == name)
+    return op_seconds(op, local, known, 2), known, op_kernels(op, local)
+
+
+def test_a_product_in_fp8_is_computed_at_its_rate_and_casts_what_it_multiplies() -> None:
+    """Of GPT-2 124M's wider product: its input and weight forward, its output's gradient and the weight again backward; the weight, the
+    input and that gradient are copied the other way round. Kernels that are not compiled move 9 bytes an element for 5."""
+    rows, inner, outer = 12 * 1024, 768, 3072
+    for fused, passes in ((True, 1.0), (False, 1.8)):
+        found, known, kernels = fp8_seconds("mlp", fused=fused)
+        assert known.linear == pytest.approx(2 * known.other, rel=0.01)
+        assert kernels == (1 if fused else 26)
+        product = product_seconds(rows, outer, inner, 1, 2, known.linear, known)
+        casts = passes * (5.4 * (rows * inner + inner * outer) / known.memory + known.launch)
+        assert found.forward == pytest.approx(product + casts + 2 * inner * outer / known.memory + known.launch)
+        casts_back = passes * (5.4 * (rows * outer + inner * outer) / known.memory + known.launch)
+        assert found.input_gradients == pytest.approx(product_seconds(rows, inner, outer, 1, 2, known.linear, known) + casts_back)
+        turned = 2 * rows * (inner + outer) / known.memory + 2 * known.launch
+        summed = (6 * (inner * outer + outer) + 2 * rows * outer) / known.memory + 3 * known.launch
+        product = product_seconds(inner, outer, rows, 1, 2, known.linear, known)
+        assert found.weight_gradients == pytest.approx(product + turned + summed)
+
+
+def test_the_head_of_our_modules_computes_in_bf16() -> None:
+    found, known, kernels = fp8_seconds("head", fused=True)
+    assert kernels == 1
+    assert found.forward == pytest.approx(product_seconds(12 * 1024, 50304, 768, 1, 2, known.other, known))
+
+
 def test_our_loss_reads_the_logits_once_forward_and_writes_their_gradient_backward() -> None:
     loss, known, logits = seconds_of("loss"), known_rates(own=True), 12 * 1024 * 50304 * 2
     assert loss.forward == pytest.approx(logits / known.memory + 3 * known.launch)
