@@ -121,3 +121,10 @@ def test_the_products_of_attention_and_feed_forwards_are_in_fp8(model: str, bf16
     in_fp8 = {name.removeprefix("layers.0.") for name, each in matrices.items() if getattr(each, "in_fp8", False) and ".0." in f".{name}"}
     assert {"attention.query", "attention.out"} <= in_fp8
     assert not any("experts" in name or "router" in name for name in in_fp8)
+
+
+def test_a_saved_model_is_read_in_float32() -> None:
+    """As `export` and `generate` do, which are compared with transformers."""
+    run = load_recipe("quickstart", ["data=synthetic", "model=tiny", "train.precision=fp8", "engine=native"])
+    module = build_model(run, device=torch.device("meta"), dtype=torch.float32, seed=1)
+    assert not any(getattr(each, "in_fp8", False) for each in module.modules())
