@@ -94,6 +94,17 @@ def test_a_layer_multiplies_cast_tensors_forward_and_backward(deferred: bool) ->
     torch.testing.assert_close(bias.grad, grad.flatten(0, 1).sum(0), **close)
 
 
+def test_a_gradient_far_below_the_largest_one_is_not_lost() -> None:
+    """By 2^-24, which e5m2 holds beside the largest element of a tensor, and e4m3 does not."""
+    x, weight = drawn(16, 32).requires_grad_(), torch.nn.Parameter(drawn(32, 16, seed=1))
+    grad = torch.full((16, 16), 2.0**-24).bfloat16()
+    grad[0] = 1.0
+    fp8_product(x, weight).backward(grad)
+    assert x.grad is not None
+    expected = grad[1:].double() @ exact(cast(weight.detach(), FORWARD)).mT
+    torch.testing.assert_close(x.grad[1:].double(), expected, rtol=2**-7, atol=1e-9)
+
+
 def test_an_evaluation_multiplies_as_training_does() -> None:
     x, weight, bias = drawn(2, 16, 32), torch.nn.Parameter(drawn(32, 48, seed=1)), torch.nn.Parameter(drawn(48, seed=2))
     trained = fp8_product(x, weight, bias)

@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.planned_memory import DEVICE, GIB, gpt, memory_of, run_of
 from distrain.trainer.layers import cross_entropy
-from distrain.trainer.plan.costs.block_temporary_bytes import LOGITS_AT_A_TIME
+from distrain.trainer.models.families import op_table
+from distrain.trainer.plan.costs.block_temporary_bytes import LOGITS_AT_A_TIME, op_bytes
+from distrain.trainer.plan.costs.local_tensors import LocalTensors, block_split
 from distrain.trainer.plan.result import MemoryBytes
 from distrain.trainer.spec.run import Device, Model
 
@@ -77,6 +80,16 @@ def test_the_optimizers_step_holds_flat_gradients_and_their_float32_copy(zero: i
     parameters = memory_of(run_of(model, 1)).stages[0].parameters
     assert stage.activations + stage.logits + stage.temporary == pytest.approx(each * parameters, rel=1e-3)
     assert stage.total > 4 * GIB
+
+
+def test_a_byte_that_fp8_keeps_is_no_mask_of_a_dropout() -> None:
+    """A dropout draws twelve bytes for each byte of its mask; a cast holds nothing so long."""
+    run = load_recipe("gpt2_124m_1gpu", ["train.precision=fp8", "engine=native", "model.dropout=0.1"])
+    table, split = op_table(run), block_split(run.parallel, 1, "torch", fused=False)
+    local = LocalTensors(table, split, vocab_multiple=run.model.vocab_multiple, activation=2, form="torch")
+    held = {op.name: op_bytes(op, local, "cuda").forward for op in table.layer}
+    assert held["mlp.residual"] == 14 * run.train.seq * run.model.hidden
+    assert not any(held[op.name] for op in table.layer if op.in_fp8)
 
 
 def test_compiled_layers_save_what_the_papers_count_and_the_loss_is_not_compiled() -> None:
