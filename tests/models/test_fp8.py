@@ -136,6 +136,13 @@ def test_the_products_of_attention_and_feed_forwards_are_in_fp8(model: str, bf16
 
 def test_a_saved_model_is_read_in_float32() -> None:
     """As `export` and `generate` do, which are compared with transformers."""
-    run = load_recipe("quickstart", ["data=synthetic", "model=tiny", "train.precision=fp8", "engine=native"])
-    module = build_model(run, device=torch.device("meta"), dtype=torch.float32, seed=1)
-    assert not any(getattr(each, "in_fp8", False) for each in module.modules())
+    words, tokens = ["data=synthetic", "model=tiny_llama", "engine=native"], torch.arange(32).view(1, 32)
+
+    def logits(precision: str, dtype: dtype) -> Tensor:
+        run = load_recipe("quickstart", [*words, f"train.precision={precision}"])
+        with torch.no_grad():
+            found: Tensor = build_model(run, device=torch.device("cpu"), dtype=dtype, seed=1).logits(tokens)
+        return found
+
+    assert torch.equal(logits("fp8", torch.float32), logits("fp32", torch.float32))
+    assert not torch.equal(logits("fp8", torch.bfloat16), logits("bf16", torch.bfloat16))

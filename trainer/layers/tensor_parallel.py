@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .fp8 import BACKWARD, FORWARD, Scaled, cast, fp8_affine, fp8_input_gradient, fp8_product, scaled_product
+from .fp8 import BACKWARD, FORWARD, OUTPUT, Scaled, cast, fp8_affine, fp8_input_gradient, fp8_product, scaled_product
 from .group import Group
 from .group_messages import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter, all_reduce
 from .parameters_by_prefix import Parameters, sub_parameters
@@ -109,7 +109,8 @@ class _Scatter(torch.autograd.Function):
 class Linear(nn.Module):
     """x W + b. Autograd saves the parameter, never a view of it: ZeRO-3 frees the parameter's memory before backward.
 
-    A subclass whose parameters include LoRA's sets `lora_a` and `lora_b`. `in_fp8`: it multiplies in 8-bit floats.
+    A subclass whose parameters include LoRA's sets `lora_a` and `lora_b`. `in_fp8`: it multiplies inputs in bf16 as
+    8-bit floats; a saved model, which is read in float32, does not.
     """
 
     def __init__(self, parameters: Parameters, lora_scale: float = 0.0) -> None:
@@ -127,9 +128,13 @@ class Linear(nn.Module):
             return output
         return torch.add(output, self.lora_b(self.lora_a(x)), alpha=self.lora_scale)
 
+    def casts(self, x: Tensor) -> bool:
+        """Whether this layer multiplies an input x in 8-bit floats."""
+        return self.in_fp8 and x.dtype == OUTPUT
+
     def multiply(self, x: Tensor, bias: Tensor | None, shared: Scaled | None = None) -> Tensor:
         """Return x W + bias, with x as `shared` where another layer has cast it."""
-        if self.in_fp8:
+        if self.casts(x):
             return fp8_product(x, self.weight, bias, shared)
         return product(x, self.weight, bias)
 
@@ -188,13 +193,13 @@ def column_linears(x: Tensor, *layers: ColumnLinear) -> tuple[Tensor, ...]:
         shared = cast_for(x, *layers)
         return tuple(layer(x, shared) for layer in layers)  # by their own forward, where ZeRO-3 gathers their weights
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    outputs = column_products(x, tp, weights, biases, transposed=False, in_fp8=layers[0].in_fp8)
+    outputs = column_products(x, tp, weights, biases, transposed=False, in_fp8=layers[0].casts(x))
     return tuple(layer.add_lora(x, output) for layer, output in zip(layers, outputs, strict=True))
 
 
-def cast_for(x: Tensor, *layers: Linear | None) -> Scaled | None:
+def cast_for(x: Tensor, *layers: Linear) -> Scaled | None:
     """Cast the input of several layers once, where they multiply in 8-bit floats."""
-    return cast(x, FORWARD) if any(layer is not None and layer.in_fp8 for layer in layers) else None
+    return cast(x, FORWARD) if any(layer.casts(x) for layer in layers) else None
 
 
 def column_products(

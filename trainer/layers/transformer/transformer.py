@@ -123,7 +123,7 @@ class Transformer(nn.Module):
         )
         if run.train.precision == "fp8":
             for linear in (each for each in self.layers.modules() if isinstance(each, Linear)):
-                linear.in_fp8 = linear.weight.dtype == torch.bfloat16  # else a saved model is read, in float32
+                linear.in_fp8 = True
         if last:
             if model.tied and not first:  # the head's own copy of the embedding, by the embedding's name
                 self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
