@@ -54,12 +54,14 @@ LAYOUTS: list[tuple[Words, Words]] = [
 
 @pytest.mark.parametrize(("curve", "layout"), LAYOUTS)
 def test_a_layout_trains_the_curve_of_one_process(ranks: RankPool, tmp_path: Path, curve: Words, layout: Words) -> None:
-    """Scales are of each rank's own tensors, and powers of two. Losses were at most 4e-4 apart, norms 2e-3 of themselves."""
+    """Scales are of each rank's own tensors, and powers of two. Where tensor parallelism splits products, losses were at most 1.2e-3 apart
+    and norms 9e-3 of themselves; elsewhere 5e-7 and 3e-7."""
     words = (*BASE, *curve, *(each for each in layout if each.startswith("train.")), *FP8)
     one = ranks.train(tmp_path / "one", *words, "cluster.gpus=1")
     job = ranks.train(tmp_path / "run", *words, *layout)
-    assert job.figures("loss") == pytest.approx(one.figures("loss"), abs=2e-3, rel=0)
-    assert job.figures("grad_norm") == pytest.approx(one.figures("grad_norm"), abs=0, rel=1e-2)
+    loss, norm = (2e-3, 1e-2) if "parallel.tp=2" in layout else (3e-6, 2e-5)
+    assert job.figures("loss") == pytest.approx(one.figures("loss"), abs=loss, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(one.figures("grad_norm"), abs=0, rel=norm)
     assert not differing_messages(job.folder)
     plan, held = make_plan(read_run(job.folder)), json.loads((job.folder / "measured.json").read_text())["ranks"]
     assert plan.engine == "native"
@@ -71,13 +73,13 @@ def test_a_layout_trains_the_curve_of_one_process(ranks: RankPool, tmp_path: Pat
         most = max(rank["activations"] for rank in ranked)
         assert max(rank["weights"] for rank in ranked) == pytest.approx(stage.bytes.weights, abs=64)
         if "parallel.schedule=zb_h1" in layout:
-            assert most <= planned * 1.015
+            assert most <= planned * 1.001
         else:
-            assert most == pytest.approx(planned, rel=0.1 if curve == MOE else 0.015)  # scales, four bytes a tensor
+            assert most == pytest.approx(planned, rel=0.05 if curve == MOE else 1e-3)  # routed copies; scales
 
 
 def test_fp8_trains_near_the_curve_of_float32(ranks: RankPool, tmp_path: Path) -> None:
     losses, _ = reference_curve((*BASE, *LLAMA, "train.precision=fp32"))
     found = ranks.train(tmp_path / "run", *BASE, *LLAMA, *FP8, "cluster.gpus=1").figures("loss")
     apart = [abs(one - other) for one, other in zip(found, losses, strict=True)]
-    assert 1e-5 < max(apart) < 0.03
+    assert 1e-5 < max(apart) < 5e-3  # 1.5e-3

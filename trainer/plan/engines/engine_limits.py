@@ -60,10 +60,10 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     if run.train.precision not in row.precisions:
         candidates = tuple((("train.precision", name),) for name in row.precisions)
         yield EngineLimit(row.name, "train.precision", run.train.precision, candidates)
-    elif run.train.precision == "fp8" and not delay and (is_made_by_transformers(run.model) or run.model.lora.rank):
-        yield _fp8_limit(row, run)
     elif delay:
         yield from _delay_limits(row, run, parallel, each_micro_batch=delay.each_micro_batch)
+    elif run.train.precision == "fp8":
+        yield from _fp8_limits(row, run)
     if schedule and schedule.splits_backward and has_compiled_layers(run.train, parallel):
         eager: Change = (("train.compile", False),)
         whole = _change_to_flush(parallel)
@@ -100,11 +100,13 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield from _offload_limits(row, run, parallel)
 
 
-def _fp8_limit(row: EngineRow, run: Run) -> EngineLimit:
+def _fp8_limits(row: EngineRow, run: Run) -> Iterator[EngineLimit]:
     """Our own layers multiply in 8-bit floats, and those of LoRA's factors are too thin."""
-    lora = f"fp8 with model.lora.rank={run.model.lora.rank}"
-    value = f"fp8 with model.family={run.model.family}" if is_made_by_transformers(run.model) else lora
-    return EngineLimit(row.name, "train.precision", value, ((("train.precision", "bf16"),),))
+    conflicts: tuple[Conflict, ...] = (
+        (is_made_by_transformers(run.model), "model.family", run.model.family, ()),
+        (run.model.lora.rank > 0, "model.lora.rank", run.model.lora.rank, ()),
+    )
+    yield from _first_conflict(row, "train.precision", "fp8", conflicts, (("train.precision", "bf16"),))
 
 
 def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel, schedule: Schedule | None) -> Iterator[EngineLimit]:
