@@ -89,6 +89,8 @@ def _memory(plan: Plan) -> Iterator[Markup]:
     colours = {name: colour for _, name, colour in KINDS}
     heading = [join([swatch(colours[name]), name]) if name in colours else name for name in names]
     yield table([stage, layers, *heading, "of capacity"], _shown_rows(rows, memory), (0, 1))
+    if host := facts.host_text(plan):
+        yield element("p", host, class_="note")
 
 
 def _shown_rows(rows: list[list[str]], memory: Memory) -> Iterator[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...trainer.launch.file_checks import WOULD_REFUSE
+from ...trainer.plan.axes.dp import HOST
 from ...trainer.plan.engines.engine_limits import DOES_NOT_RUN
 from ...trainer.plan.result import Message, Plan
 from ...trainer.plan.save_interval import ENOUGH
@@ -37,7 +38,9 @@ def verdict(plan: Plan) -> str:
     if plan.memory is None:
         return f"{one_line(plan.name)} {outcome(plan)}"
     of = memory_figure(plan)
-    if not plan.fits:
+    if overflows_host(plan):
+        says = f"{outcome(plan)}: needs {host_part(plan)} on each node's host ({of} on a device)"
+    elif not plan.fits:
         says = f"{outcome(plan)}: needs {of}{f' on stage {plan.memory.stage}' if len(plan.memory.stages) > 1 else ''}"
     elif not plan.ok:
         says = f"{outcome(plan)} (memory fits: {of})"
@@ -53,9 +56,34 @@ def outcome(plan: Plan) -> str:
     return fit_words(plan) if plan.ok or not plan.fits else f"can't run: {plural(len(plan.problems), 'problem')}"
 
 
+def overflows_host(plan: Plan) -> bool:
+    """Whether what ranks offload does not fit on their node's host, while the rest fits on their devices."""
+    memory = plan.memory
+    return bool(not plan.fits and memory and memory.host and memory.host.capacity is not None and memory.peak <= memory.capacity)
+
+
+def host_part(plan: Plan) -> str:
+    """The bytes that ranks offload on the fullest node, of those that its host has."""
+    assert plan.memory
+    host = plan.memory.host
+    assert host
+    return size_text(host.node) if host.capacity is None else part_of_size(host.node, max(0, host.capacity))
+
+
+def host_text(plan: Plan) -> str:
+    """What ranks offload to their node's host, and of one rank which kinds; "" where nothing is offloaded."""
+    if plan.memory is None or plan.memory.host is None:
+        return ""
+    host = plan.memory.host
+    kinds = [(kind, getattr(host, kind)) for kind in ("optimizer", "gradients", "weights", "buffers")]
+    return f"On a node's host {host_part(plan)}; of one rank {', '.join(f'{kind} {size_text(size)}' for kind, size in kinds if size)}"
+
+
 def fit_words(plan: Plan) -> str:
     """Whether the plan's memory fits; "probably" where the capacity lies inside the error bar."""
     assert plan.memory
+    if overflows_host(plan):
+        return "does not fit"
     capacity = plan.memory.capacity
     if plan.fits:
         return "probably fits" if plan.memory_high is not None and plan.memory_high > capacity else "fits"
@@ -158,8 +186,10 @@ def _engine_note(plan: Plan) -> str:
 def traffic_title(plan: Plan) -> str:
     """The bytes that one rank sends in a step over each link."""
     by_link = {link: sum(each.sent for each in plan.traffic if each.link == link) for link in ("inside", "between")}
-    total = ", ".join(f"{size_text(sent)} {link} {'nodes' if link == 'between' else 'the node'}" for link, sent in by_link.items() if sent)
-    return f"Traffic of a rank in a step: {total or 'nothing'}"
+    totals = [f"{size_text(sent)} {link} {'nodes' if link == 'between' else 'the node'}" for link, sent in by_link.items() if sent]
+    if copied := sum(each.sent for each in plan.traffic if each.link == HOST):
+        totals.append(f"{size_text(copied)} to and from the host")
+    return f"Traffic of a rank in a step: {', '.join(totals) or 'nothing'}"
 
 
 def message_rows(plan: Plan) -> list[list[str]]:

@@ -60,7 +60,8 @@ def _memory_lines(plan: Plan, style: Style) -> list[str]:
         kinds.remove(min(kinds, key=lambda kind: max(getattr(stage.bytes, kind) for stage in memory.stages)))
         cells = memory_rows(memory, kinds, HEADINGS)
     heading, *lines = _with_bars(cells, capacity_shares(memory), style)
-    return [*wrap(memory_title(memory)), f"  {heading}", *_shown_lines(lines, memory)]
+    host = facts.host_text(plan)
+    return [*wrap(memory_title(memory)), f"  {heading}", *_shown_lines(lines, memory), *(wrap(host, indent="  ") if host else [])]
 
 
 def _with_bars(cells: Sequence[Sequence[str]], shares: Sequence[float], style: Style) -> list[str]:

@@ -37,10 +37,11 @@ COMPLETE: dict[str, type] = {  # files with every key of their section
 # Values of a file for keys that have no default in the data class, or another one.
 REQUIRED_VALUES = {"train/default": {"batch": 8, "seq": 1024, "steps": 1000}}
 
-FIGURE = re.compile(r"^\s+(fp32|tf32|bf16|fp16|fp8|fp4|bandwidth|latency): \S|^(memory|bandwidth|units|context): \S")
+FIGURE = re.compile(r"^\s+(fp32|tf32|bf16|fp16|fp8|fp4|bandwidth|latency|memory|link): \S|^(memory|bandwidth|units|context): \S")
 NONE = re.compile(r": (null|auto|0\.0)\b")
 SOURCE = re.compile(
     r"datasheet|whitepaper|product page|reference architecture|chronicles-prequel|dgxc-benchmarking README|tuning\.cc|NCCL's"
+    r"|MLPerf Training|nvbandwidth|pinned copy|arXiv:|as in dgx_h100|tuning guide"
     r"|torchtitan benchmarks|what torch reports|torch's multi_processor_count"
 )
 

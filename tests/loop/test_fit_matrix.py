@@ -10,6 +10,7 @@ import pytest
 
 from distrain.tests.fakes.one_process import ignored_labels, reference_curve, write_documents
 from distrain.trainer.prove.trials.covering import covering_rows
+from distrain.trainer.rundir.measured import read_measured_run
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
@@ -138,7 +139,12 @@ def test_offload_changes_no_curve(ranks: RankPool, tmp_path: Path) -> None:
         ("optimizer2", "parallel.zero=2", "parallel.offload.optimizer=true"),
         ("optimizer3", "parallel.zero=3", "parallel.offload.optimizer=true"),
         ("both3",      "parallel.zero=3", "parallel.offload={optimizer: true, parameters: true}"),
+        ("native1",    "parallel.zero=1", "parallel.offload.optimizer=true", "engine=native", "parallel.bucket=30_000"),
+        ("native2",    "parallel.zero=2", "parallel.offload.optimizer=true", "engine=native", "parallel.overlap.data=false"),
+        ("pipeline",   "parallel.zero=1", "parallel.offload.optimizer=true", "parallel.pp=2", "parallel.schedule=zb_h1"),
+        ("sequence",   "parallel.zero=1", "parallel.offload.optimizer=true", "parallel.tp=2", "parallel.sequence=true"),
     ):  # fmt: skip
         job = ranks.train(tmp_path / name, *words, *offload)
         assert job.figures("loss") == pytest.approx(losses, abs=2e-6, rel=0), offload
         assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5), offload
+        print(name, [(e.name, e.planned, e.measured) for e in read_measured_run(job.folder).memory])

@@ -12,6 +12,7 @@ from distrain.trainer.plan.layout_of_run import layout_of_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.warnings import WARNINGS
 from distrain.trainer.spec.changed_run import with_changes
+from distrain.trainer.spec.run import Offload
 
 # Runs that are legal but slow, wasteful or not fully planned: (the warning's rule, keys, how the warning begins).
 
@@ -24,7 +25,9 @@ COSTLY: list[tuple[str, Keys, str]] = [
     ("time", {"cluster.between": None},
         "no times: cluster.between is not stated: set cluster.between.bandwidth (bytes/s per GPU and direction) and .latency (seconds)"),
     ("time", {"parallel.zero": 1, "parallel.offload.optimizer": True},
-        "no times: the speed of an offloaded optimizer step is not known"),
+        "no times: how fast its node's host is, to which the run offloads, is not stated: set cluster.host.bandwidth (bytes/s) and .link "),
+    ("time", {"parallel.zero": 1, "parallel.offload.optimizer": True, "cluster.device.kind": "cpu"},
+        "no times: a CPU has no host beside it: offloading copies within its memory"),
     ("routing", MOE | {"parallel.ep": 4},
         "memory, messages and times of expert ranks are planned for even routing, 8 experts over 4 ranks"),
     ("capacity", MOE | {"model.capacity": 1.25},
@@ -169,12 +172,30 @@ UNRUN: list[tuple[Keys, str]] = [
          "set parallel.schedule=1f1b or model.router.bias_rate=0")),
     ({"parallel.tp": 2, "parallel.pp": 2, "parallel.scatter": True},
         "pipe does not run parallel.scatter=true: set parallel.scatter=false or parallel.scatter=false parallel.sequence=true"),
-    ({"parallel.pp": 2, "parallel.zero": 1, "parallel.offload.optimizer": True},
-        "pipe does not run parallel.offload.optimizer=true: set parallel.offload.optimizer=false or parallel.pp=1"),
-    ({"parallel.tp": 2, "parallel.sequence": True, "parallel.zero": 1, "parallel.offload.optimizer": True},
+    ({"parallel.pp": 2, "parallel.zero": 1, "parallel.offload.optimizer": True, "engine": "pipe"},
+        "pipe does not run parallel.offload.optimizer=true: set parallel.offload.optimizer=false or engine=auto"),
+    ({"parallel.zero": 3, "parallel.offload.optimizer": True, "engine": "native"},
+        ("native does not run parallel.offload.optimizer=true with parallel.zero=3: "
+         "set parallel.zero=2 or parallel.offload.optimizer=false")),
+    ({"parallel.zero": 3, "parallel.offload": Offload(optimizer=True, parameters=True), "engine": "native"},
+        ("native does not run parallel.offload.parameters=true: "
+         "set parallel.offload.optimizer=false parallel.offload.parameters=false or engine=auto")),
+    ({"parallel.zero": 1, "parallel.offload.optimizer": True, "engine": "native", "optim.name": "sgd"},
+        ("native does not run parallel.offload.optimizer=true with optim.name=sgd: "
+         "set optim.name=adamw or parallel.offload.optimizer=false")),
+    (LATE | {"parallel.zero": 1, "parallel.offload.optimizer": True},
+        ("native does not run parallel.offload.optimizer=true with parallel.schedule=pipedream: "
+         "set parallel.schedule=1f1b or parallel.offload.optimizer=false")),
+    ({"parallel.zero": 1, "parallel.offload.optimizer": True, "parallel.staleness": 1},
+        ("native does not run parallel.offload.optimizer=true with parallel.staleness=1: "
+         "set parallel.staleness=0 or parallel.offload.optimizer=false")),
+    ({"parallel.zero": 1, "parallel.offload.optimizer": True, "parallel.sync.every": 4},
+        ("native does not run parallel.offload.optimizer=true with parallel.sync.every=4: "
+         "set parallel.sync.every=1 or parallel.offload.optimizer=false")),
+    ({"parallel.tp": 2, "parallel.sequence": True, "parallel.zero": 1, "parallel.offload.optimizer": True, "engine": "zero"},
         ("zero does not run parallel.offload.optimizer=true with parallel.sequence=true: "
          "set parallel.sequence=false or parallel.offload.optimizer=false")),
-    ({"parallel.tp": 8, "model.heads": 16, "model.kv_heads": 4, "parallel.zero": 1, "parallel.offload.optimizer": True},
+    ({"parallel.tp": 8, "model.heads": 16, "model.kv_heads": 4, "parallel.zero": 1, "parallel.offload.optimizer": True, "engine": "zero"},
         ("zero does not run parallel.offload.optimizer=true with more tensor-parallel ranks than model.kv_heads=4: "
          "set parallel.tp=4 or parallel.offload.optimizer=false")),
     ({"cluster.device.peak": {"fp4": 6e14, "bf16": 3e14}, "train.precision": "fp4"},

@@ -39,7 +39,7 @@ ROW = EngineRow(
     native_schedules=(),
     executes="none",
     precisions=("fp32",),
-    offload=False,
+    offload=(),
     source="torch",
 )
 

@@ -24,7 +24,7 @@ from distrain.trainer.plan.costs import block_temporary_bytes, cost_context
 from distrain.trainer.plan.deepspeed.flat_tensors import FlatElements
 from distrain.trainer.plan.deepspeed.memory import FrozenElements, ZeroSetting, step_bytes, step_work, zero_bytes
 from distrain.trainer.plan.layout_cost import in_flight
-from distrain.trainer.plan.native.cost_model import step_moves
+from distrain.trainer.plan.native.optimizer_step import step_moves
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.changed_run import with_changes
 

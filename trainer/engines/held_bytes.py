@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..parallel.saved_bytes import SavedTensors, count_saved_tensors, storage_references
 
-HELD_KINDS = ("weights", "optimizer", "gradients", "buffers")
+HELD_KINDS = ("weights", "optimizer", "gradients", "buffers", "host")  # host: what is not on the device but in its host's memory
 
 
 class ByteCounter:

@@ -44,6 +44,7 @@ class Bar(NamedTuple):
     rule: BarRule
 
 
+OFFLOADED = "an optimizer on the host (docs/offload.md)"  # by eight runs (tests/plan/test_host_times.py)
 OF_ENGINES = "an engine here, measured on one H200 alone"  # by four runs (tests/gpu/), which changed no width
 MANY_DEVICES = 1000  # devices
 SHARDED = 500  # devices over which ZeRO-3 scatters most
@@ -84,6 +85,10 @@ def _has_experts(planned: Planned) -> bool:
     return planned.run.model.experts > 0
 
 
+def _offloads(planned: Planned) -> bool:
+    return planned.parallel.offload.optimizer or planned.parallel.offload.parameters
+
+
 def _is_unmeasured(planned: Planned) -> bool:
     run = planned.run
     return run.cluster.device.name.partition("-")[0] not in MEASURED_DEVICES or run.train.precision not in MEASURED_PRECISIONS
@@ -117,6 +122,7 @@ STEP_BARS = (
     BarRule("fp8 or fp4",                                          1.60, 1.60,   85,       6, _has_small_numbers),
     BarRule("experts",                                             1.85, 1.85,   31,       2, _has_experts),
     BarRule("a device or number type that few or none measured",   1.90, 1.90,   24,       1, _is_unmeasured),
+    BarRule(OFFLOADED,                                             2.00, 2.00,    8,       5, _offloads),
     BarRule("ZeRO-3 over more than 500 devices",                   2.05, 2.05,   14,       4, _is_sharded_widely),
 )
 MEMORY_BARS = (

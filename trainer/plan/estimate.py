@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..spec.run import Parallel, Run
 from .costs.cost_context import CostContext
 from .engines import engine_for
-from .layout_cost import layout_cost
+from .layout_cost import fits, layout_cost
 from .layout_of_run import LayoutBase, base_key
 from .rules.rules import OF_LAYOUT, OF_RUN, OF_STEP, STEP_KEYS, broken_rules
 
@@ -44,7 +44,7 @@ class Estimator:
         if self._breaks_step_rules(parallel, microbatch) or (base := self._base(parallel)) is None:
             return ILLEGAL
         cost = layout_cost(self.context, base.layout(parallel, microbatch))
-        return Estimate(True, cost.peak <= self.context.capacity, cost.seconds.step if cost.seconds else None, cost.peak)
+        return Estimate(True, fits(self.context, cost.peak, cost.host), cost.seconds.step if cost.seconds else None, cost.peak)
 
     def _breaks_step_rules(self, parallel: Parallel, microbatch: int) -> bool:
         """Whether a layout breaks a rule that reads its micro-batch or its recomputation."""

@@ -106,11 +106,17 @@ def _broken_rules(run: Run) -> list[BrokenRule]:
 
 def memory_problem(run: Run, memory: Memory) -> Problem:
     """Return the problem of a run that does not fit: bytes of the fullest stage by kind, and the smallest changes with which it fits."""
-    held = memory.stages[memory.stage].bytes
-    kinds = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "temporary", "overhead")
+    host = memory.host
+    if memory.peak > memory.capacity or host is None or host.capacity is None:
+        held: object = memory.stages[memory.stage].bytes
+        kinds: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "temporary", "overhead")
+        needs, where = f"{gib_text(memory.peak)} GiB of {gib_text(memory.capacity)} on stage {memory.stage}", ""
+    else:
+        held, kinds = host, ("weights", "gradients", "optimizer", "buffers")
+        needs, where = f"{gib_text(host.node)} GiB of {gib_text(max(0, host.capacity))} on each node's host", "of a rank "
     rows = sorted(((getattr(held, kind), kind) for kind in kinds), reverse=True)
-    largest = ", ".join(f"{kind} {gib_text(size)}" for size, kind in rows[:3])
-    says = f"needs {gib_text(memory.peak)} GiB of {gib_text(memory.capacity)} on stage {memory.stage}: {largest}"
+    largest = ", ".join(f"{kind} {gib_text(size)}" for size, kind in rows[:3] if size or not where)
+    says = f"needs {needs}: {where}{largest}"
     fits = list(fitting_changes(run))[:SHOWN]
     changes = tuple(overrides(change) for change, _ in fits)
     if not fits:
@@ -222,3 +228,5 @@ def _single_changes(run: Run) -> Iterator[Change]:
                 yield ((f"parallel.{axis}", now * times),)
     if not parallel.offload.optimizer:
         yield (("parallel.offload.optimizer", True),)
+    else:
+        yield tuple([(f"parallel.offload.{name}", False) for name in ("optimizer", "parameters") if getattr(parallel.offload, name)])

@@ -32,6 +32,7 @@ class LayoutCost(NamedTuple):
 
     peak: int  # bytes of the fullest rank
     fullest: int  # its stage, the first of equals
+    host: int  # bytes that the ranks of a node hold on its host, of the fullest node
     kinds: list[StageCost]  # of each kind of stage
     blocks: BlockCosts
     seconds: StepSeconds | None  # None: a rate is unknown
@@ -43,7 +44,7 @@ def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
     kinds = stage_costs(context, layout, blocks, layout.partition.kinds)
     peak, fullest = peak_bytes(layout, kinds)
     seconds = step_seconds(context, layout, blocks, kinds) if has_times(context, layout) else None
-    return LayoutCost(peak, fullest, kinds, blocks, seconds)
+    return LayoutCost(peak, fullest, host_bytes(context, layout, kinds), kinds, blocks, seconds)
 
 
 def layout_blocks(context: CostContext, layout: Layout) -> BlockCosts:
@@ -72,6 +73,27 @@ def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
     return fixed + max(saved + kind.temporary, step)
 
 
+def host_bytes(context: CostContext, layout: Layout, kinds: list[StageCost]) -> int:
+    """Bytes that the ranks of a node hold on its host, of the fullest node."""
+    if not layout.offloads:
+        return 0
+    gpus, world = context.run.cluster.gpus, context.world
+    ranks, stages = world // layout.mesh.pp, layout.partition.kind_of_stage  # a stage's ranks follow one another
+    of_stage = [kinds[at].states.bytes.host.total for at in stages]
+    if len(set(of_stage)) == 1:
+        return gpus * of_stage[0]
+    nodes = {tuple([rank // ranks for rank in range(first, first + gpus)]) for first in range(0, world, gpus)}
+    return max([sum([of_stage[stage] for stage in node]) for node in nodes])
+
+
+def fits(context: CostContext, peak: int, host: int) -> bool:
+    """Whether these bytes of the fullest rank, and of a node's host, are there. What a CPU offloads stays in the same memory."""
+    if context.run.cluster.device.kind == "cpu":
+        return peak + host // context.run.cluster.gpus <= context.capacity
+    memory = context.run.cluster.host.memory
+    return peak <= context.capacity and (memory is None or host <= memory)
+
+
 def in_flight(layout: Layout, index: int) -> float:
     """Micro-batches whose activations stage `index` holds at once; one without a pipeline."""
     stages = layout.mesh.pp
@@ -88,8 +110,7 @@ def extra_weight_copies(layout: Layout, index: int) -> int:
 
 def has_times(context: CostContext, layout: Layout) -> bool:
     """Whether every rate is known that the step's time depends on."""
-    offload = layout.parallel.offload
-    if context.rates is None or offload.optimizer or offload.parameters:
+    if context.rates is None or (layout.offloads and context.host is None):
         return False
     return layout.wires.are_known
 

@@ -17,9 +17,9 @@ from .layout.layout import Layout
 from .layout.mesh import Mesh
 from .layout.schedules import bubble_share
 from .layout.workers import outer_momentum_bytes
-from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, in_flight, layout_cost, stage_bytes
+from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, fits, in_flight, layout_cost, stage_bytes
 from .layout_of_run import layout_of_run
-from .result import ErrorBar, Memory, MemoryBytes, ModelFacts, Plan, StageMemory, StepTime, Throughput, WholeRun
+from .result import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, Plan, StageMemory, StepTime, Throughput, WholeRun
 from .rules.rules import broken_rules
 from .save_interval import plan_saving, save_warnings
 from .traffic import busiest_traffic
@@ -42,7 +42,7 @@ def make_plan(run: Run) -> Plan:
     engine, limits = engine_for(run, parallel)
     seconds = cost.seconds
     throughput = plan_throughput(context, layout, seconds) if seconds else None
-    fits = memory.peak <= memory.capacity
+    is_enough = fits(context, cost.peak, cost.host)
     errors = cost_model(layout.engine).saved_error_bytes(context, layout)
     whole, step = plan_whole_run(context, seconds, errors), seconds.step if seconds else None
     saved = plan_saving(run, whole, step)
@@ -50,9 +50,9 @@ def make_plan(run: Run) -> Plan:
     return Plan(
         **_shared_fields(run, layout.mesh),
         ok=True,
-        fits=fits,
+        fits=is_enough,
         runnable=engine is not None and not limits,
-        problems=() if fits else (memory_problem(run, memory),),
+        problems=() if is_enough else (memory_problem(run, memory),),
         warnings=(*warnings(context, layout, cost, throughput), *save_warnings(run, whole, step, saved)),
         engine=engine.name if engine else None,
         engine_reason=engine_reason(run, parallel, engine.name) if engine and run.engine == "auto" else "",
@@ -201,7 +201,15 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
         form=layout.form,
         stages=tuple(rows),
         unknown=() if context.table.has_costs else ("activations", "logits"),
+        host=_host_memory(context, cost) if layout.offloads else None,
     )
+
+
+def _host_memory(context: CostContext, cost: LayoutCost) -> HostMemory:
+    cluster = context.run.cluster
+    held = max([kind.states.bytes.host for kind in cost.kinds], key=lambda each: each.total)
+    capacity = cluster.gpus * (context.capacity - cost.peak) if cluster.device.kind == "cpu" else cluster.host.memory
+    return HostMemory(node=cost.host, capacity=None if capacity is None else int(capacity), **held._asdict())
 
 
 def plan_throughput(context: CostContext, layout: Layout, seconds: StepSeconds) -> Throughput:

@@ -43,6 +43,18 @@ class StageMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """What is offloaded: bytes on the host of the fullest node, of a host (None: not stated), and of one rank, the fullest, by kind."""
+
+    node: int
+    capacity: int | None
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes of the fullest rank (`peak`), of the device (`capacity`) and of one rank of each stage; `stage` is the fullest.
 
@@ -55,6 +67,7 @@ class Memory:
     form: str  # whose saved activations are counted: "megatron" Korthikanti 2022's, "torch" our modules', "compiled" our compiled layers'
     stages: tuple[StageMemory, ...]
     unknown: tuple[str, ...] = ()
+    host: HostMemory | None = None  # None: nothing is offloaded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,7 @@ def synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind
         parallel.offload.parameters,
         parallel.sequence,
         parallel.gather,
-        layout.micros > 1,
+        layout.micros if layout.offloads else layout.micros > 1,
         layout.delay is None,
     )
     found: list[SyncedStates] | None = context.synced.get(key)
@@ -148,7 +148,10 @@ def synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind
 
 def _synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> SyncedStates:
     states = held_states(context, layout, blocks, kind)
-    return SyncedStates(states, data_messages(context, layout, kind, states.elements, layout.gradient_sync))
+    messages = data_messages(context, layout, kind, states.elements, layout.gradient_sync)
+    if layout.offloads:
+        messages += cost_model(layout.engine).host_copies(context, layout, states.elements, context.layers_of(kind))
+    return SyncedStates(states, messages)
 
 
 def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> HeldStates:

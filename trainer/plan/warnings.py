@@ -195,13 +195,13 @@ def _tight_memory(context: CostContext, layout: Layout, cost: LayoutCost, throug
 def _missing_times(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     if cost.seconds is not None:
         return
-    cluster, offload = context.run.cluster, layout.parallel.offload
+    cluster = context.run.cluster
     device = cluster.device
     if not context.table.has_costs:
         says = f"no times: the operations of family {context.run.model.family} are not in a table"
         yield Problem(rule="time", says=says, mend="`distrain fit` measures them as it trains")
-    elif offload.optimizer or offload.parameters:
-        yield Problem(rule="time", says="no times: the speed of an offloaded optimizer step is not known")
+    elif layout.offloads and device.kind == "cpu":
+        yield Problem(rule="time", says="no times: a CPU has no host beside it: offloading copies within its memory")
     elif device.peak.get(context.run.train.precision) is None or device.bandwidth is None:
         missing = {
             f"cluster.device.peak.{context.run.train.precision} (FLOP/s)": device.peak.get(context.run.train.precision),
@@ -212,6 +212,9 @@ def _missing_times(context: CostContext, layout: Layout, cost: LayoutCost, throu
         measures = "`distrain fit` measures this machine, once; or " if is_measured else ""
         says = f"no times: how fast {device.name} is in {context.run.train.precision} is not stated"
         yield Problem(rule="time", says=says, mend=f"{measures}set {keys}")
+    elif layout.offloads and context.host is None:
+        says = "no times: how fast its node's host is, to which the run offloads, is not stated"
+        yield Problem(rule="time", says=says, mend=f"set cluster.host.bandwidth (bytes/s) and .link ({LINK})")
     else:
         where = "inside" if cluster.inside is None and cluster.gpus > 1 else "between"
         yield Problem(

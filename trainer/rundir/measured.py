@@ -141,6 +141,11 @@ def _memory(plan: Mapping[str, Any], counted: Mapping[str, Any]) -> Iterator[Pla
         found = [each for each in (finite_number(nested_value(rank, kind)) for rank in ranks) if each is not None]
         measured = max(found) if found else finite_number(nested_value(counted, "memory", kind))
         yield PlannedMeasured(name=kind, unit="bytes", planned=planned, measured=measured)
+    offloaded = nested_value(plan, "memory", "host")
+    if isinstance(offloaded, dict):
+        kinds = [finite_number(offloaded.get(kind)) or 0 for kind in ("weights", "gradients", "optimizer", "buffers")]
+        found = [each for rank in counted.get("ranks") or () if (each := finite_number(nested_value(rank, "host"))) is not None]
+        yield PlannedMeasured(name="on the host", unit="bytes", planned=sum(kinds), measured=max(found) if found else None)
 
 
 def _ranks_of_stage(plan: Mapping[str, Any], counted: Mapping[str, Any], stage: Any) -> Sequence[Any]:

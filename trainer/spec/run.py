@@ -7,7 +7,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from .bounded_numbers import MOST_FLOAT, Below1, Count, Natural, NotNegative, Positive, Seed, Share
+from .bounded_numbers import Below1, Count, Natural, NotNegative, Positive, Seed
+from .cluster import SUSTAINED as SUSTAINED
+from .cluster import Cluster as Cluster
+from .cluster import Device as Device
+from .cluster import Link as Link
+from .cluster import NodeHost as NodeHost
 from .lora import Lora
 from .optimizer import Optim
 from .rope import Rope
@@ -97,66 +102,6 @@ class Model:
             return self.layers
         rounds, rest = divmod(self.layers, len(self.layer_types))
         return rounds * self.layer_types.count("sliding_attention") + self.layer_types[:rest].count("sliding_attention")
-
-
-SUSTAINED = 0.75  # share of a GPU's peak that large products keep up, where its file says no other
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """One accelerator: memory bytes, bandwidth bytes/s, peak dense FLOP/s by precision."""
-
-    name: str
-    memory: Annotated[float, Meta(ge=1, le=MOST_FLOAT)] | Literal["auto"]
-    bandwidth: Positive | None = None
-    peak: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"], Positive] = field(default_factory=dict)
-    kind: Literal["cuda", "cpu"] = "cuda"
-    units: Count | None = None
-    sustained: Share | None = SUSTAINED  # None: a CPU's, which is measured; until then all of `peak`, as `flash`
-    flash: Share | None = 0.4
-    streaming: Share = 0.8
-    launch: NotNegative = 4e-6
-    dispatch: NotNegative = 60e-6
-    context: NotNegative = 0.0
-
-    @property
-    def product_share(self) -> float:
-        """The share of `peak` that large products reach."""
-        return 1.0 if self.sustained is None else self.sustained
-
-    @property
-    def attention_share(self) -> float:
-        """The share of `peak` that fused attention reaches."""
-        return 1.0 if self.flash is None else self.flash
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """A link per device: bytes/s in one direction, seconds per hop; `efficiency` is the share of the bandwidth that data gets."""
-
-    bandwidth: Positive
-    latency: NotNegative
-    efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.8
-
-    @property
-    def rate(self) -> float:
-        """Bytes/s of a long message."""
-        return self.bandwidth * self.efficiency
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Nodes x devices in each, and the two kinds of link: inside a node and between nodes."""
-
-    nodes: Count
-    gpus: Count
-    device: Device
-    inside: Link | None = None
-    between: Link | None = None
-    storage: Positive | None = None
-    price: Positive | None = None
-    # Llama 3: 419 faults ended a run in 54 days on 16,384 H100s (arXiv:2407.21783 table 5).
-    mtbf: Positive = 54 * 86400 * 16384 / 419
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ STEPPER_TENSORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gradients", ("fp32_groups_gradients_flat", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")),
     ("buffers", ("ipg_buckets",)),
 )
+HOST_TENSORS = ("accumulated_grads_in_cpu", "param_buffer_of_bit16_for_cpu_offload_groups")
 
 
 class DeepSpeedAdapter(Engine):
@@ -89,14 +90,18 @@ class DeepSpeedAdapter(Engine):
 
     def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from _parameter_tensors([each.module for each in self.parts])
+        on_host = self.run.parallel.offload.optimizer
         for kind, names in STEPPER_TENSORS:
+            moved = on_host and kind == "optimizer"
             for name in names:
                 for tensor in tensors_in(getattr(self.stepper, name, None)):
-                    yield kind, tensor
+                    yield "host" if moved else kind, tensor
                     if tensor.grad is not None:
-                        yield "gradients", tensor.grad
+                        yield "host" if moved else "gradients", tensor.grad
+        for name in HOST_TENSORS if on_host else ():
+            yield from (("host", each) for each in tensors_in(getattr(self.stepper, name, None)))
         for state in self.optimizer.state.values():
-            yield from (("optimizer", each) for each in tensors_in(state))
+            yield from (("host" if on_host else "optimizer", each) for each in tensors_in(state))
 
     def _forward_weights(self) -> Iterator[tuple[RankParameter, int, Tensor]]:
         """The weights of the run's precision, which DeepSpeed casts from float32: all of each, at ZeRO 3 this rank's range."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor
 from ...parallel.process_groups import Grid
 from ...plan.costs.muon import MUON
 from ...spec.run import Run
+from ..held_bytes import tensors_in
 from ..torch_optimizer import optimizer_of_groups
 from .adamw_kernel import has_kernel, step_weight
 from .data_parallel.sharded_weights import ShardedWeight
 from .data_parallel.weight_buckets import WeightBucket
+from .host_optimizer import HostOptimizer
 from .muon import MuonStep
 
 
@@ -22,7 +24,8 @@ class BucketOptimizer:
     """Steps this rank's float32 weights, and gathers those that other ranks step.
 
     Muon steps buckets of matrices, AdamW those of all other weights. AdamW divides its gradients and skips by itself, from numbers on the
-    device: the host need not wait for the norm. On a GPU it is one kernel a bucket, elsewhere torch's fused one.
+    device: the host need not wait for the norm. On a GPU it is one kernel a bucket, elsewhere torch's fused one. Where the optimizer is
+    offloaded, the host steps (host_optimizer.py), and waits for the norm.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class BucketOptimizer:
         self._buckets, self._is_adamw = others, run.optim.name in ("adamw", MUON)
         self._matrices = [each for each in buckets if each.kind.matrices]
         self._muon = MuonStep(run, grid, self._matrices, self.optimizer) if self._matrices else None
-        self.steps_in_one_kernel = self._is_adamw and has_kernel(device, *types, warn)
+        on_host = [each for each in others if isinstance(each, WeightBucket) and each.on_host]
+        self.host = HostOptimizer(self.optimizer, on_host, device, types) if on_host else None
+        self.steps_in_one_kernel = self._is_adamw and self.host is None and has_kernel(device, *types, warn)
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of the steps to come."""
@@ -51,6 +56,13 @@ class BucketOptimizer:
             group["lr"] = lr
         if self._muon:
             self._muon.lr = lr
+
+    def held_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (kind, tensor) of the optimizer's states, and of what copies to and from the host go through."""
+        kind = "host" if self.host else "optimizer"
+        for state in self.optimizer.state.values():
+            yield from ((kind, each) for each in tensors_in(state))
+        yield from ((kind, each) for each in self.host.held_tensors()) if self.host else ()
 
     def step(self, divisor: Tensor, is_finite: Tensor, *, scales: bool) -> None:
         """Step with the gradients over `divisor`, unless a number is not finite; without `scales` it is 1."""
@@ -62,6 +74,10 @@ class BucketOptimizer:
             self._finish(self._matrices)
 
     def _step_others(self, divisor: Tensor, is_finite: Tensor, *, scales: bool) -> None:
+        if self.host:
+            if is_finite:
+                self.host.step(divisor)
+            return
         if self.steps_in_one_kernel:
             self._step_in_one_kernel(divisor.float(), is_finite.float())
             return

@@ -11,8 +11,9 @@ from torch import Tensor
 from ..engine import ReadMicrobatch, ReadShard, StepResult
 from ..held_bytes import ByteCounter
 from ..rank_parameter import OptimizerShard
+from .data_parallel.bucket_reducer import BucketReducer
 from .data_parallel.gradient_compression import BucketCompression
-from .data_parallel.weight_buckets import BucketReducer, WeightBucket
+from .data_parallel.weight_buckets import WeightBucket
 from .engine import NativeEngine
 
 

@@ -27,10 +27,11 @@ from ...plan.native.dim0_shards import gathers_once
 from ...spec.run import Run
 from ..clipping import clip_divisor
 from ..engine import STEP_PARTS, Engine, ParameterPartitioner, ReadMicrobatch, ReadShard, StepResult
-from ..held_bytes import ByteCounter, tensors_in
+from ..held_bytes import ByteCounter
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..tied_embedding import share_tied_embedding
 from .bucket_optimizer import BucketOptimizer
+from .data_parallel.bucket_reducer import BucketReducer
 from .data_parallel.gradient_squares import counted_squares
 from .data_parallel.hierarchical_sum import HierarchicalSum
 from .data_parallel.shard_groups import RowGroups, row_groups, shard_groups
@@ -43,7 +44,7 @@ from .data_parallel.sharded_weights import (
     local_rows,
     sharded_weights,
 )
-from .data_parallel.weight_buckets import MASTER_DTYPE, BucketReducer, WeightBucket
+from .data_parallel.weight_buckets import MASTER_DTYPE, WeightBucket
 from .data_parallel.worker_average import WorkerAverage
 from .loss_scale import LossScale
 from .pipeline import PassHooks, Pipeline, ScheduledStep
@@ -263,8 +264,7 @@ class NativeEngine(Engine):
         for row in self._owned:
             if not row.parameter.requires_grad:
                 yield "weights", local_rows(row.parameter) if self._sharding else row.parameter.data
-        for state in self.optimizer.state.values():
-            yield from (("optimizer", each) for each in tensors_in(state))
+        yield from self.bucket_optimizer.held_tensors()
         yield from (("optimizer", each) for each in self.together.held_tensors()) if self.together else ()
 
     def _forward_weights(self) -> Iterator[tuple[RankParameter, int, Tensor]]:
@@ -297,6 +297,7 @@ class NativeEngine(Engine):
                 run.parallel.zero,
                 self._types[1],
                 defers_weight_gradients=self._defers_weight_gradients,
+                on_host=run.parallel.offload.optimizer,
             )
             for each in gradient_buckets(run, grid.position.mesh, [row.shard for row in self._owned])
         ]

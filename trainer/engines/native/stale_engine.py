@@ -13,8 +13,9 @@ from ...parallel.rank_model import RankPart
 from ...spec.run import Run
 from ..engine import STEP_PARTS, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
+from .data_parallel.bucket_reducer import BucketReducer
 from .data_parallel.gradient_sums import SumUnderWay
-from .data_parallel.weight_buckets import BucketReducer, WeightBucket
+from .data_parallel.weight_buckets import WeightBucket
 from .engine import NativeEngine
 
 

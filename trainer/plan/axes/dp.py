@@ -15,6 +15,8 @@ from .traffic_row import TrafficRow
 
 AXIS = Axis(name="dp", splits=("batch",), data=True, overlap="data", source="arXiv:1910.02054")
 
+HOST = "host"  # the axis and the link of copies between a device and its host
+
 # Share of a hidden message's time that the computation beside it loses: its kernels take multiprocessors and memory.
 CONTENTION = 0.5
 
@@ -71,10 +73,13 @@ class DataMessages(NamedTuple):
     under_forward: bool  # else under backward
     every: int = 1  # steps from one that has them to the next
     late: bool = False  # a whole step hides a round, instead of one pass; each step sends one, however late its sum is used
+    in_step: bool = False  # a copy that the optimizer's step makes, whose seconds are the step's
     on_ranks: tuple[int, int] | None = None  # parts of a round that a parameter server sends, and another rank; None: all alike
 
     def exposed_seconds(self, forward: float, backward: float, step: float) -> float:
         """Exposed seconds a step, under passes of so many seconds, or all passes of a step; they slow down by what they hide."""
+        if self.in_step:
+            return self.least * self.rounds
         passing = step if self.late else forward if self.under_forward else backward
         return max(self.least, self.seconds - passing * (1 - CONTENTION)) * self.rounds / self.every
 
@@ -212,4 +217,5 @@ def traffic_row(messages: DataMessages, forward: float, backward: float, step: f
     count, exposed = parts * messages.rounds, messages.exposed_seconds(forward, backward, step)
     seconds = messages.seconds * messages.rounds / messages.every
     sent = messages.sent * count // messages.every
-    return TrafficRow("dp", messages.verb, messages.payload, count, sent, messages.link, seconds, exposed, messages.every)
+    axis = HOST if messages.link == HOST else "dp"
+    return TrafficRow(axis, messages.verb, messages.payload, count, sent, messages.link, seconds, exposed, messages.every)

@@ -18,6 +18,7 @@ from ..layout.schedule_of_run import delay_of
 from .block_costs import BlockCosts
 from .control_message import ControlMessage
 from .cost_context import CostContext
+from .host import TO_DEVICE, TO_HOST, HostBytes, HostWork, copies
 from .muon import MUON, data_messages, newton_schulz_seconds, step_bytes, tensor_messages
 from .number_or_array import larger
 from .precision import MASTER_BYTES
@@ -28,7 +29,7 @@ class StateBytes(NamedTuple):
     """Bytes of states on a rank of one kind of stage, which no micro-batch changes.
 
     `buffers` are ZeRO's. `passes` and `step` are held for a moment: in forward and backward in addition to activations and logits, in the
-    optimizer's step without them.
+    optimizer's step without them. `host` is what the rank holds in its host's memory instead.
     """
 
     weights: int
@@ -37,6 +38,7 @@ class StateBytes(NamedTuple):
     buffers: int
     passes: int = 0
     step: int = 0
+    host: HostBytes = HostBytes()
 
 
 class PassBytes(NamedTuple):
@@ -134,6 +136,11 @@ class CostModel:
             optimizer=0 if parallel.offload.optimizer else optimizer,
             buffers=self._buffers(context, layout, blocks, kind, whole),
             step=step_bytes(context, layout, kind, width.gradient),
+            host=HostBytes(
+                weights=weights if parallel.offload.parameters else 0,
+                gradients=width.gradient * sharded if parallel.offload.optimizer else 0,
+                optimizer=optimizer if parallel.offload.optimizer else 0,
+            ),
         )
 
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
@@ -149,9 +156,37 @@ class CostModel:
         """
         if context.rates is None:
             return 0.0
+        if layout.parallel.offload.optimizer:
+            return self.host_step(context, layout, held).seconds(context.host) if context.host else 0.0
         width = context.widths
         moved = 2 * ((width.master or width.weight) + context.states) + width.gradient + width.weight
         return elements_to_step(layout, held) * moved / context.rates.memory
+
+    def host_step(self, context: CostContext, layout: Layout, held: StageElements) -> HostWork:
+        """Return the optimizer's step on the host, where it is offloaded: it reads gradients, which backward has copied, and copies the
+        stepped weights back (arXiv:2101.06840 section 4)."""
+        width, stepped = context.widths, elements_to_step(layout, held)
+        moved = 2 * ((width.master or width.weight) + context.states) + width.gradient + width.weight
+        return HostWork(stepped * moved, to_device=stepped * width.weight)
+
+    def host_copies(self, context: CostContext, layout: Layout, held: StageElements, layers: int) -> list[dp.DataMessages]:
+        """Return the copies of a step between a rank's device and its host: gradients under backward, stepped weights, and offloaded
+        weights of `layers` layers before they are used."""
+        parallel, found = layout.parallel, list[dp.DataMessages]()
+        if parallel.offload.optimizer:
+            found += self.gradient_copies(context, layout, held)
+            found += self.host_step(context, layout, held).copies(context.host)
+        if parallel.offload.parameters:
+            own = sharded_elements(layout, held.dense, held.experts) * context.widths.weight
+            for forward in (True, False):
+                found.append(copies(TO_DEVICE, own, max(1, layers), layout.micros, context.host, forward=forward, overlap=True))
+        return found
+
+    def gradient_copies(self, context: CostContext, layout: Layout, held: StageElements) -> list[dp.DataMessages]:
+        """Return the copies of gradients to the host under backward, at every micro-batch."""
+        stepped, parallel = elements_to_step(layout, held), layout.parallel
+        size, buckets = stepped * context.widths.gradient, -(-stepped // parallel.bucket)
+        return [copies(TO_HOST, size, buckets, layout.micros, context.host, overlap=parallel.overlap.data)]
 
     def matrix_seconds(self, context: CostContext, layout: Layout, kind: StageKind, held: StageElements) -> float:
         """Return the seconds a step that the optimizer takes for hidden matrices in addition to `step_seconds`, which moves as many bytes

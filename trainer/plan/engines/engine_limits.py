@@ -97,7 +97,7 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         plain: Change = (("parallel.scatter", False),)
         yield EngineLimit(row.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))
     if parallel.offload.optimizer or parallel.offload.parameters:
-        yield from _offload_limits(row, run, parallel)
+        yield from _offload_limits(row, run, parallel, delayed=delay is not None)
 
 
 def _fp8_limits(row: EngineRow, run: Run) -> Iterator[EngineLimit]:
@@ -286,15 +286,26 @@ def _schedule_limit(row: EngineRow, run: Run, parallel: Parallel) -> EngineLimit
     return EngineLimit(row.name, "parallel.schedule", parallel.schedule, (first, (*_without_pipeline(run, parallel), *first), *others))
 
 
-def _offload_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
-    """Pipelines offload nothing. Gradients that tensor-parallel ranks sum are not summed on the host: those of replicated weights where the
-    sequence is split, those of key and value heads that ranks share."""
+def _offload_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
+    """Gradients that tensor-parallel ranks sum are not summed on the host: those of replicated weights where the sequence is split, and of
+    key and value heads that ranks share. Our host steps AdamW of shards that are apart from forward's weights, once a step."""
     offload, heads = parallel.offload, run.model.kv_heads or run.model.heads
-    rows = (("parallel.offload.optimizer", offload.optimizer), ("parallel.offload.parameters", offload.parameters))
-    keep: Change = tuple((key, False) for key, moved in rows if moved)
-    key, _ = keep[0]
-    if not row.offload:
-        yield EngineLimit(row.name, key, True, (keep, *((_without_pipeline(run, parallel),) if parallel.pp > 1 else _any_engine(run))))
+    moved = [name for name in ("optimizer", "parameters") if getattr(offload, name)]
+    keep: Change = tuple((f"parallel.offload.{name}", False) for name in moved)
+    key = next((f"parallel.offload.{name}" for name in moved if name not in row.offload), keep[0][0])
+    if not set(moved) <= set(row.offload):
+        only: tuple[Change, ...] = ((*keep[1:],),) if row.offload and len(keep) > 1 else ()
+        others = (*_any_engine(run), *((_without_pipeline(run, parallel),) if parallel.pp > 1 else ()))
+        yield EngineLimit(row.name, key, True, (*only, keep, *others))
+    elif not row.offloads_gradients:
+        conflicts: tuple[Conflict, ...] = (
+            (parallel.zero == 3, "parallel.zero", 3, (("parallel.zero", 2),)),
+            (run.optim.name != "adamw", "optim.name", run.optim.name, (("optim.name", "adamw"),)),
+            (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
+            (parallel.staleness > 0, "parallel.staleness", parallel.staleness, (("parallel.staleness", 0),)),
+            (parallel.sync.every > 1, "parallel.sync.every", parallel.sync.every, (("parallel.sync.every", 1),)),
+        )
+        yield from _first_conflict(row, key, "true", conflicts, keep)
     elif parallel.tp > 1 and parallel.sequence:
         yield EngineLimit(row.name, key, "true with parallel.sequence=true", ((("parallel.sequence", False),), keep))
     elif parallel.tp > heads:

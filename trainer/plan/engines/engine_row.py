@@ -26,8 +26,9 @@ class EngineRow:
     native_schedules: tuple[str, ...]  # those that it has instructions of its own for
     executes: Literal["none", "plain", "flushing", "all"]  # the schedules that it runs from their actions
     precisions: tuple[str, ...]
-    offload: bool
+    offload: tuple[str, ...]  # what it offloads to the host: fields of parallel.offload
     source: str
+    offloads_gradients: bool = False  # with the optimizer's states gradients go to the host, each micro-batch's
     shards_experts: bool = False  # ZeRO 3 shards experts that ranks share out
     hybrid_shards: bool = False  # ZeRO shards over some of the data ranks (parallel.shard)
     steps_alone: bool = False  # replicas step alone between steps together (parallel.sync.every)

@@ -88,6 +88,11 @@ class Layout(NamedTuple):
         return self.partition.starts[part], self.partition.starts[part + 1]
 
     @property
+    def offloads(self) -> bool:
+        """Whether anything is offloaded to the host."""
+        return self.parallel.offload.optimizer or self.parallel.offload.parameters
+
+    @property
     def is_folded(self) -> bool:
         """Whether each stage holds two parts, the first stage both ends of the model."""
         return self.partition.is_folded

@@ -21,6 +21,7 @@ from ..costs.cost_model import (
     matrices_to_step,
     sharded_elements,
 )
+from ..costs.host import HostBytes, HostWork
 from ..costs.muon import MUON, data_place, element_bytes, sent_parts, step_bytes
 from ..costs.precision import MASTER_BYTES, Widths, widths
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
@@ -33,6 +34,7 @@ from ..layout.workers import outer_state_bytes, worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
 from .dim0_shards import gathers_once, padded_elements, rows_of_size, stage_rows
+from .optimizer_step import bucket_host_bytes, bucket_work, step_moves, steps_in_one_kernel
 from .receives import receives_ahead
 
 COPIED_SHARD = "gradients of the shard, which other ranks own too"
@@ -69,16 +71,20 @@ class NativeCosts(CostModel):
         casts = width.gradient < MASTER_BYTES and not steps_in_one_kernel(context.run)
         late = self._late_elements(context, layout, blocks, kind) if often else 0
         scattered = _scattered_elements(layout, held) if zero == 1 else 0
+        on_host, shard = parallel.offload.optimizer, -(-bucket // layout.shard_ranks)
+        optimizer = (MASTER_BYTES if on_host else master) + context.states + _outer_bytes(layout)
+        optimizer = optimizer * stepped - context.spared * matrices_to_step(layout, held)
         aside = layout.gradient_sync.staleness * (whole + scattered)
         return StateBytes(
             weights=width.weight * (held.dense + held.experts),
             gradients=width.gradient * (stepped + late - late // layout.shard_ranks if often else whole + aside),
-            optimizer=(master + context.states + _outer_bytes(layout)) * stepped - context.spared * matrices_to_step(layout, held),
+            optimizer=0 if on_host else optimizer,
             buffers=width.gradient * (held_elements(context, layout, kind) + _route_elements(layout, whole, stepped)),
             passes=2 * bucket * width.gradient if often else 0,
             step=scattered * width.gradient
-            + (min(bucket, stepped) * MASTER_BYTES if casts else 0)
+            + (min(bucket, stepped) * MASTER_BYTES if casts and not on_host else 0)
             + step_bytes(context, layout, kind, width.gradient),
+            host=bucket_host_bytes(context, optimizer, min(shard, stepped)) if on_host else HostBytes(),
         )
 
     def _stage3_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
@@ -156,6 +162,9 @@ class NativeCosts(CostModel):
             return 0.0
         width = context.widths
         copied = 2 * width.weight * held.trained_parameters if layout.delay else 0
+        if layout.parallel.offload.optimizer:
+            normed = elements_to_step(layout, held) * width.gradient / context.own_rates.memory
+            return normed + self.host_step(context, layout, held).seconds(context.host) if context.host else 0.0
         one_kernel = steps_in_one_kernel(context.run)
         # fully_shard's weights are float32, and cast when they are gathered
         weight, gradient = (MASTER_BYTES, MASTER_BYTES) if _is_sharded(layout) else (width.weight, width.gradient)
@@ -166,6 +175,14 @@ class NativeCosts(CostModel):
         if context.spared:  # of Adam's two states the second isn't there; an update is written, sent and read instead
             moved += matrices_to_step(layout, held) * 2 * (element_bytes(context.run) - context.spared)
         return (moved + copied) / context.own_rates.memory
+
+    def host_step(self, context: CostContext, layout: Layout, held: StageElements) -> HostWork:
+        """Buckets are copied, stepped and copied back in turn."""
+        return bucket_work(context, layout, elements_to_step(layout, held), held.trained_parameters)
+
+    def gradient_copies(self, context: CostContext, layout: Layout, held: StageElements) -> list[dp.DataMessages]:
+        """None: the step copies the sums of gradients."""
+        return []
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], data: int) -> Iterator[TrafficTerm]:
         """Buckets are padded to equal parts where ZeRO shards them, parameter servers own parts, or ranks of a node sum them."""
@@ -235,24 +252,6 @@ def _matrix_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], data: int
             buckets = [each for each in gradient_buckets(run, mesh, shards) if each.kind.matrices and each.kind.expert == expert]
             held = sum(each.filled(ranks, place) for each in buckets)
         yield from sent_parts(run, some, place, ranks, held, expert=expert)
-
-
-def steps_in_one_kernel(run: Run) -> bool:
-    """Whether one kernel steps a bucket: AdamW on a GPU, also beside Muon."""
-    return run.cluster.device.kind == "cuda" and run.optim.name in ("adamw", MUON)
-
-
-def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> int:
-    """Return the bytes that a step reads and writes for each element, with weights, gradients and optimizer states of these bytes.
-
-    The norm reads the gradient. One kernel reads it again, in its own type, and writes a narrower weight too; without one the gradient is
-    cast before AdamW, which writes it too, and the weight copied after it.
-    """
-    if one_kernel:
-        return 2 * gradient + 2 * (MASTER_BYTES + states) + (weight if weight < MASTER_BYTES else 0)
-    cast = gradient + MASTER_BYTES if gradient < MASTER_BYTES else 0
-    copied = MASTER_BYTES + weight if weight < MASTER_BYTES else 0
-    return gradient + cast + 2 * (MASTER_BYTES + MASTER_BYTES + states) + copied
 
 
 def _sent_to_or_by_server(is_server: bool, servers: int, ranks: int, width: Widths) -> int:

@@ -196,6 +196,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
                         "context"),
     "cluster.inside":  ("bandwidth", "latency", "efficiency"),
     "cluster.between": ("bandwidth", "latency", "efficiency"),
+    "cluster.host":    ("memory", "bandwidth", "link"),
     "parallel":        (*AXES, "zero", "recompute", "actions"),
     "parallel.offload": ("optimizer", "parameters"),
     "train":           ("batch", "seq", "microbatch", "steps", "tokens", "precision", "gradients", "attention", "flops", "deterministic",

@@ -15,7 +15,7 @@ from ..engines import ENGINES, cost_model
 from ..layout.layout import Layout, mesh_of
 from ..layout.sum_routes import inner_ranks
 from ..layout.workers import worker_ranks
-from ..layout_cost import has_times, layout_blocks, peak_bytes, step_seconds
+from ..layout_cost import fits, has_times, host_bytes, layout_blocks, peak_bytes, step_seconds
 from ..layout_of_run import layout_on
 from ..stage_cost import stage_costs
 from .bounds import Bounds
@@ -106,7 +106,7 @@ class LayoutSearch:
         """Search the layouts whose seconds are known, or the others."""
         if (timed and self.context.rates is None) or (not timed and self._is_too_slow(inf)):
             return
-        offload = Offload() if timed else Offload(optimizer=True, parameters=True)
+        offload = Offload() if timed and self.context.host is None else Offload(optimizer=True, parameters=True)
         known: dict[int, MeshStates] = {}
         keys = list(map(mesh_key, table.meshes))
         by_seconds = timed and not self.best.by_memory
@@ -131,7 +131,8 @@ class LayoutSearch:
 
     def _is_timed(self, state: StateChoice) -> bool:
         """Whether the seconds of such layouts are known."""
-        return self.context.rates is not None and not (state.offload.optimizer or state.offload.parameters)
+        offloads = state.offload.optimizer or state.offload.parameters
+        return self.context.rates is not None and (self.context.host is not None or not offloads)
 
     def _state_row(self, parallel: Parallel, layers: int, state: StateChoice) -> StateRow:
         zero, shard, offload = state
@@ -211,6 +212,8 @@ class LayoutSearch:
         kinds = stage_costs(self.context, layout, blocks, layout.partition.kinds)
         self.costed += 1
         peak, _ = peak_bytes(layout, kinds)
+        if not fits(self.context, peak, host_bytes(self.context, layout, kinds)):
+            return
         seconds, mesh = each.seconds_on(engine) + max([kind.exposed + kind.step for kind in kinds]), mesh_key(each.parallel)
         if self._may_matter(mesh, seconds, peak):
             timed = has_times(self.context, layout)

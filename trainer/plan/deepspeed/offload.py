@@ -1,0 +1,71 @@
+"""What DeepSpeed 0.19 offloads to the host: bytes held there, copies, and what its optimizer's step reads and writes, by its source
+(runtime/zero/stage_1_and_2.py and stage3.py, ops/csrc/includes/cpu_adam.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ...spec.run import Offload
+from ..costs.host import HostBytes, HostWork, pinned_bytes
+from ..costs.precision import MASTER_BYTES
+from .memory import ZeroBytes, ZeroSetting
+
+
+class PassCopies(NamedTuple):
+    """Copies under the backward passes of a step, in bytes an element of a rank's part, and in how many of its passes."""
+
+    to_host: int
+    to_device: int
+    passes: int
+
+
+def host_bytes(setting: ZeroSetting, stepped: int, states: ZeroBytes, offload: Offload, *, pins: bool) -> HostBytes:
+    """Return what a rank that steps `stepped` elements holds on its host. Gradients are there in float32, and in their own type as they
+    accumulate; ZeRO 1 and 2 cast stepped weights into a buffer. `pins`: torch's allocator pins memory."""
+    weights = states.weights if offload.parameters else 0
+    if not offload.optimizer:
+        return HostBytes(weights=weights)
+    size = pinned_bytes if pins else int
+    is_stage3, accumulates = setting.stage == 3, setting.stage == 2 and setting.micros > 1 and not _is_wide(setting)
+    own = size(stepped * setting.gradient) if is_stage3 else stepped * setting.gradient if accumulates else 0
+    master = stepped * MASTER_BYTES if is_stage3 else size(stepped * MASTER_BYTES)
+    return HostBytes(
+        weights=weights,
+        gradients=size(stepped * MASTER_BYTES) + own,
+        optimizer=master + stepped * setting.states,
+        buffers=0 if is_stage3 else size(stepped * setting.weight),
+    )
+
+
+def gradients_on_device(setting: ZeroSetting, gradients: int) -> int:
+    """Return the bytes of gradients that stay on the device beside an offloaded optimizer: those that ZeRO 1 accumulates until it reduces
+    them, and a part that accumulates in float32."""
+    stays = _is_wide(setting) or (setting.stage == 1 and setting.micros > 1)
+    return gradients if stays else 0
+
+
+def pass_copies(stage: int, micros: int, *, weight: int, gradient: int) -> Iterator[PassCopies]:
+    """Yield the copies of gradients under backward. The last pass casts them to float32 on the device and copies those. Where ZeRO 2
+    accumulates over micro-batches, and always at ZeRO 3, each pass copies them in their own type, and fetches what there was before."""
+    yield PassCopies(MASTER_BYTES, 0, 1)
+    if gradient > weight:
+        return
+    if stage == 3:
+        yield PassCopies(gradient, gradient, micros)
+    elif stage == 2 and micros > 1:
+        yield PassCopies(gradient, 0, micros)
+        yield PassCopies(0, gradient, micros - 1)
+
+
+def host_step(stage: int, stepped: int, *, weight: int, states: int, weights_on_host: bool) -> HostWork:
+    """Return the step of a rank's `stepped` elements: it clips float32 gradients, steps, and casts the weights, each over all of them, and
+    then copies them."""
+    clip, cast = 2 * MASTER_BYTES, MASTER_BYTES + weight
+    adam = MASTER_BYTES + 2 * (MASTER_BYTES + states)
+    return HostWork(stepped * (clip + adam + cast), to_device=0 if stage == 3 and weights_on_host else stepped * weight)
+
+
+def _is_wide(setting: ZeroSetting) -> bool:
+    """Whether gradients accumulate in a wider type than weights: on the device."""
+    return setting.gradient > setting.weight

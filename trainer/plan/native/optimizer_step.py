@@ -1,0 +1,49 @@
+"""The optimizer's step of engine `native`: what it reads and writes on the device, or on the host, where buckets are stepped one after the
+other (trainer/engines/native/host_optimizer.py)."""
+
+from __future__ import annotations
+
+from ...spec.run import Run
+from ..costs.cost_context import CostContext
+from ..costs.host import HostBytes, HostWork, pinned_bytes
+from ..costs.muon import MUON
+from ..costs.precision import MASTER_BYTES
+from ..layout.layout import Layout
+
+TURNS = 2  # buckets on their way to and from the host at once
+
+
+def steps_in_one_kernel(run: Run) -> bool:
+    """Whether one kernel steps a bucket: AdamW on a GPU, also beside Muon."""
+    return run.cluster.device.kind == "cuda" and run.optim.name in ("adamw", MUON)
+
+
+def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> int:
+    """Return the bytes that a step reads and writes for each element, with weights, gradients and optimizer states of these bytes.
+
+    The norm reads the gradient. One kernel reads it again, in its own type, and writes a narrower weight too; without one the gradient is
+    cast before AdamW, which writes it too, and the weight copied after it.
+    """
+    if one_kernel:
+        return 2 * gradient + 2 * (MASTER_BYTES + states) + (weight if weight < MASTER_BYTES else 0)
+    cast = gradient + MASTER_BYTES if gradient < MASTER_BYTES else 0
+    copied = MASTER_BYTES + weight if weight < MASTER_BYTES else 0
+    return gradient + cast + 2 * (MASTER_BYTES + MASTER_BYTES + states) + copied
+
+
+def bucket_work(context: CostContext, layout: Layout, stepped: int, whole: int) -> HostWork:
+    """Return the step of a rank's `stepped` elements of `whole`. Buckets are copied, stepped and copied back in turn; parts of them are
+    cast in a processor's cache."""
+    width = context.widths
+    each = width.gradient + width.weight
+    bucket = min(layout.parallel.bucket, whole) // layout.shard_ranks * each
+    moved = 2 * (MASTER_BYTES + context.states) + each
+    return HostWork(stepped * moved, stepped * width.gradient, stepped * width.weight, together=True, bucket=bucket)
+
+
+def bucket_host_bytes(context: CostContext, optimizer: int, shard: int) -> HostBytes:
+    """Return what is on the host beside `optimizer` bytes of states: gradients and weights of the buckets that are on their way, of which a
+    rank has `shard` elements each."""
+    size = pinned_bytes if context.run.cluster.device.kind == "cuda" else int
+    width = context.widths
+    return HostBytes(optimizer=optimizer, buffers=TURNS * sum(size(shard * each) for each in (width.gradient, width.weight)))
