@@ -76,6 +76,7 @@ def train_zero_stages(context: CheckContext) -> Finding:
     engines: dict[str, tuple[str, ...]] = {name: ("engine=zero", *each) for name, each in cases.items()}
     for precision in ("fp32", "bf16", "fp16") if context.on_gpu else ("fp32", "bf16"):
         engines[f"{precision} native"] = ("engine=native", f"train.precision={precision}", "parallel.zero=1")
+    engines["bf16 native offload"] = (*engines["bf16 native"], "parallel.offload.optimizer=true")
     runs = [FitRun(name=name.replace(" ", "."), recipe=RECIPE, words=(*words, *each)) for name, each in engines.items()]
     losses = {name: each.losses for name, each in zip(engines, fit_together(runs, context).values(), strict=True)}
     departures = []

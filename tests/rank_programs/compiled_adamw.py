@@ -1,5 +1,6 @@
 """Compiles the optimizer's step for a CPU, and prints as JSON how far it is from torch's AdamW, its kernels, and what they read and write;
-then, of engine native, how far two steps in one kernel a bucket are from those of torch's fused AdamW, with clipping and a skipped step.
+then, of engine native, how far steps in one kernel a bucket and steps on the host are from those of torch's fused AdamW, with clipping and
+a skipped step.
 
 The compiler's middle is the same for every device: which operators are in one kernel, and which buffers that kernel reads and writes.
 """
@@ -15,6 +16,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from distrain.cli.config.load import load_recipe
+from distrain.trainer.engines.native import host_optimizer
 from distrain.trainer.engines.native.adamw_kernel import compiled_adamw
 from distrain.trainer.loop.build import build_engine
 from distrain.trainer.parallel.process_groups import make_grid
@@ -70,21 +72,22 @@ def moved_bytes(code: str) -> dict[str, Any]:
     return {"kernels": len(kernels), "loads": loads, "stores": stores}
 
 
-def engine_states(precision: str, *, one_kernel: bool) -> tuple[list[torch.Tensor], int]:
-    """The weights and optimizer states of a small model after four steps, one of them with a gradient that is not finite, and how many were
-    skipped."""
+def engine_states(precision: str, how: str) -> tuple[list[torch.Tensor], int, list[int]]:
+    """The weights and optimizer states of a small model after four steps, one of them with a gradient that is not finite; how many were
+    skipped; the elements that it steps, and the bytes that it copied to the host and back. `how`: in one kernel, by torch's fused AdamW, or
+    on the host."""
     words = (
         "cluster=1x1",
         "device=cpu",
         "engine=native",
-        "parallel.zero=0",
+        *(("parallel.zero=1", "parallel.offload.optimizer=true") if how == "host" else ("parallel.zero=0",)),
         f"train.precision={precision}",
         "train.clip=0.1",
         "train.seq=4",
     )
     run = load_recipe("quickstart", [*words, "train.batch=2", "train.microbatch=1", "model=tiny", "parallel.bucket=30000"])
     engine: Any = build_engine(run, make_grid(WORLD, mesh_position(run, 0)), make_plan(run).engine)
-    engine.bucket_optimizer.steps_in_one_kernel = one_kernel
+    engine.bucket_optimizer.steps_in_one_kernel = how == "kernel"
     for number in range(STEPS):
         tokens = torch.full((1, 4), number)
         hook = next(engine.modules[0].parameters()).register_hook(lambda gradient: gradient * torch.inf) if number == 1 else None
@@ -92,22 +95,27 @@ def engine_states(precision: str, *, one_kernel: bool) -> tuple[list[torch.Tenso
         if hook:
             hook.remove()
     states = [state for bucket in engine.buckets for state in engine.optimizer.state[bucket.master].values()]
-    return [
-        each.float().clone() for bucket in engine.buckets for each in (bucket.master.data, bucket.weights)
-    ] + states, engine.skipped_steps
+    weights = [each.float().clone() for bucket in engine.buckets for each in (bucket.master.data, bucket.weights)]
+    host, stepped = engine.bucket_optimizer.host, sum(bucket.master.numel() for bucket in engine.buckets)
+    return weights + states, engine.skipped_steps, [stepped, host.to_host.bytes, host.to_device.bytes] if host else []
 
 
 def compare_engines(precision: str) -> dict[str, Any]:
-    """How far the two ways to step are apart."""
-    (one, skipped), (other, also_skipped) = (engine_states(precision, one_kernel=each) for each in (True, False))
-    apart = max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
-    return {"precision": precision, "apart": apart, "tensors": len(one), "skipped": [skipped, also_skipped]}
+    """How far the ways to step are from torch's fused AdamW."""
+    plain, skipped, _ = engine_states(precision, "fused")
+    found: dict[str, Any] = {"precision": precision, "tensors": len(plain), "skipped": [skipped], "apart": {}}
+    for how in ("kernel", "host"):
+        states, skipped, found["copied"] = engine_states(precision, how)
+        found["skipped"].append(skipped)
+        found["apart"][how] = max(float((one - other).abs().max()) for one, other in zip(plain, states, strict=True))
+    return found
 
 
 if __name__ == "__main__":
     WORLD = join_ranks("cpu")
     for words in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")):
         print(json.dumps(train(*(getattr(torch, word) for word in words))), flush=True)
+    host_optimizer.PART = 1000  # of buckets of up to 30,000 elements
     for precision in ("fp32", "bf16"):
         print(json.dumps(compare_engines(precision)), flush=True)
     os._exit(0)

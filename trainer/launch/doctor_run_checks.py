@@ -37,7 +37,7 @@ def checks_of_run(run: Run, plan: Plan, verdict: str, *, hosted: bool) -> Iterat
     refused = {each.name for each in refusals}
     if "engine" not in refused and plan.engine:
         yield MachineCheck("engine", "ok", f"{plan.engine} runs it")
-    if run.train.compile or run.parallel.offload.optimizer:
+    if run.train.compile or (run.parallel.offload.optimizer and plan.engine == "zero"):  # DeepSpeed compiles its Adam
         yield compiler_check(os.environ)
     if run.launch.name == "local" and plan.memory is not None and "devices" not in refused:
         yield from _device_checks(run, plan)

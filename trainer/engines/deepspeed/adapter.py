@@ -89,11 +89,12 @@ class DeepSpeedAdapter(Engine):
             del engine._take_model_step
 
     def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from _parameter_tensors([each.module for each in self.parts])
-        on_host = self.run.parallel.offload.optimizer
+        offload = self.run.parallel.offload
+        on_host = offload.optimizer
+        yield from _parameter_tensors([each.module for each in self.parts], "host" if offload.parameters else "weights")
         for kind, names in STEPPER_TENSORS:
-            moved = on_host and kind == "optimizer"
             for name in names:
+                moved = on_host and (kind == "optimizer" or name == "grad_partitions_flat_buffer")
                 for tensor in tensors_in(getattr(self.stepper, name, None)):
                     yield "host" if moved else kind, tensor
                     if tensor.grad is not None:
@@ -164,12 +165,13 @@ class DeepSpeedAdapter(Engine):
                 del optimizer.step
 
 
-def _parameter_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def _parameter_tensors(modules: Sequence[nn.Module], sharded: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield (kind, tensor) of parameters and their gradients; `sharded` is the kind of this rank's parts of them at ZeRO 3."""
     for parameter in parameters_of(modules):
         whole: Any = parameter
         own = getattr(whole, "ds_tensor", None)  # stage 3: this rank's range; the parameter itself is gathered while it is computed with
         if own is not None:
-            yield "weights", own.data
+            yield sharded, own.data
         yield "weights" if own is None else "buffers", parameter.data
         for name in ("grad", "grad_accum"):
             yield from (("gradients", each) for each in tensors_in(getattr(whole, name, None)))
