@@ -1,4 +1,4 @@
-"""Benchmark of an optimizer's step on the host: engine native's, in parts of several sizes, beside DeepSpeed's, whose Adam is compiled here.
+"""Benchmark of an optimizer's step on the host: engine native's, in parts of several sizes, beside DeepSpeed's compiled Adam.
 
 Run `python -m distrain.scripts.bench_host_step [ROUNDS]` on a quiet machine with a C++ compiler. One process steps the weights of a GPT in
 bf16 with all cores; the ways take turns. DeepSpeed's way is that of its ZeRO 1 and 2: clip the float32 gradients, step, cast the weights.

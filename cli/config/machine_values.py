@@ -27,6 +27,8 @@ def fill_auto_device(config: dict[str, Any], read_device: ReadDevice, *, is_size
         machine = facts.cached_facts()
         gpus = machine["cuda"] if machine else []
         device = cluster["device"] = _gpu_device(gpus[0], read_device) if gpus else {**device, "kind": "cpu"}
+        if gpus and isinstance(host := cluster.setdefault("host", {}), dict):
+            host.setdefault("memory", _physical_memory())
         if gpus and not is_sized and isinstance(cluster.get("gpus"), int):
             cluster["gpus"] = min(cluster["gpus"], len(gpus))
     train = config.get("train")

@@ -19,7 +19,7 @@ from distrain.trainer.machine.layer_rates import HEAD_DIM, layer_rates
 from distrain.trainer.plan.costs.op_seconds import attention_seconds
 from distrain.trainer.plan.costs.roofline import rates
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.spec.run import Link, Run
+from distrain.trainer.spec.run import Link, NodeHost, Run
 from distrain.trainer.system.cpu import cpu_count
 
 CPU = {
@@ -111,6 +111,7 @@ def test_a_known_gpu_gets_its_option_of_conf_device(remember_facts: Any) -> None
     run = quickstart()
     known = load_recipe("quickstart", ["cluster=dgx_h200"]).cluster.device
     assert (run.cluster.device.kind, run.cluster.gpus, run.train.precision) == ("cuda", 1, "bf16")
+    assert run.cluster.host == NodeHost(memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     assert (run.cluster.device.peak, run.cluster.device.bandwidth) == (known.peak, known.bandwidth)
     assert run.cluster.device.memory == 150_000_000_000
 

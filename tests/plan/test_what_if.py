@@ -67,6 +67,18 @@ def test_an_answer_about_the_cluster_is_that_of_a_run_on_it(says: str, words: tu
     assert answers[says] == pytest.approx(simulated_seconds(costs_of(changed)), rel=1e-3 if says.startswith("devices") else 1e-6)
 
 
+def test_an_answer_about_hosts_is_that_of_a_run_on_them() -> None:
+    words = ("parallel.zero=2", "parallel.offload.optimizer=true", "engine=zero")
+    run = load_recipe("llama3_8b_1node", words)
+    found = {each.says: each.seconds for each in what_ifs(run, costs_of(run), 0)}
+    host = run.cluster.host
+    assert host.bandwidth
+    assert host.link
+    changed = load_recipe("llama3_8b_1node", (*words, f"cluster.host.bandwidth={2 * host.bandwidth}", f"cluster.host.link={2 * host.link}"))
+    assert found["hosts and their links were twice as fast"] == pytest.approx(simulated_seconds(costs_of(changed)), rel=1e-9)
+    assert simulated_seconds(costs_of(changed)) < 0.95 * simulated_seconds(costs_of(run))
+
+
 def test_answers_about_the_pipeline_are_those_of_runs_that_have_it(answers: dict[str, float]) -> None:
     hidden = costs_of(load_recipe("gpt3_175b", (HIDDEN,)))
     assert answers["sends between stages took no time"] == pytest.approx(simulated_seconds(hidden), rel=1e-9)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
-from ...spec.run import Cluster, Device, Link, Run
+from ...spec.run import Cluster, Device, Link, NodeHost, Run
 from ..rules.rules import broken_rules
 from .simulated_seconds import simulated_seconds, varied_seconds
 from .step_costs import PlannedPass, StepCosts, step_costs
@@ -45,6 +45,7 @@ def _other_clusters(run: Run) -> Iterator[WhatIf]:
         ("no message took time", replace(cluster, between=_faster(cluster.between, FREE), inside=_faster(cluster.inside, FREE))),
         ("devices computed twice as fast", _with_device(cluster, peak={name: 2 * peak for name, peak in device.peak.items()})),
         ("devices had twice the memory bandwidth", _with_device(cluster, bandwidth=2 * (device.bandwidth or 0.0))),
+        ("hosts and their links were twice as fast", replace(cluster, host=_faster_host(cluster.host))),
         ("kernels were launched in no time", _with_device(cluster, launch=0.0, dispatch=0.0)),
     )
     for says, each in clusters:
@@ -55,6 +56,11 @@ def _other_clusters(run: Run) -> Iterator[WhatIf]:
 def _faster(link: Link | None, times: float) -> Link | None:
     """A link with more bandwidth; one that takes no time has no latency either."""
     return link and replace(link, bandwidth=link.bandwidth * times, latency=0.0 if times == FREE else link.latency)
+
+
+def _faster_host(host: NodeHost) -> NodeHost:
+    """A host twice as fast as one whose rates are stated."""
+    return replace(host, **{name: 2 * rate for name in ("bandwidth", "link") if (rate := getattr(host, name)) is not None})
 
 
 def _with_device(cluster: Cluster, **changes: object) -> Cluster:
