@@ -29,8 +29,10 @@ REFUSED = (
                                            ("parallel.stages=[2,1] adds up to 3 layers, not to model.layers=2: "
                                             "set parallel.stages=null")),
     ("parallel.zero=0 parallel.offload.optimizer=true engine=native",
-                                           ("engine native does not run parallel.offload.optimizer=true: "
-                                            "set parallel.offload.optimizer=false or engine=auto")),
+                                           "parallel.offload.optimizer=true needs parallel.zero of 1 or more: set parallel.zero=1"),
+    ("parallel.zero=1 parallel.offload.optimizer=true engine=native optim.name=sgd",
+                                           ("engine native does not run parallel.offload.optimizer=true with optim.name=sgd: "
+                                            "set optim.name=adamw or parallel.offload.optimizer=false")),
     ("launch=slurm",                       ("fit does not start launch=slurm: run what `distrain show --launch` prints for it, "
                                             "or fit launch=deepspeed launch.runner=slurm in a job")),
     ("launch=torchrun",                    "fit does not start launch=torchrun: run what `distrain show --launch` prints for it"),

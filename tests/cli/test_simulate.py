@@ -259,8 +259,8 @@ def test_wrong_words_are_refused_in_a_line(words: str, says: str, capsys: pytest
     [
         ("conf=gpt3_175b parallel.tp=7", "tp 7"),
         (
-            "conf=llama3_8b parallel.zero=1 parallel.offload.optimizer=true",
-            "no times: the speed of an offloaded optimizer step is not known",
+            "conf=llama3_8b parallel.zero=1 parallel.offload.optimizer=true cluster.host.bandwidth=null",
+            "no times: how fast its node's host is, to which the run offloads, is not stated",
         ),
         ("conf=llama3_8b cluster.between=null", "no times: cluster.between is not stated"),
     ],
