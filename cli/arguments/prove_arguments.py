@@ -106,6 +106,8 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return "stages", tuple(map(int, layers[1].split("-")))
     if gather := re.fullmatch(r"gather_(step|micro)", part):
         return "gather", gather[1]
+    if moved := re.fullmatch(r"offload_(optimizer|all)", part):
+        return "offload", moved[1]
     for key, known in (("engine", (NATIVE_ENGINE,)), ("schedule", (*PROVED_SCHEDULES, FILE_SCHEDULE)), ("recompute", PROVED_RECOMPUTES)):
         if part in known:
             return key, part
@@ -123,7 +125,7 @@ def _read_part(part: str) -> tuple[str, Any] | str:
     degrees = [f"{axis}2" for axis in PROVED_AXES]
     words = (*degrees, "zero1", "sequence", *PROVED_SCHEDULES, FILE_SCHEDULE, NATIVE_ENGINE, *PROVED_RECOMPUTES, HIERARCHICAL)
     numbered = ("chunks2", "stages1-1", "shard2", "sync2", "stale1", "servers1", f"{POWERSGD}4")
-    return suggest_name(part, (*words, "gather_step", "gather_micro", *numbered))
+    return suggest_name(part, (*words, "gather_step", "gather_micro", "offload_optimizer", "offload_all", *numbered))
 
 
 def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> ProveLayout | Problem:
@@ -139,6 +141,9 @@ def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> P
         return _problem(name, f"has {noun}, but only one stage", fix)
     if layout.shard and not layout.zero:
         return _problem(name, f"has shards of {layout.shard} ranks, and ZeRO shards nothing at stage 0", f"write {name}.zero1")
+    if layout.offload and not layout.zero:
+        stage = 3 if layout.offload == "all" else 1
+        return _problem(name, "offloads, and ZeRO shards nothing at stage 0", f"write {name}.zero{stage}")
     if layout.gather and layout.zero != 3:
         fix = "write zero3" if "zero" in values else f"write {name}.zero3"
         return _problem(name, "says how often ZeRO 3 gathers weights, and gathers none", fix)

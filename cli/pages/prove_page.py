@@ -35,6 +35,7 @@ MEANINGS = {
     "sync": "sync: steps that replicas take alone between two together, another curve by design; one process simulates it",
     "stale": "stale: steps that pass before a sum of gradients is used, another curve by design; one process simulates it",
     "servers": "servers: ranks that sum gradients and step weights for all",
+    "offload": "offload: the host has the optimizer's states, or weights too (all), and steps",
     "hierarchical": "hierarchical: gradients are summed inside nodes, then between them",
     "engine": "native: our own engine where another is the default",
 }
@@ -107,7 +108,7 @@ def _has_part(layout: ProveLayout, part: str) -> bool:
         return layout.engine != "auto"
     if part == "file":
         return layout.schedule == FILE_SCHEDULE
-    if part in ("chunks", "stages", "shard", "gather", "sync", "stale", "servers"):
+    if part in ("chunks", "stages", "shard", "gather", "sync", "stale", "servers", "offload"):
         return getattr(layout, part) is not None
     value: int | bool = getattr(layout, part)
     return bool(value) if part in ("zero", "sequence", "is_delayed", "is_compressed", "hierarchical") else value > 1

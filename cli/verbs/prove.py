@@ -20,9 +20,9 @@ def prove(
 
     steps=N trains N steps (default: 6, or the recipe's where it has fewer). layouts=dp2.native,tp2.sequence,pp2.zb_h1 names
     layouts; layouts=all takes all; the default is the recipe's own and about a dozen that cover every pair of choices. Values that the
-    recipe sets for parallel.schedule=FILE.csv, stages, shard and gather are proved as set; a layout's name can hold them too: pp2.file,
-    pp2.stages1-3, dp4.zero1.shard2, dp2.zero3.gather_step. Unless layouts are named (checks=all or none decides), one process trains with
-    other micro-batches, and one layout resumes what another one saved midway.
+    recipe sets for parallel.schedule=FILE.csv, stages, shard, gather and offload are proved as set; a layout's name can hold them too:
+    pp2.file, pp2.stages1-3, dp4.zero1.shard2, dp2.zero3.gather_step, dp2.zero2.offload_optimizer. Unless layouts are named (checks=all or
+    none decides), one process trains with other micro-batches, and one layout resumes what another one saved midway.
 
     Exit status: 0 all train the same curve and send the planned messages; 1 one does not, or can't run; 2 the command line is wrong.
 

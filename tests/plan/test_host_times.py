@@ -109,6 +109,7 @@ def test_offloaded_weights_are_copied_for_each_forward_and_each_backward() -> No
     own = 2 * plan.model.parameters / 8
     fetched = [each for each in plan.traffic if each.verb == "to_device" and each.count == 4 * 32]
     assert [each.sent for each in fetched] == pytest.approx([4 * own, 4 * own], rel=0.01)
+    assert 1 not in {each.count for each in plan.traffic if each.verb == "to_device"}  # the step's weights stay
     host = plan.memory.host
     assert host
     assert host.weights == pytest.approx(own, rel=0.01)
@@ -191,6 +192,36 @@ def optimizer_seconds(*words: str) -> float:
 def test_the_ranks_of_a_node_share_its_host() -> None:
     words = ("engine=zero", "cluster.host.link=1e15")
     assert optimizer_seconds(*words, "cluster=1x8") == pytest.approx(8 * optimizer_seconds(*words, "cluster=8x1"), rel=0.05)
+
+
+@pytest.mark.parametrize(("engine", "each"), [("zero", 8 + 28 + 6), ("native", 28)])
+def test_a_step_on_the_host_reads_and_writes_so_many_bytes(engine: str, each: int) -> None:
+    """DeepSpeed clips, steps and casts; parts of ours are cast in a processor's cache."""
+    slow, fast = (
+        optimizer_seconds(f"engine={engine}", f"cluster.host.bandwidth={rate}", "cluster.host.link=1e15") for rate in (1e11, 1e15)
+    )
+    assert slow - fast == pytest.approx(8.03e9 * each / (1e11 * HOST_STREAMING), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "each"),
+    [
+        (("engine=zero", "train.microbatch=4"), 0),
+        (("engine=zero", "train.microbatch=4", "parallel.zero=3"), 0),
+        (("engine=zero", "train.microbatch=16", "parallel.zero=1"), 0),
+        (("engine=zero", "train.microbatch=4", "parallel.zero=1"), 2),
+        (("engine=zero", "train.microbatch=4", "train.gradients=fp32"), 4 / 8),
+        (("engine=native", "train.microbatch=4"), 2 / 8),
+        (("engine=native", "train.microbatch=4", "parallel.zero=1"), 2),
+    ],
+    ids=str,
+)
+def test_gradients_that_stay_on_the_device(words: tuple[str, ...], each: float) -> None:
+    """In bytes of a parameter of the model, over eight ranks."""
+    plan = plan_of("train.batch=128", *words)
+    assert plan.memory
+    assert plan.model
+    assert plan.memory.stages[0].bytes.gradients == pytest.approx(each * plan.model.parameters, rel=1e-3)
 
 
 def test_copies_of_engine_native_go_on_beside_its_step() -> None:

@@ -249,13 +249,15 @@ def test_a_server_that_ends_is_one_problem(tmp_path: Path) -> None:
 
 
 def test_ranks_that_pass_their_deadline_are_killed(ranks: RankPool, tmp_path: Path) -> None:
+    """The second may have ended before its signal comes, since the first one's death broke their connection."""
     recipe = RecipeForRanks("quickstart", [*TINY[1:], f"log.dir={tmp_path}"], None)
     request = ProveRequest(steps=100_000, chosen="named", layouts=(ProveLayout(dp=2),))
     (trial,) = plan_proof(request, recipe.run(), recipe.run_on).trials
     write_run_folder(trial)
     began = time.monotonic()
     result = ranks.server.run_job(trial.folder / "run.json", 2, seconds=3.0)
-    assert (result.timed_out, result.codes) == (True, (-signal.SIGKILL, -signal.SIGKILL))
+    assert (result.timed_out, result.codes[0]) == (True, -signal.SIGKILL)
+    assert result.codes[1] in (-signal.SIGKILL, 1)
     assert time.monotonic() - began < 60
 
 

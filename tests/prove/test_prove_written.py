@@ -45,6 +45,8 @@ NAMES = (  # name, its layout
     ("dp2.pp2.zero3.gather_micro",      ProveLayout(dp=2, pp=2, zero=3, gather="micro")),
     ("dp2.zero3.gather_step",           ProveLayout(dp=2, zero=3, gather="step")),
     ("dp2.tp2.powersgd4",               ProveLayout(dp=2, tp=2, compress=4)),
+    ("dp2.zero2.offload_optimizer",     ProveLayout(dp=2, zero=2, offload="optimizer")),
+    ("dp2.zero3.offload_all",           ProveLayout(dp=2, zero=3, offload="all")),
     ("dp4.pp2.zero3.file.stages1-3.shard2.gather_step.full",
      ProveLayout(dp=4, pp=2, zero=3, schedule=FILE_SCHEDULE, stages=(1, 3), shard=2, gather="step", recompute="full")),
 )
@@ -57,6 +59,8 @@ MISTAKES = (
     ("layouts=dp2.zero1.gather_step",   "dp2.zero1.gather_step says how often ZeRO 3 gathers weights, and gathers none: write zero3"),
     ("layouts=dp2.powersgd",            "dp2.powersgd is no layout: write a number, as powersgd2"),
     ("layouts=tp2.powersgd4",           "tp2.powersgd4 compresses gradients, and has one data-parallel rank: write tp2.powersgd4.dp2"),
+    ("layouts=dp2.zero1.offload_optim", "dp2.zero1.offload_optim is no layout: did you mean offload_optimizer?"),
+    ("layouts=dp2.offload_all",         "dp2.offload_all offloads, and ZeRO shards nothing at stage 0: write dp2.offload_all.zero3"),
     ("layouts=dp2.zero3.gather_steps",  "dp2.zero3.gather_steps is no layout: did you mean gather_step?"),
 )
 # fmt: on
@@ -166,17 +170,19 @@ def test_a_layout_that_runs_a_file_needs_a_recipe_with_one(capsys: pytest.Captur
 
 def test_what_users_write_trains_the_curve_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
     keys = file_words(tmp_path, "parallel.stages=[1,3]", "train.steps=3")
-    names = "pp2.file.stages1-3,pp2.stages3-1,dp4.zero2.shard2,dp2.zero3.gather_step"
+    names = "pp2.file.stages1-3,pp2.stages3-1,dp4.zero2.shard2,dp2.zero3.gather_step,pp2.zero1.zb_v.offload_optimizer"
     record = run_prove([*keys, f"layouts={names}"], tmp_path, lambda *_: nullcontext(ranks.server))
     assert record.status == 0
     assert "pp2.file.stages1-3 trains the recipe's layout as it is written" in " ".join(" ".join(record.lines).split())
     document = json.loads((tmp_path / "quickstart.prove" / "prove.json").read_text())
-    assert [each["verdict"] for each in document["layouts"]] == ["same"] * 4
+    assert [each["verdict"] for each in document["layouts"]] == ["same"] * 5
     rows = {each["layout"]: each for each in document["layouts"]}
     assert rows["pp2.file.stages1-3"]["stages"] == [1, 3]
     assert rows["pp2.file.stages1-3"]["schedule"] == str(tmp_path / "order.csv")
     assert (rows["dp4.zero2.shard2"]["shard"], rows["dp2.zero3.gather_step"]["gather"]) == (2, "step")
     assert rows["dp2.zero3.gather_step"]["engine"] == "native"
+    offloaded = rows["pp2.zero1.zb_v.offload_optimizer"]
+    assert (offloaded["offload"], offloaded["messages"]) == ("optimizer", "equal")
     assert document["written"]["says"].startswith("pp2.file.stages1-3 trains")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ..spec.run import Run
+from .axes.dp import HOST
 from .axes.weight_slices import WeightShard
 from .costs.control_message import ControlMessage
 from .costs.traffic_term import TrafficTerm
@@ -78,7 +79,7 @@ def compare_rank_messages(run: Run, rank: int, rows: Iterable[Mapping[str, Any]]
     terms = costs.traffic_terms(run, position.mesh, shards, position.mesh.data_rank(position.coordinates))
     mixtures = sum(layer >= run.model.dense_layers for part in position.parts for layer in part.layers)
     control = costs.control_messages(run, position.mesh, shards, mixtures)
-    planned = (each for each in rank_traffic(run, rank) if averages or each.every == 1)
+    planned = (each for each in rank_traffic(run, rank) if each.link != HOST and (averages or each.every == 1))
     return compare_with_plan(message_rows(rows), planned, (each for each in terms if averages or each.every == 1), control)
 
 

@@ -15,7 +15,7 @@ from ...plan.layout.mesh import replica_size
 from ...plan.layout.schedule_of_run import is_file, read_lists
 from ...plan.layout.schedules import SCHEDULES, Schedule
 from ...spec.divisors import divisors
-from ...spec.run import Compress, Parallel, Run, Sync
+from ...spec.run import Compress, Offload, Parallel, Run, Sync
 from .covering import covering_rows
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -31,6 +31,7 @@ DEFAULT_COUNT = 12  # layouts that are proved where none are named
 Recompute = Literal["selective", "full"]
 Engine = Literal["auto", "native"]
 Gather = Literal["step", "micro"]
+Offloaded = Literal["optimizer", "all"]
 
 FLUSHING_SCHEDULES = tuple(name for name in PROVED_SCHEDULES if SCHEDULES[name].flushes)  # those that train the curve of one process
 
@@ -60,6 +61,7 @@ class ProveLayout:
     stale: int | None = None  # steps that pass before a sum of gradients is used
     servers: int | None = None  # parameter servers
     hierarchical: bool = False  # gradients are summed inside a node, then between nodes
+    offload: Offloaded | None = None  # what is on the host: the optimizer, or weights too
     recompute: Recompute | None = None
     engine: Engine = "auto"
 
@@ -106,6 +108,7 @@ class ProveLayout:
         parts += [f"stale{self.stale}"] if self.stale else []
         parts += [f"servers{self.servers}"] if self.servers else []
         parts += [HIERARCHICAL] if self.hierarchical else []
+        parts += [f"offload_{self.offload}"] if self.offload else []
         parts += [NATIVE_ENGINE] if self.engine == NATIVE_ENGINE else []
         return ".".join([*parts, *([self.recompute] if self.recompute else [])])
 
@@ -120,6 +123,7 @@ class ProveLayout:
             str(is_native(self)),
             *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather)),
             *(str(each) if each else None for each in (self.compress, self.sync, self.stale, self.servers, self.hierarchical)),
+            self.offload,
         )
 
 
@@ -137,11 +141,18 @@ def _runs(row: EngineRow, layout: ProveLayout) -> bool:
         return False
     if (layout.servers or layout.hierarchical) and not row.routes_sums:
         return False
+    if layout.offload and not set(_offload_keys(layout)) <= set(row.offload):
+        return False
     if layout.zero not in row.zero or (layout.shard and not row.hybrid_shards) or (layout.gather == "step" and not row.gathers_once):
         return False
     if layout.pp == 1:
         return row.whole_models
     return row.pipeline and (row.runs_files if layout.schedule == FILE_SCHEDULE else row.runs_schedule(layout.schedule))
+
+
+def _offload_keys(layout: ProveLayout) -> tuple[str, ...]:
+    """The keys of parallel.offload that a layout sets."""
+    return {None: (), "optimizer": ("optimizer",), "all": ("optimizer", "parameters")}[layout.offload]
 
 
 ONE_PROCESS = ProveLayout()  # the reference of all others
@@ -201,6 +212,7 @@ def recipe_layout(run: Run) -> ProveLayout | None:
         stale=parallel.staleness if dp * parallel.cp > 1 and parallel.staleness else None,
         servers=parallel.servers if parallel.reduce == "server" and dp * parallel.cp > 1 else None,
         hierarchical=parallel.reduce == HIERARCHICAL and dp * parallel.cp > 1,
+        offload="all" if parallel.offload.parameters else "optimizer" if parallel.offload.optimizer else None,
         engine=NATIVE_ENGINE if run.engine == NATIVE_ENGINE and not auto_is_native(run, parallel) else "auto",
     )
     is_known = layout.schedule in (*PROVED_SCHEDULES, FILE_SCHEDULE)
@@ -249,6 +261,7 @@ def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
         staleness=layout.stale or 0,
         sync=replace(kept.sync, every=layout.sync) if layout.sync else Sync(),
         bucket=kept.bucket,
+        offload=Offload(**dict.fromkeys(_offload_keys(layout), True)),
         compress=replace(kept.compress, name=POWERSGD, rank=layout.compress) if layout.compress else Compress(),
         overlap=kept.overlap,
     )

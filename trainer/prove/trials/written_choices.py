@@ -33,6 +33,10 @@ def _choices(run: Run) -> Iterator[str]:
         yield f"parallel.sync.every={parallel.sync.every}"
     if own and (own.servers or own.hierarchical):
         yield f"parallel.reduce={parallel.reduce}"
+    if parallel.offload.optimizer:
+        yield "parallel.offload.optimizer=true"
+    if parallel.offload.parameters:
+        yield "parallel.offload.parameters=true"
     if parallel.staleness:
         yield f"parallel.staleness={parallel.staleness}"
 
