@@ -182,7 +182,7 @@ def test_what_users_write_trains_the_curve_of_one_process(ranks: RankPool, tmp_p
     assert (rows["dp4.zero2.shard2"]["shard"], rows["dp2.zero3.gather_step"]["gather"]) == (2, "step")
     assert rows["dp2.zero3.gather_step"]["engine"] == "native"
     offloaded = rows["pp2.zero1.zb_v.offload_optimizer"]
-    assert (offloaded["offload"], offloaded["messages"]) == ("optimizer", "equal")
+    assert (offloaded["offload"], offloaded["messages"]["verdict"]) == ("optimizer", "equal")
     assert document["written"]["says"].startswith("pp2.file.stages1-3 trains")
 
 
