@@ -146,6 +146,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("moe_intermediate_size moe_ffn_hidden_size", "model.expert_ffn"),
     _row("moe_aux_loss_coeff router_aux_loss_coef", "model.aux_loss"),
     _row("rope_theta rotary_base rotary_emb_base", "model.rope_base"),
+    _row("partial_rotary_factor rotary_percent rotary_pct", "model.rope_share"),
     _row("sliding_window window_size attention_window", "model.window"),
     _row("rope_scaling rope_type rope_parameters", "model.rope.type"),
     _row("rope_scaling_factor rotary_scaling_factor", "model.rope.factor"),

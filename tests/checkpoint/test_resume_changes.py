@@ -65,6 +65,7 @@ def test_a_different_model_is_refused_with_the_name_of_its_key(key: str) -> None
     ("key", "value"),
     [
         ("model.rope_base", 5e5),
+        ("model.rope_share", 0.5),
         ("model.experts", 8),
         ("model.top_k", 1),
         ("model.expert_ffn", 64),
@@ -93,7 +94,15 @@ def test_another_rate_of_a_routers_bias_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [("model.rope_base", 5e5), ("model.kv_heads", 8), ("model.ffn", 1024), ("model.top_k", 3), ("model.router.scale", 2.0)]
+    "change",
+    [
+        ("model.rope_base", 5e5),
+        ("model.rope_share", 0.5),
+        ("model.kv_heads", 8),
+        ("model.ffn", 1024),
+        ("model.top_k", 3),
+        ("model.router.scale", 2.0),
+    ],
 )
 def test_a_value_with_the_same_meaning_is_no_change(change: tuple[str, object]) -> None:
     assert changes(run(), change) == Changes()

@@ -24,10 +24,14 @@ MODELS = {
     "nano": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu"),
     "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
     "qwen3": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=12, ffn=56, vocab=64, qk_norm=True, **LLAMA),
-    "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
+    "qwen": Model(
+        family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, rope_share=0.5, **LLAMA
+    ),
     "lora": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA, lora=LORA),
     "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
-    "grouped moe": Model(family="moe", layers=2, hidden=32, heads=4, ffn=24, vocab=64, experts=8, top_k=3, **LLAMA, router=V3),
+    "grouped moe": Model(
+        family="moe", layers=2, hidden=32, heads=4, ffn=24, vocab=64, experts=8, top_k=3, rope_share=0.5, **LLAMA, router=V3
+    ),
     "mla": Model(family="mla", layers=2, hidden=48, heads=6, ffn=40, vocab=64, experts=4, top_k=2, **LATENT, q_lora_rank=20, **LLAMA),
 }
 B, S = 3, 24  # sequences, tokens of each

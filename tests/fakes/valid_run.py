@@ -33,7 +33,7 @@ def override_value(word: str) -> object:
         return known[word]
     if word.startswith("["):
         return tuple(int(each) if each.isdigit() else each for each in word.strip("[]").split(","))
-    if re.fullmatch(r"[\d.]+e-\d+", word):
+    if re.fullmatch(r"\d+\.\d+|[\d.]+e-\d+", word):
         return float(word)
     return int(word) if re.fullmatch(r"-?\d+", word) else word
 

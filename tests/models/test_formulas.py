@@ -85,7 +85,8 @@ def attention_written_out(model: Model, w: dict[str, Any], x: Any, drop: Drop) -
         if model.qk_norm:
             q, k = (norm_written_out(model, w, f"attention.{part}_norm", each) for part, each in (("query", q), ("key", k)))
         if model.positions == "rope":
-            q, k = rotate_written_out(q, model.rope_base), rotate_written_out(k, model.rope_base)
+            turned = round(dim * model.rope_share)
+            q, k = (torch.cat((rotate_written_out(each[:, :turned], model.rope_base), each[:, turned:]), dim=1) for each in (q, k))
         shares = torch.zeros(size, size, dtype=x.dtype)
         for position in range(size):
             shares[position, : position + 1] = torch.softmax(k[: position + 1] @ q[position] / math.sqrt(dim), 0)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.public_configs import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
+    GLM45,
+    GLM45_AIR,
     GPT2,
+    KIMI_K2,
     LLAMA2_7B,
     LLAMA31_8B,
     MINISTRAL_8B,
@@ -22,11 +27,12 @@ from distrain.tests.fakes.public_configs import (
     QWEN25_7B,
 )
 from distrain.trainer.models.families import FAMILIES
-from distrain.trainer.models.hf_format.config import read_hf_config
-from distrain.trainer.models.hf_format.config_kinds import CONFIG_KINDS
+from distrain.trainer.models.hf_format.config import needs_family_hf, read_hf_config
+from distrain.trainer.models.hf_format.config_kinds import CONFIG_KINDS, SAME_MODELS
 from distrain.trainer.models.ops.op_table import parameter_count
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read
+from distrain.trainer.spec.rope import Rope
 from distrain.trainer.spec.router import Router
 from distrain.trainer.spec.run import Model, Train
 
@@ -43,6 +49,10 @@ PUBLIC = {
     "qwen3_30b_a3b": (QWEN3_30B_A3B, 30_532_122_624),
     "deepseek_v2_lite": (DEEPSEEK_V2_LITE, 15_706_484_224),
     "deepseek_v3": (DEEPSEEK_V3, 671_026_419_200 - 58 * 256),  # without the biases of its routers, which no loss trains
+    # The safetensors also hold a layer for the token after the next, with tables of its own: tests/models/test_op_tables.py.
+    "glm45": (GLM45, 352_797_829_024 - 89 * 160),
+    "glm45_air": (GLM45_AIR, 106_852_251_264 - 45 * 128),
+    "kimi_k2": (KIMI_K2, 1_026_408_232_448 - 60 * 384),
 }
 
 
@@ -65,7 +75,7 @@ def test_a_public_file_has_the_parameters_of_its_model(config: dict[str, Any], c
 
 
 def test_every_model_type_is_tested_with_a_public_file() -> None:
-    assert {config["model_type"] for config, _ in PUBLIC.values()} == set(CONFIG_KINDS)
+    assert {config["model_type"] for config, _ in PUBLIC.values()} == {*CONFIG_KINDS, *SAME_MODELS}
 
 
 def test_gpt2_is_read_key_by_key(tmp_path: Path) -> None:
@@ -145,6 +155,71 @@ def test_qwen3_moe_is_read_key_by_key(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("listed", [[0, 1], [1, 0, 1]])
+def test_the_first_layers_of_qwen3_moe_may_have_no_experts(listed: list[int], tmp_path: Path) -> None:
+    """Their feed-forward is as wide as transformers' where the file does not say."""
+    keys = read_hf_config(write_config(tmp_path, QWEN3_30B_A3B | {"mlp_only_layers": listed, "intermediate_size": 5000}))
+    assert (keys["dense_layers"], keys["ffn"], keys["expert_ffn"]) == (2, 5000, 768)
+    config = {key: value for key, value in QWEN3_30B_A3B.items() if key != "intermediate_size"}
+    assert read_hf_config(write_config(tmp_path, config | {"mlp_only_layers": listed}))["ffn"] == 6144
+
+
+def test_glm_4_5_is_read_key_by_key(tmp_path: Path) -> None:
+    file = write_config(tmp_path, GLM45)
+    assert read_hf_config(file) == {
+        "family": "moe",
+        "layers": 92,
+        "hidden": 5120,
+        "heads": 96,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "ffn": 12288,
+        "vocab": 151552,
+        "tied": False,
+        "bias": False,
+        "qkv_bias": True,
+        "qk_norm": True,
+        "norm": "rmsnorm",
+        "norm_eps": 1e-5,
+        "act": "swiglu",
+        "positions": "rope",
+        "rope_base": 1000000.0,
+        "rope_share": 0.5,
+        "rope": {"type": "default"},
+        "dropout": 0.0,
+        "dense_layers": 3,
+        "experts": 160,
+        "top_k": 8,
+        "expert_ffn": 1536,
+        "shared_experts": 1,
+        "router": {"score": "sigmoid", "normalize": True, "scale": 2.5, "groups": 1, "top_groups": 1, "bias": True},
+        "hf": str(file),
+    }
+
+
+def test_the_rotated_share_of_a_head_is_read_wherever_transformers_writes_it(tmp_path: Path) -> None:
+    """A file that lacks it means half, as transformers' class of GLM-4.5 has it; the mapping's own goes before one beside it."""
+    bare = {key: value for key, value in GLM45.items() if key not in ("partial_rotary_factor", "rope_theta", "rope_scaling")}
+    inside = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    for keys, share in (({}, 0.5), ({"partial_rotary_factor": 0.75}, 0.75), ({"rope_parameters": inside}, 0.25)):
+        assert read_hf_config(write_config(tmp_path, bare | keys))["rope_share"] == share
+    assert read_hf_config(write_config(tmp_path, GLM45 | {"rope_parameters": inside}))["rope_share"] == 0.25
+
+
+@pytest.mark.parametrize(("name", "config"), [("glm45_355b", GLM45), ("glm45_air_106b", GLM45_AIR), ("kimi_k2_1t", KIMI_K2)])
+def test_a_model_of_ours_has_the_sizes_of_its_public_file(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    """All but the weight of the balance loss, which no file states, and rotary scaling for longer sequences."""
+    ours = load_recipe("mixtral_8x7b", [f"model={name}", "engine=papers"]).model
+    theirs = read(read_hf_config(write_config(tmp_path, config)), Model)
+    assert replace(ours, aux_loss=0.0, kv_heads=ours.kv_heads or ours.heads) == replace(theirs, rope=Rope(), hf=None)
+
+
+def test_a_kimi_k2_is_read_as_a_deepseek_v3(tmp_path: Path) -> None:
+    kimi, deepseek = (read_hf_config(write_config(tmp_path, KIMI_K2 | {"model_type": name})) for name in ("kimi_k2", "deepseek_v3"))
+    assert kimi == deepseek
+    assert not needs_family_hf(write_config(tmp_path, KIMI_K2))
+
+
 def test_experts_have_the_names_of_both_versions_of_transformers(tmp_path: Path) -> None:
     """And without norm_topk_prob weights are not normalized, as there."""
     config = {key: value for key, value in QWEN3_30B_A3B.items() if key not in ("num_experts", "norm_topk_prob")}
@@ -222,7 +297,18 @@ def test_windows_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
         (GPT2 | {"activation_function": "swish"}, "activation_function=swish"),
         (MIXTRAL_8X7B | {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         (QWEN3_30B_A3B | {"decoder_sparse_step": 2}, "family moe does not have decoder_sparse_step=2: it has 1"),
-        (QWEN3_30B_A3B | {"mlp_only_layers": [0, 1]}, "family moe does not have mlp_only_layers=[0, 1]: it has []"),
+        (
+            QWEN3_30B_A3B | {"mlp_only_layers": [1]},
+            "family moe does not have mlp_only_layers=[1]: its layers without experts are the first",
+        ),
+        (QWEN3_30B_A3B | {"mlp_only_layers": [0, 47]}, "family moe does not have mlp_only_layers=[0, 47]: its layers without experts are"),
+        (QWEN3_30B_A3B | {"mlp_only_layers": 1}, "mlp_only_layers=1 is not a list of whole numbers"),
+        (QWEN3_30B_A3B | {"mlp_only_layers": [False]}, "mlp_only_layers=[false] is not a list of whole numbers"),
+        (QWEN3_30B_A3B | {"mlp_only_layers": [0], "intermediate_size": "6144"}, 'intermediate_size="6144" is not a whole number'),
+        (GLM45 | {"partial_rotary_factor": None}, "partial_rotary_factor=null is not a number"),
+        (GLM45 | {"scoring_func": "softmax"}, "scoring_func=softmax is not known to family moe"),
+        (GLM45 | {"attention_bias": 1}, "attention_bias=1 is not true or false"),
+        (KIMI_K2 | {"scoring_func": "softmax"}, "family mla does not have scoring_func=softmax: it has sigmoid"),
         (QWEN3_30B_A3B | {"n_shared_experts": 1}, "n_shared_experts=1 is not known to family moe"),
         (QWEN3_30B_A3B | {"norm_topk_prob": 1}, "norm_topk_prob=1 is not true or false"),
         (LLAMA31_8B | {"num_hidden_layers": "32"}, 'num_hidden_layers="32" is not a whole number'),
@@ -253,7 +339,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 def test_the_refusal_of_an_unknown_model_type_lists_the_known_ones(name: object, tmp_path: Path) -> None:
     says = refusal(write_config(tmp_path, {"model_type": name}))
     assert f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2, qwen3, qwen3_moe" in says
-    assert "any other model type of transformers is family hf" in says
+    assert "kimi_k2; any other model type of transformers is family hf" in says
 
 
 @pytest.mark.parametrize(

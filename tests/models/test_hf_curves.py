@@ -29,15 +29,19 @@ DEEPSEEK = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**DEEPSEEK, "norm_topk_prob": True},
     "deepseek_v2": {**DEEPSEEK, "norm_topk_prob": False, "topk_method": "group_limited_greedy"},
-    "qwen3_moe":   {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True},
+    "qwen3_moe":   {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "glm4_moe":    {"num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 8, "use_qk_norm": True, "attention_bias": True,
+                    "routed_scaling_factor": 2.5},
 }
 LAYOUTS = {
     "deepseek_v3": ("cluster.gpus=4", "parallel={pp: 2, ep: 2, zero: 1}", "train.microbatch=1"),
     "deepseek_v2": ("cluster.gpus=2", "parallel={tp: 2, sequence: true}", "train.microbatch=2"),
     "qwen3_moe":   ("cluster.gpus=2", "parallel={cp: 2, zero: 3}", "engine=native", "train.microbatch=2"),
+    "glm4_moe":    ("cluster.gpus=2", "parallel={tp: 2, sequence: true}", "train.microbatch=2"),
 }
 WORDS = (
-    *("quickstart", "data=text", f"data.path={__file__}", "train.steps=5", "train.batch=4", "train.seq=32", "train.evaluate.every=0"),
+    *("quickstart", "data=text", f"data.path={Path(__file__).parents[2] / 'LICENSE'}", "train.steps=5", "train.batch=4"),
+    *("train.seq=32", "train.evaluate.every=0"),
     *("train.precision=fp32", "optim.lr=5e-3", "optim.warmup=0", "optim.schedule=constant", "optim.weight_decay=0", "log.every=1"),
     *("model.aux_loss=0", "log.ledger=true", "checkpoint.final=false"),
 )

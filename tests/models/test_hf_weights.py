@@ -40,6 +40,7 @@ DEEPSEEK: dict[str, Any] = {
 DEEPSEEK |= {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
 YARN = Rope(type="yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=0.7)
 V3 = Router(score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)
+STRETCHED_HALVES = Rope(type="yarn", factor=4.0, original_max_position_embeddings=8)
 OURS = {
     "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, bias=True, tied=True, act="gelu_tanh", dropout=0.1),
     "gpt without biases": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu", vocab_multiple=48),
@@ -60,6 +61,58 @@ OURS = {
         top_k=2,
         qk_norm=True,
         router=Router(normalize=False),
+        **LLAMA,
+    ),
+    "qwen3 moe, dense layers": Model(
+        family="moe",
+        layers=3,
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=12,
+        ffn=40,
+        expert_ffn=24,
+        vocab=64,
+        experts=4,
+        top_k=2,
+        dense_layers=2,
+        qk_norm=True,
+        **LLAMA,
+    ),
+    "glm4 moe": Model(
+        family="moe",
+        layers=3,
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=12,
+        ffn=40,
+        expert_ffn=24,
+        vocab=64,
+        experts=8,
+        top_k=3,
+        shared_experts=2,
+        dense_layers=1,
+        qk_norm=True,
+        qkv_bias=True,
+        rope_share=0.7,
+        router=V3,
+        **LLAMA,
+    ),
+    "glm4 moe, plain": Model(
+        family="moe",
+        layers=2,
+        hidden=32,
+        heads=4,
+        ffn=24,
+        vocab=64,
+        experts=4,
+        top_k=2,
+        shared_experts=1,
+        tied=True,
+        rope_share=0.25,
+        rope=STRETCHED_HALVES,
+        router=Router(score="sigmoid", normalize=False, bias=True),
         **LLAMA,
     ),
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, vocab_multiple=48, **LLAMA),
@@ -90,6 +143,11 @@ STRETCHED = {
 GROUPS = {"n_group": 4, "topk_group": 2, "rope_parameters": STRETCHED}
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 101, "n_positions": S}
 MOE = {"num_key_value_heads": 2, "head_dim": 12, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+GLM = {
+    "num_key_value_heads": 2, "head_dim": 12, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+}  # fmt: skip
+LONGER = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 8}
 FAR = {"rope_type": "default", "rope_theta": 5e5}
 # fmt: off
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -106,6 +164,11 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
                                           "max_window_layers": 1}),
     "qwen3 moe":        ("Qwen3MoeConfig", ROPE | MOE | {"norm_topk_prob": True}),
     "qwen3 moe, plain": ("Qwen3MoeConfig", ROPE | MOE | {"use_sliding_window": True, "sliding_window": 6}),
+    "qwen3 moe, dense layers": ("Qwen3MoeConfig", ROPE | MOE | {"mlp_only_layers": [0]}),
+    "glm4 moe":         ("Glm4MoeConfig", ROPE | GLM | {"use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2,
+                                          "routed_scaling_factor": 2.5}),
+    "glm4 moe, air":    ("Glm4MoeConfig", ROPE | GLM | {"attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": False}),
+    "glm4 moe, stretched": ("Glm4MoeConfig", ROPE | GLM | {"rope_parameters": LONGER | {"partial_rotary_factor": 0.34}}),
     "deepseek v2":      ("DeepseekV2Config", LATENT | {"q_lora_rank": None, "routed_scaling_factor": 2.0}),
     "deepseek v2, groups": ("DeepseekV2Config", LATENT | GROUPS | {"q_lora_rank": 20, "topk_method": "group_limited_greedy"}),
     "deepseek v3":      ("DeepseekV3Config", LATENT | GROUPS | {"q_lora_rank": 20}),
@@ -131,6 +194,18 @@ def module_of(run: Run) -> Any:
     return module
 
 
+def model_of_transformers(transformers: Any, name: str) -> Any:
+    """Return one of THEIRS in which every weight has an effect, biases of routers too."""
+    kind, keys = THEIRS[name]
+    torch.manual_seed(3)
+    theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(initializer_range=0.2, **keys)).eval()
+    biases = [tensor for key, tensor in theirs.named_buffers() if key.endswith("e_score_correction_bias")]
+    with torch.no_grad():
+        for parameter in [*theirs.parameters(), *biases]:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return theirs
+
+
 def tokens_of(run: Run) -> Any:
     return torch.randint(run.model.vocab, (2, S), generator=torch.Generator().manual_seed(7))
 
@@ -150,18 +225,59 @@ def problems(folder: Path, run: Run) -> str:
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_weights_of_transformers_give_the_same_logits_here(name: str, tmp_path: Path, transformers: Any) -> None:
-    kind, keys = THEIRS[name]
-    torch.manual_seed(3)
-    theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(initializer_range=0.2, **keys)).eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs = model_of_transformers(transformers, name)
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     run = run_of(read(read_hf_config(tmp_path), Model), model__vocab_multiple=16)
     ours = build_model(run, device=CPU, dtype=torch.float32)
     load_weights(ours, read_hf_weights(tmp_path, run))
     with torch.no_grad():
         torch.testing.assert_close(ours.logits(tokens_of(run)), theirs(tokens_of(run)).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith(("glm4", "qwen3 moe", "deepseek v3"))])
+def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, transformers: Any) -> None:
+    """transformers' gradients are saved as a model's weights, and read under our names."""
+    theirs = model_of_transformers(transformers, name)
+    theirs.save_pretrained(tmp_path / "weights")
+    run = run_of(read(read_hf_config(tmp_path / "weights"), Model))
+    ours = build_model(run, device=CPU, dtype=torch.float32)
+    load_weights(ours, read_hf_weights(tmp_path / "weights", run))
+    tokens = tokens_of(run)
+    for model, logits in ((theirs, theirs(tokens).logits), (ours, ours.logits(tokens))):
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
+    theirs.save_pretrained(tmp_path / "gradients")
+    expected, found = dict(read_hf_weights(tmp_path / "gradients", run)), dict(ours.named_parameters())
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    for key, parameter in found.items():
+        torch.testing.assert_close(parameter.grad, expected[key], rtol=0, atol=2e-6 * largest, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_a_folder_of_kimi_k2_is_read_as_deepseek_v3s(tmp_path: Path) -> None:
+    run = save_weights(tmp_path, "deepseek v3")
+    expected = dict(read_hf_weights(tmp_path, run))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    found = dict(read_hf_weights(tmp_path, run_of(read(read_hf_config(tmp_path), Model))))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_layers_for_tokens_after_the_next_are_left_in_the_folder(tmp_path: Path) -> None:
+    """GLM-4.5's files hold one more layer than num_hidden_layers says."""
+    run = save_weights(tmp_path, "glm4 moe")
+    expected = dict(named_weights(module_of(run), run))
+    held = load_file(tmp_path / "model.safetensors")
+    more = {key.replace("layers.2.", "layers.3."): tensor + 1 for key, tensor in held.items() if "layers.2." in key}
+    save_file(held | more | {"model.layers.3.eh_proj.weight": torch.ones(32, 64)}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    found = dict(read_hf_weights(tmp_path, run))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -294,6 +410,16 @@ def test_existing_weights_are_not_overwritten(tmp_path: Path) -> None:
         ("qwen3 moe", ("model.router.groups", 2)),
         ("qwen3 moe", ("model.router.bias", True)),
         ("qwen3 moe", ("model.shared_experts", 1)),
+        ("qwen3 moe", ("model.rope_share", 0.5)),
+        ("qwen3 moe", ("model.qkv_bias", True)),
+        ("mixtral", ("model.dense_layers", 1)),
+        ("llama", ("model.rope_share", 0.5)),
+        ("qwen3", ("model.rope_share", 0.5)),
+        ("glm4 moe", ("model.shared_experts", 0)),
+        ("glm4 moe", ("model.router.bias", False)),
+        ("glm4 moe", ("model.bias", True)),
+        ("glm4 moe", ("model.window", 6)),
+        ("glm4 moe", ("model.capacity", 2.0)),
     ],
 )
 def test_a_model_without_a_class_in_transformers_is_not_written(name: str, change: tuple[str, Any], tmp_path: Path) -> None:

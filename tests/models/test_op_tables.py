@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.trainer.models.families import FAMILIES
-from distrain.trainer.models.ops.op_table import element_count, parameter_count
+from distrain.trainer.models.families import FAMILIES, op_table
+from distrain.trainer.models.ops.op_table import Op, block_weights, element_count, parameter_count
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.spec.changed_run import with_changes
@@ -186,6 +186,43 @@ def test_deepseek_has_its_published_parameters(name: str, published: int) -> Non
     """The parameters of Hugging Face's deepseek-ai/DeepSeek-V3 (without its extra head) and DeepSeek-V2-Lite."""
     model = load_recipe("mixtral_8x7b", [f"model={name}", "engine=papers"]).model
     assert parameter_count(FAMILIES["mla"].table(model, Train(batch=1, seq=8, steps=1)), model.layers) == published
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("glm45_355b", 358_337_791_296),
+        ("glm45_air_106b", 110_468_824_832),
+    ],
+)
+def test_glm_4_5_has_its_published_parameters(name: str, published: int) -> None:
+    """Those of the safetensors of zai-org/GLM-4.5 and GLM-4.5-Air: ours, the biases of routers, which no loss trains, and a layer for the
+    token after the next: two norms, a projection of twice the width, a layer, its last norm, an embedding and a head."""
+    run = load_recipe("mixtral_8x7b", [f"model={name}", "engine=papers"])
+    table, model = op_table(run), run.model
+    layer = sum(element_count(weight.dims, table.sizes) for weight in block_weights(table.layer))
+    next_token = layer + 2 * model.hidden**2 + 3 * model.hidden + 2 * model.vocab * model.hidden
+    biases = (model.layers - model.dense_layers + 1) * model.experts
+    assert parameter_count(table, model.layers) + next_token + biases == published
+
+
+def test_a_token_of_kimi_k2_uses_its_published_parameters() -> None:
+    """1.04T and 32.6B: arXiv:2507.20534 table 2, rounded there; the safetensors of moonshotai/Kimi-K2-Base hold 1,026,408,232,448."""
+    run = load_recipe("mixtral_8x7b", ["model=kimi_k2_1t", "engine=papers"])
+    table = op_table(run)
+    assert parameter_count(table, 61) + 60 * 384 == 1_026_408_232_448
+    assert parameter_count(table, 61, active=True) == pytest.approx(32.6e9, rel=0.01)
+
+
+def test_where_positions_turn_a_part_of_each_head_all_of_it_is_copied_once() -> None:
+    def turn(share: float) -> Op:
+        ops = FAMILIES["llama"].table(replace(SMALL["llama"], rope_share=share), Train(batch=1, seq=8, steps=1)).layer
+        return next(op for op in ops if op.name == "attention.rope")
+
+    whole, half = turn(1.0), turn(0.5)
+    assert whole.moves == half.moves
+    assert (whole.eager_passes, half.eager_passes) == (4, 4 / 2 + 1)
+    assert (whole.own_passes, half.own_passes) == (16, 16 / 2 + 1)
 
 
 SMALL = {

@@ -140,16 +140,26 @@ def test_other_scalings_are_refused_by_name(rope: Any, says: str, tmp_path: Path
             ["model.rope={type: yarn, factor: 8, original_max_position_embeddings: 64, beta_fast: 1, beta_slow: 2}"],
             "model.rope.beta_fast=1 is below model.rope.beta_slow=2: set model.rope.beta_fast=64",
         ),
+        (
+            ["model.head_dim=8", "model.rope_share=0.25", "model.rope={type: dynamic, factor: 8, original_max_position_embeddings: 64}"],
+            "model.rope.type=dynamic needs more than 2 elements of a head to turn: set model.rope.type=linear",
+        ),
         (["model.head_dim=15"], "model.positions=rope turns pairs of elements, but a head has 15: set model.head_dim=16"),
         (
             ["model.head_dim=2", "model.rope={type: dynamic, factor: 8, original_max_position_embeddings: 64}"],
-            "model.rope.type=dynamic needs heads of more than 2 elements: set model.rope.type=linear",
+            "model.rope.type=dynamic needs more than 2 elements of a head to turn: set model.rope.type=linear",
         ),
     ],
 )
 def test_a_recipe_that_can_not_be_scaled_is_refused_with_a_fix(words: list[str], says: str) -> None:
     plan = make_plan(load_recipe("quickstart", ["model=tiny_llama", *words]))
     assert says in "\n".join(map(str, plan.problems))
+
+
+@pytest.mark.parametrize("share", ["0", "1.5", "half"])
+def test_a_share_of_a_head_that_is_none_is_refused(share: str) -> None:
+    with pytest.raises(Unreadable, match=rf"model\.rope_share={share} is not a number, above 0, at most 1"):
+        load_recipe("quickstart", ["model=tiny_llama", f"model.rope_share={share}"])
 
 
 def test_a_factor_below_1_and_an_unknown_type_are_refused() -> None:

@@ -79,6 +79,12 @@ BROKEN: list[tuple[Keys, str]] = [
     (MOE | {"model.family": "mla", "model.q_lora_rank": 0, "model.kv_lora_rank": 8, "model.qk_nope_head_dim": 16, "model.v_head_dim": 16,
             "model.qk_rope_head_dim": 7, "model.positions": "rope"},
         "model.positions=rope turns pairs of elements, but a head has 7: set model.qk_rope_head_dim=8"),
+    ({"model.positions": "rope", "model.head_dim": 16, "model.rope_share": 0.32},
+        ("model.rope_share=0.32 of a head's 16 elements are 5, and model.positions=rope turns pairs: "
+         "set model.rope_share=0.375 or model.rope_share=1.0")),
+    ({"model.positions": "rope", "model.head_dim": 16, "model.rope_share": 0.01},
+        ("model.rope_share=0.01 of a head's 16 elements are 0, and model.positions=rope turns pairs: "
+         "set model.rope_share=0.125 or model.rope_share=1.0")),
     (LATENT | {"model.kv_heads": 2},
         "model.kv_heads=2: family mla has a key and a value for each of model.heads=4: set model.kv_heads=null"),
     (LATENT | {"model.bias": True, "model.positions": "rope"},

@@ -6,6 +6,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.trainer.prove.checks.curve import Curve
@@ -132,3 +134,9 @@ def test_key_biases_are_not_compared_unless_positions_rotate_the_keys() -> None:
     assert not re.search(pattern, "layers.11.attention.query.bias")
     assert not re.search(pattern, "layers.11.attention.key.weight")
     assert zero_gradient_pattern(load_recipe("quickstart", ["model=tiny_llama"])) == ""
+
+
+@pytest.mark.parametrize(("qk_norm", "compared"), [(False, False), (True, True)])
+def test_key_biases_are_not_compared_where_positions_rotate_a_part_of_keys_without_norms(qk_norm: bool, compared: bool) -> None:
+    words = ["model=tiny_llama", "model.qkv_bias=true", "model.rope_share=0.5", f"model.qk_norm={qk_norm}"]
+    assert bool(zero_gradient_pattern(load_recipe("quickstart", words))) != compared

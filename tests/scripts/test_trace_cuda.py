@@ -122,6 +122,13 @@ LATENT_JOBS = [
         ("cp", ("parallel.recompute=none",)),
     )
 ]
+# fmt: off
+GLM = (  # a dense layer and one with experts, of whose heads a half turns
+    "model=glm45_355b", "model.layers=2", "model.dense_layers=1", "train.seq=1024", "model.hidden=512", "model.heads=8", "model.kv_heads=4",
+    "model.ffn=1792", "model.experts=8", "model.top_k=2", "model.expert_ffn=1024", "model.vocab=8192", "train.precision=bf16",
+)
+# fmt: on
+GLM_JOBS = [TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *GLM, *LAYOUTS["sequence"], "parallel.recompute=none"))]
 FP8_JOBS = [
     TraceJob(recipe=MODELS[model][0], words=(*GPU, *PLAIN, *MODELS[model][1:], *LAYOUTS[layout], *BF16[:-1], *words, "train.precision=fp8"))
     for model, layout, words in (
@@ -137,6 +144,7 @@ JOBS = [
     TraceJob(recipe="finetune_llama", words=FINETUNE),  # documents apart
     *COMPILED,
     *LATENT_JOBS,
+    *GLM_JOBS,
     *FP8_JOBS,
     *drawn_jobs(14, 9),
 ]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from .bounded_numbers import MOST_FLOAT, Count, NotNegative, Positive, Share
+from .bounded_numbers import MOST_FLOAT, Count, NotNegative, Positive, PositiveShare, Share
 
 SUSTAINED = 0.75  # share of a GPU's peak that large products keep up, where its file says no other
 
@@ -46,7 +46,7 @@ class Link:
 
     bandwidth: Positive
     latency: NotNegative
-    efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    efficiency: PositiveShare = 0.8
 
     @property
     def rate(self) -> float:

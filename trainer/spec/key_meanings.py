@@ -45,6 +45,7 @@ KEYS = {
     "model.act":                    Key("activation of the feed-forward layer; swiglu and geglu have a gate"),
     "model.positions":              Key("how attention knows positions; rope rotates queries and keys"),
     "model.rope_base":              Key("base of the wavelengths of rope"),
+    "model.rope_share":             Key("share of each head's elements that rope rotates, the first ones"),
     "model.rope.type":              Key("how rope's frequencies are scaled for longer sequences, by transformers' names"),
     "model.rope.factor":            Key("how many times as long sequences may be"),
     "model.rope.original_max_position_embeddings": Key("length of the sequences before, in training without scaling", "tokens",

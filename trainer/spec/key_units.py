@@ -37,6 +37,7 @@ UNITS: dict[str, str] = {
     "model.window":             "tokens",
     "model.rope.original_max_position_embeddings": "tokens",
     "model.capacity":           "times top_k x seq / experts tokens",
+    "model.rope_share":         "share of a head",
     "model.dropout":            "probability",
     "parallel.bucket":          "elements",
     "parallel.shard":           "ranks",

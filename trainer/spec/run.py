@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from .bounded_numbers import Below1, Count, Natural, NotNegative, Positive, Seed
+from .bounded_numbers import Below1, Count, Natural, NotNegative, Positive, PositiveShare, Seed
 from .cluster import SUSTAINED as SUSTAINED
 from .cluster import Cluster as Cluster
 from .cluster import Device as Device
@@ -53,6 +53,7 @@ class Model:
     act: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"] = "gelu"
     positions: Literal["learned", "rope", "none"] = "learned"
     rope_base: Positive = 10000.0
+    rope_share: PositiveShare = 1.0
     rope: Rope = field(default_factory=Rope)
     window: Count | None = None
     layer_types: LayerTypes | None = None
@@ -76,9 +77,10 @@ class Model:
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that rotary positions turn: all of them, with latent attention its last qk_rope_head_dim."""
-        own = self.qk_rope_head_dim if self.family == "mla" else self.head_dim
-        return own or self.hidden // self.heads
+        """Elements of a head that rotary positions turn: its first rope_share, with latent attention its last qk_rope_head_dim."""
+        if self.family == "mla":
+            return self.qk_rope_head_dim or self.hidden // self.heads
+        return int((self.head_dim or self.hidden // self.heads) * self.rope_share)
 
     def is_windowed(self, layer: int) -> bool:
         """Whether a layer has the window: all layers, or those that layer_types names, which repeats until the last layer."""

@@ -11,7 +11,7 @@ from ...spec.rope import Rope
 from ...spec.run import Model
 from ..dtypes import at_least_float32
 
-# B batch, S sequence, A heads, D rotary_dim: head_dim, or with latent attention a part of it
+# B batch, S sequence, A heads, D rotary_dim: head_dim, or a part of it
 
 
 def rotary_angles(model: Model, positions: Tensor, seq: int, dtype: torch.dtype) -> Tensor:
@@ -88,7 +88,11 @@ def _original_length(rope: Rope) -> int:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate each pair (i, i + D/2) of each head of x [B, S, A, D] by its position's angle, in float32."""
+    """Rotate each pair (i, i + D/2) of the first D elements of each head of x [B, S, A, D or more] by its position's angle, in float32."""
+    width = 2 * angles.shape[-1]
+    if width < x.shape[-1]:
+        turned, plain = torch.split(x, [width, x.shape[-1] - width], dim=-1)
+        return torch.cat((rotate(turned, angles), plain), dim=-1)
     cos, sin = angles.unsqueeze(2).unbind(0)  # [S, 1, D/2]
     first, second = at_least_float32(x).chunk(2, dim=-1)  # [B, S, A, D/2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

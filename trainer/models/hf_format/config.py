@@ -14,7 +14,8 @@ from typing import Any, Final
 from ...spec.problem import Problem, Unreadable, shorten
 from ...spec.regular_file import read_plain
 from ..families import FAMILIES
-from .config_kinds import CONFIG_KINDS, REQUIRED, AllowedValues, ConfigKind, is_rotary
+from .config_kinds import CONFIG_KINDS, REQUIRED, SAME_MODELS, AllowedValues, ConfigKind, is_rotary
+from .dense_layers import dense_problems, read_dense_layers
 from .harmless_keys import is_harmless
 from .rope import json_text, read_rope, rope_keys, rope_problems
 from .window import read_window, window_problems
@@ -38,7 +39,8 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
         *_disagreements(flat, kind),
         *_unsupported_keys(flat, kind, family),
         *_unknown_keys(config, kind, family),
-        *(rope_problems(config, family) if is_rotary(kind) else ()),
+        *(rope_problems(config, family, partial=kind.has_key("rope_share")) if is_rotary(kind) else ()),
+        *(dense_problems(config, kind.dense, family) if kind.dense else ()),
         *(window_problems(config, kind.window) if kind.window else ()),
     )
     if found:
@@ -50,7 +52,8 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
     act = kind.acts[str(flat.get(kind.act) or next(iter(kind.acts)))]
     positions: dict[str, object] = {"rope": read_rope(config)} if is_rotary(kind) else {}
     positions |= read_window(config, kind.window) if kind.window else {}
-    keys: dict[str, object] = {"family": family, **values, **kind.fixed, **positions, "act": act, "hf": str(path)}
+    dense = read_dense_layers(config, kind.dense) if kind.dense else {}
+    keys: dict[str, object] = {"family": family, **values, **dense, **kind.fixed, **positions, "act": act, "hf": str(path)}
     router = {key.removeprefix(ROUTER): value for key, value in keys.items() if value is not None and key.startswith(ROUTER)}
     plain = {key: value for key, value in keys.items() if value is not None and not key.startswith(ROUTER)}
     return plain | ({"router": router} if router else {})
@@ -64,7 +67,8 @@ def _with_synonyms(config: dict[str, Any], kind: ConfigKind) -> dict[str, Any]:
 
 def needs_family_hf(path: str | Path) -> bool:
     """Whether only transformers has the model_type of a config.json, so that it is of family hf; raises Unreadable for a bad file."""
-    return isinstance(model_type := read_json(config_file(path)).get("model_type"), str) and model_type not in CONFIG_KINDS
+    model_type = read_json(config_file(path)).get("model_type")
+    return isinstance(model_type, str) and model_type not in CONFIG_KINDS and model_type not in SAME_MODELS
 
 
 def family_of_type(model_type: str) -> str:
@@ -95,14 +99,15 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _known_model_type(config: Mapping[str, Any], file: Path) -> str:
     """Return a file's model_type or, where it has none, that of its architecture; raises Unreadable for one that is not known."""
-    stated = config.get("model_type")
+    named = config.get("model_type")
+    stated = SAME_MODELS.get(named, named) if isinstance(named, str) else named
     listed = config.get("architectures")
     architectures = listed if isinstance(listed, list) else []
     for model_type, kind in CONFIG_KINDS.items():
         if stated == model_type or (stated is None and kind.architecture in architectures):
             return model_type
     says = f"{file}: model_type={json_text(stated)} has no family here" if stated is not None else f"{file}: model_type is missing"
-    fix = f"known: {', '.join(CONFIG_KINDS)}; any other model type of transformers is family hf"
+    fix = f"known: {', '.join((*CONFIG_KINDS, *SAME_MODELS))}; any other model type of transformers is family hf"
     raise Unreadable([Problem(rule="hf", says=says, mend=fix)])
 
 

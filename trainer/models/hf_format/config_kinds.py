@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from .dense_layers import DenseKeys
 from .rope import ROPE_NAMES
 from .window import WindowKeys
 
@@ -39,8 +40,8 @@ class AllowedValues:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigKind:
-    """A model_type: its class in transformers, the keys that all its models have here, its rows and activations, its restrictions, the
-    keys of the file that its models here do not read, and those that are written beside its rows."""
+    """A model_type: its class in transformers, the keys that all its models have here, its rows and activations, its restrictions, how it
+    states windows and dense layers, the keys of the file that its models here do not read, and those that are written beside its rows."""
 
     architecture: str
     fixed: Mapping[str, object]
@@ -49,6 +50,7 @@ class ConfigKind:
     act: str  # the file's key of the activation
     allowed: tuple[AllowedValues, ...] = ()
     window: WindowKeys | None = None
+    dense: DenseKeys | None = None
     unread: tuple[str, ...] = ()
     written: Mapping[str, object] = field(default_factory=dict)
 
@@ -57,7 +59,12 @@ class ConfigKind:
         """The keys of the file that are read or restricted."""
         rows = (name for row in self.rows for name in row.theirs)
         positions = (*(ROPE_NAMES if is_rotary(self) else ()), *(self.window.names if self.window else ()))
-        return frozenset((self.act, *rows, *positions, *(row.theirs for row in self.allowed), *self.unread))
+        dense = self.dense.names if self.dense else ()
+        return frozenset((self.act, *rows, *positions, *dense, *(row.theirs for row in self.allowed), *self.unread))
+
+    def has_key(self, ours: str) -> bool:
+        """Whether a row states a key of our `model`."""
+        return any(row.ours == ours for row in self.rows)
 
 
 ROPE = {"norm": "rmsnorm", "positions": "rope", "dropout": 0.0}
@@ -111,6 +118,23 @@ QWEN3_MOE_KEYS = (
     ConfigRow("expert_ffn",       ("moe_intermediate_size",),            int,   768),
     ConfigRow("router.normalize", ("norm_topk_prob",),                   bool,  False),
 )  # fmt: skip
+GLM4_MOE_KEYS = (
+    ConfigRow("kv_heads",          ("num_key_value_heads",),   int,   8, nullable=True),
+    ConfigRow("qkv_bias",          ("attention_bias",),        bool,  False),
+    ConfigRow("qk_norm",           ("use_qk_norm",),           bool,  False),
+    ConfigRow("norm_eps",          ("rms_norm_eps",),          float, 1e-5),
+    ConfigRow("rope_base",         ("rope_theta",),            float, 10000.0),
+    ConfigRow("rope_share",        ("partial_rotary_factor",), float, 0.5),
+    ConfigRow("dense_layers",      ("first_k_dense_replace",), int,   1),
+    ConfigRow("experts",           ("n_routed_experts",),      int,   128),
+    ConfigRow("top_k",             ("num_experts_per_tok",),   int,   8),
+    ConfigRow("expert_ffn",        ("moe_intermediate_size",), int,   1408),
+    ConfigRow("shared_experts",    ("n_shared_experts",),      int,   1),
+    ConfigRow("router.normalize",  ("norm_topk_prob",),        bool,  True),
+    ConfigRow("router.scale",      ("routed_scaling_factor",), float, 1.0),
+    ConfigRow("router.groups",     ("n_group",),               int,   1),
+    ConfigRow("router.top_groups", ("topk_group",),            int,   1),
+)  # fmt: skip
 DEEPSEEK_KEYS = (
     *(row for row in SIZE_KEYS if row.ours != "head_dim"),
     ConfigRow("kv_heads",          ("num_key_value_heads",),   int,   None),
@@ -146,9 +170,10 @@ DEEPSEEK_ALLOWED = (
     AllowedValues("attention_bias", (False,)),
     AllowedValues("moe_layer_freq", (1,)),
 )
+NEXT_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")  # a head beside the model's
 DEEPSEEK_UNREAD = (
     *("head_dim", "qk_head_dim"),  # follow from the others
-    *("num_nextn_predict_layers", "num_mtp_layers"),  # a head beside the model's
+    *NEXT_TOKENS,
     *("aux_loss_alpha", "seq_aux", "ep_size"),  # of training
 )
 
@@ -228,10 +253,19 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
             *NO_DROPOUT,
             AllowedValues("attention_bias", (False,)),
             AllowedValues("decoder_sparse_step", (1,)),
-            AllowedValues("mlp_only_layers", ([],)),
         ),
         window=WindowKeys(4096, switched=True),
-        unread=("intermediate_size",),  # of layers without experts
+        dense=DenseKeys("mlp_only_layers", "intermediate_size", default_ffn=6144),
+    ),
+    "glm4_moe": ConfigKind(
+        architecture="Glm4MoeForCausalLM",
+        fixed=ROPE | {"bias": False, "router.score": "sigmoid", "router.bias": True},
+        rows=SIZE_KEYS + GLM4_MOE_KEYS,
+        act="hidden_act",
+        acts=GATED,
+        allowed=NO_DROPOUT,
+        unread=NEXT_TOKENS,
+        written={"num_nextn_predict_layers": 0},
     ),
     "deepseek_v2": ConfigKind(
         architecture="DeepseekV2ForCausalLM",
@@ -271,6 +305,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         written={"num_nextn_predict_layers": 0},
     ),
 }  # keyed by model_type
+SAME_MODELS = {"kimi_k2": "deepseek_v3"}  # model_types of another's models, which are read and written as those (arXiv:2507.20534)
 
 
 def is_rotary(kind: ConfigKind) -> bool:

@@ -79,7 +79,7 @@ MIXTRAL_TENSORS = {name: tensor for name, tensor in LLAMA_TENSORS.items() if not
     "experts.up":      HfTensor("model.layers.#.block_sparse_moe.experts.@.w3", transposed=True),
     "experts.down":    HfTensor("model.layers.#.block_sparse_moe.experts.@.w2", transposed=True),
 }
-QWEN3_MOE_TENSORS = {name: tensor for name, tensor in QWEN3_TENSORS.items() if not name.startswith("mlp.")} | {
+QWEN3_MOE_TENSORS = QWEN3_TENSORS | {
     "router":          HfTensor("model.layers.#.mlp.gate",                transposed=True),
     "experts.gate":    HfTensor("model.layers.#.mlp.experts.@.gate_proj", transposed=True),
     "experts.up":      HfTensor("model.layers.#.mlp.experts.@.up_proj",   transposed=True),
@@ -99,6 +99,7 @@ DEEPSEEK_TENSORS = {
     "shared.up":                   HfTensor("model.layers.#.mlp.shared_experts.up_proj",   transposed=True),
     "shared.down":                 HfTensor("model.layers.#.mlp.shared_experts.down_proj", transposed=True),
 }
+GLM4_MOE_TENSORS = QWEN3_TENSORS | {name: tensor for name, tensor in DEEPSEEK_TENSORS.items() if not name.startswith("attention.")}
 QUERY_LATENT_TENSORS = {
     "attention.query_down":        HfTensor("model.layers.#.self_attn.q_a_proj",           transposed=True),
     "attention.query_latent_norm": HfTensor("model.layers.#.self_attn.q_a_layernorm"),
@@ -114,6 +115,7 @@ HF_TENSORS = {
     "qwen2": LLAMA_TENSORS,
     "qwen3": QWEN3_TENSORS,
     "qwen3_moe": QWEN3_MOE_TENSORS,
+    "glm4_moe": GLM4_MOE_TENSORS,
     "deepseek_v2": DEEPSEEK_TENSORS,
     "deepseek_v3": DEEPSEEK_TENSORS,
 }  # keyed by the model_type that is written; Mistral without a window is written as Llama
@@ -169,7 +171,8 @@ def expert_tensors(tensor: HfTensor, shape: tuple[int, ...]) -> Iterator[tuple[H
 
 def architecture_keys(model: Model, run: Run) -> dict[str, object]:
     """Return the keys that decide a model's logits, with every default filled in."""
-    rotary: dict[str, object] = {"rope_base": model.rope_base, "rope": model.rope.values}
+    share = {} if model.family == "mla" else {"rope_share": model.rope_share}
+    rotary: dict[str, object] = {"rope_base": model.rope_base, **share, "rope": model.rope.values}
     positions: dict[str, object] = rotary if model.positions == "rope" else {"context": model.context or run.train.seq}
     ffn = model.ffn or 4 * model.hidden
     mixture = {
@@ -224,11 +227,12 @@ def hf_model_type(run: Run) -> str:
         model_type = ""
     if model_type:
         return model_type
-    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE and DeepSeek computes what this model does"
+    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, GLM-4.5 and DeepSeek computes this model"
     fix = (
         "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
-        "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window; DeepSeek has shared "
-        "experts, and softmax scores that are not normalized or sigmoid scores with a bias"
+        "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window; GLM-4.5 and "
+        "DeepSeek have shared experts and sigmoid scores with a bias, DeepSeek-V2 softmax scores that are not normalized; GLM-4.5 "
+        "alone rotates a part of each head"
     )
     raise Unreadable([Problem(rule="weights", says=says, mend=fix)])
 
@@ -247,9 +251,9 @@ def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:
     """Return the model_type of a model with RMSNorm, rope and swiglu; "" where there is none."""
     some_windowed, all_windowed = model.windowed_layers > 0, model.windowed_layers == model.layers
     if model.experts:
-        plain = not (bias or qkv_bias or model.shared_experts or model.capacity or model.dense_layers) and some_windowed == all_windowed
-        form = Router(normalize=model.router.normalize or not model.qk_norm)  # Mixtral always normalizes
-        return ("qwen3_moe" if model.qk_norm else "mixtral") if plain and replace(model.router, bias_rate=0.0) == form else ""
+        return "" if bias or model.capacity or some_windowed != all_windowed else _mixture_model_type(model, qkv_bias=qkv_bias)
+    if model.rope_share != 1:
+        return ""
     if model.qk_norm:
         return "" if bias or qkv_bias else "qwen3"
     if bias:
@@ -257,3 +261,14 @@ def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:
     if qkv_bias:
         return "qwen2"
     return "mistral" if all_windowed else "ministral" if some_windowed else "llama"
+
+
+def _mixture_model_type(model: Model, *, qkv_bias: bool) -> str:
+    """Return the model_type of a mixture with RMSNorm, rope, swiglu, no other biases and no capacity; "" where there is none."""
+    router = model.router
+    if router.score == "sigmoid":
+        return "glm4_moe" if router.bias and model.shared_experts and not model.windowed_layers else ""
+    form = Router(normalize=router.normalize or not model.qk_norm)  # Mixtral always normalizes
+    if qkv_bias or model.shared_experts or model.rope_share != 1 or replace(router, bias_rate=0.0) != form:
+        return ""
+    return "qwen3_moe" if model.qk_norm else "" if model.dense_layers else "mixtral"

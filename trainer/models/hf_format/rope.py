@@ -36,8 +36,11 @@ def rope_type(config: Mapping[str, Any]) -> object:
     return rope.get("rope_type") or rope.get("type") or ("unnamed" if "factor" in rope else "default")
 
 
-def rope_problems(config: Mapping[str, Any], family: str) -> Iterator[tuple[str, str]]:
-    """Yield (problem, fix) for a rotary embedding that our models do not have, or whose figures are missing or wrong."""
+def rope_problems(config: Mapping[str, Any], family: str, *, partial: bool) -> Iterator[tuple[str, str]]:
+    """Yield (problem, fix) for a rotary embedding that our models do not have, or whose figures are missing or wrong.
+
+    `partial`: models of this type may rotate a part of each head.
+    """
     kind, rope = rope_type(config), _mapping(config)
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         yield f"family {family} does not have rope_type={json_text(kind)}", f"it has {', '.join(ROPE_KEYS)}"
@@ -47,7 +50,7 @@ def rope_problems(config: Mapping[str, Any], family: str) -> Iterator[tuple[str,
             f"family {family} does not have {key}={json_text(rope[key])} of its rotary embedding",
             "take the key out if it changes nothing",
         )
-    if (share := rope_keys(config).get("partial_rotary_factor", 1)) != 1:
+    if (share := rope_keys(config).get("partial_rotary_factor", 1)) != 1 and not partial:
         yield f"family {family} does not have partial_rotary_factor={json_text(share)}", "it has 1"
     for key in (each for each in ROPE_KEYS[kind] if each != "original_max_position_embeddings"):
         value, number = rope.get(key), key != "truncate"

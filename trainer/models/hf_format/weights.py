@@ -17,6 +17,7 @@ from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from .check_folder import INDEX, WHOLE, check_folder, weight_files
 from .config_kinds import CONFIG_KINDS
+from .dense_layers import write_dense_layers
 from .names import Columns, HfTensor, architecture_keys, expert_tensors, hf_model_type, hf_tensor, tensors_of
 from .rope import write_rope
 from .window import write_window
@@ -142,6 +143,8 @@ def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
         config |= write_rope(run.model, run.train.seq)
     if kind.window:
         config |= write_window(run.model, kind.window)
+    if kind.dense:
+        config |= write_dense_layers(run.model.dense_layers, ours["ffn"], kind.dense)
     return {**config, kind.act: act, **sizes, **kind.written}
 
 

@@ -64,12 +64,12 @@ def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, .
     query, key, value = Tensor(TOKENS + QUERY), Tensor(TOKENS + KEY), Tensor(TOKENS + KEY)
     bias = model.bias if model.qkv_bias is None else model.qkv_bias
     parts = ((".query", QUERY), (".key", KEY), (".value", KEY))
-    turn = Op(name="attention.rope", moves=(query, query, key, key), eager_passes=4.0, own_passes=16.0)  # ours: in float32, on an H200
-    rope = (turn,) if model.positions == "rope" else ()
+    share, copies = model.rope_share, model.rope_share < 1  # where a part is turned, all is copied once; own_passes: float32, on an H200
+    turn = Op(name="attention.rope", moves=(query, query, key, key), eager_passes=4 * share + copies, own_passes=16 * share + copies)
     return (
         replace(linear("attention", ("hidden",), parts, bias=bias, saves=(STREAM, query, key, value)), gathers=(key, value)),
         *((head_norm("attention.query_norm", QUERY), head_norm("attention.key_norm", KEY)) if model.qk_norm else ()),
-        *rope,
+        *((turn,) if model.positions == "rope" else ()),
         *attention_core(model, train, causal=causal),
         linear("attention.out", QUERY, (("", ("hidden",)),), bias=model.bias, saves=(query,)),
     )

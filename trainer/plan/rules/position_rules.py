@@ -18,6 +18,11 @@ def rotary_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
     if model.positions != "rope" or is_made_by_transformers(model):
         return
     key, head_dim = "qk_rope_head_dim" if model.family == "mla" else "head_dim", model.rotary_dim
+    if model.rope_share < 1 and model.family != "mla" and (head_dim % 2 or not head_dim):
+        whole = model.head_dim or model.hidden // model.heads
+        says = f"model.rope_share={model.rope_share:g} of a head's {whole} elements are {head_dim}, and model.positions=rope turns pairs"
+        yield BrokenRule("rope", says, ((("model.rope_share", (head_dim + 2 - head_dim % 2) / whole),), (("model.rope_share", 1.0),)))
+        return
     if head_dim % 2:
         says = f"model.positions=rope turns pairs of elements, but a head has {head_dim}"
         yield BrokenRule("rope", says, (((f"model.{key}", head_dim + 1),),))
@@ -34,7 +39,9 @@ def rotary_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
     if rope.type == "yarn" and model.rope_base <= 1:
         yield BrokenRule("rope", f"model.rope_base={model.rope_base:g}: yarn needs a base above 1", ((("model.rope_base", 10000),),))
     if rope.type == "dynamic" and head_dim == 2:
-        yield BrokenRule("rope", "model.rope.type=dynamic needs heads of more than 2 elements", ((("model.rope.type", "linear"),),))
+        yield BrokenRule(
+            "rope", "model.rope.type=dynamic needs more than 2 elements of a head to turn", ((("model.rope.type", "linear"),),)
+        )
 
 
 def window_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:

@@ -116,6 +116,7 @@ IDLE: dict[str, Condition] = {
     "model.window":            _made_by_transformers,
     "model.layer_types":       _any(_made_by_transformers, _is("model.window", None)),
     "model.rope_base":         _is_not("model.positions", "rope"),
+    "model.rope_share":        _any(_is_not("model.positions", "rope"), _is("model.family", "mla")),
     "model.rope.type":         _is_not("model.positions", "rope"),
     **{f"model.rope.{key}": _rope_key(key) for key in sorted(set(chain(*ROPE_KEYS.values())))},
     **{f"model.{key}": _is_not("model.family", "mla") for key in LATENT},
