@@ -81,6 +81,10 @@ def test_a_different_mixture_is_refused(key: str, value: object) -> None:
     assert [problem.says.split()[0] for problem in changes(before, (key, value)).problems] == [key]
 
 
+def test_latent_attention_reads_no_share_of_a_head() -> None:
+    assert changes(load_recipe("quickstart", ["model=tiny_mla"]), ("model.rope_share", 0.5)) == Changes()
+
+
 def test_the_feed_forward_of_dense_layers_cannot_change() -> None:
     """Without them all feed-forwards are experts', which model.expert_ffn sizes."""
     for layers, refused in ((0, False), (1, True)):

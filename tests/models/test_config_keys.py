@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from distrain.trainer.models.hf_format.config import needs_family_hf, read_hf_config
-from distrain.trainer.models.hf_format.config_kinds import CONFIG_KINDS
+from distrain.trainer.models.hf_format.config_kinds import CONFIG_KINDS, REQUIRED
 from distrain.trainer.models.hf_format.harmless_keys import HARMLESS_KEYS, is_harmless
 from distrain.trainer.spec.problem import Unreadable
+from distrain.trainer.spec.read import read
+from distrain.trainer.spec.run import Model
 
 Configs = dict[str, dict[str, Any]]  # config.json by model_type
 
@@ -48,6 +50,16 @@ def test_the_default_of_each_architecture_is_read_or_left_to_transformers(defaul
         else:
             assert needs_family_hf(file), model_type
     assert set(CONFIG_KINDS) <= set(default_configs)
+
+
+@pytest.mark.parametrize("model_type", CONFIG_KINDS)
+def test_a_key_that_a_file_lacks_has_the_default_of_transformers(default_configs: Configs, model_type: str, tmp_path: Path) -> None:
+    config, kind = default_configs[model_type], CONFIG_KINDS[model_type]
+    whole = read(read_hf_config(write(tmp_path, config)), Model)
+    for name in (name for row in kind.rows if row.default not in (REQUIRED, None) for name in row.theirs):  # None: from other keys
+        inside = {key: value for key, value in (config.get("rope_parameters") or {}).items() if key != name}
+        bare = {key: value for key, value in config.items() if key not in (name, "rope_parameters")} | {"rope_parameters": inside}
+        assert read(read_hf_config(write(tmp_path, bare)), Model) == whole, name
 
 
 def test_what_other_architectures_have_is_refused_by_name(default_configs: Configs, tmp_path: Path) -> None:

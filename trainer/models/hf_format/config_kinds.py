@@ -165,6 +165,8 @@ GPT2_KEYS = (
     ConfigRow("dropout",  ("resid_pdrop", "embd_pdrop", "attn_pdrop"), float, 0.1),
 )  # fmt: skip
 
+V3_DEFAULTS = {"top_k": 8, "router.groups": 8, "router.top_groups": 4}
+
 NO_DROPOUT = (AllowedValues("attention_dropout", (0,)),)  # our dropout is of the residual stream too
 DEEPSEEK_ALLOWED = (
     AllowedValues("attention_bias", (False,)),
@@ -288,7 +290,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         architecture="DeepseekV3ForCausalLM",
         fixed=ROPE | {"bias": False, "router.score": "sigmoid", "router.bias": True},
         rows=(
-            *DEEPSEEK_KEYS,
+            *(replace(row, default=V3_DEFAULTS.get(row.ours, row.default)) for row in DEEPSEEK_KEYS),
             ConfigRow("dense_layers", ("first_k_dense_replace",), int, 3),
             ConfigRow("router.normalize", ("norm_topk_prob",), bool, True),
         ),
