@@ -7,6 +7,7 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,6 +105,17 @@ def test_a_recipe_that_compresses_gradients_is_proved_so_and_its_other_layouts_a
     assert recipe_layout(load_recipe("quickstart", [*TINY[1:], *keys, "cluster.gpus=1"])) is None
 
 
+@pytest.mark.parametrize(("zero", "moved", "offload"), [(1, ("optimizer",), "optimizer"), (3, ("optimizer", "parameters"), "all")])
+def test_a_recipe_that_offloads_is_proved_so(zero: int, moved: tuple[str, ...], offload: Any) -> None:
+    keys = [f"parallel.zero={zero}", *(f"parallel.offload.{name}=true" for name in moved), "cluster.gpus=2", "engine=zero"]
+    run = load_recipe("quickstart", [*TINY[1:], *keys])
+    own = recipe_layout(run)
+    assert own == ProveLayout(dp=2, zero=zero, offload=offload)
+    assert run_in_layout(run, own).parallel.offload == run.parallel.offload
+    assert written_choices(run) == tuple(f"parallel.offload.{name}=true" for name in moved)
+    assert not any(each.run.parallel.offload.optimizer for each in proof_of(["steps=2"], keys).trials if each.layout != own)
+
+
 def test_keys_without_an_effect_are_no_choices_of_a_recipe() -> None:
     run = load_recipe("quickstart", [*TINY[1:], "parallel.stages=[1,1]", "parallel.gather=micro", "parallel.zero=0", "parallel.shard=2"])
     assert written_choices(run) == ()
@@ -182,7 +194,7 @@ def test_what_users_write_trains_the_curve_of_one_process(ranks: RankPool, tmp_p
     assert (rows["dp4.zero2.shard2"]["shard"], rows["dp2.zero3.gather_step"]["gather"]) == (2, "step")
     assert rows["dp2.zero3.gather_step"]["engine"] == "native"
     offloaded = rows["pp2.zero1.zb_v.offload_optimizer"]
-    assert (offloaded["offload"], offloaded["messages"]["verdict"]) == ("optimizer", "equal")
+    assert (offloaded["offload"], offloaded["messages"]["verdict"]) == (["optimizer"], "equal")
     assert document["written"]["says"].startswith("pp2.file.stages1-3 trains")
 
 
