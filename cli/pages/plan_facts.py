@@ -75,8 +75,10 @@ def host_text(plan: Plan) -> str:
     if plan.memory is None or plan.memory.host is None:
         return ""
     host = plan.memory.host
-    kinds = [(kind, getattr(host, kind)) for kind in ("optimizer", "gradients", "weights", "buffers")]
-    return f"On a node's host {host_part(plan)}; of one rank {', '.join(f'{kind} {size_text(size)}' for kind, size in kinds if size)}"
+    kinds = [(kind, size) for kind in ("optimizer", "gradients", "weights", "buffers") if (size := getattr(host, kind))]
+    of_rank = f"; of one rank {', '.join(f'{kind} {size_text(size)}' for kind, size in kinds)}" if kinds else ""
+    where = "In this memory, offloaded," if plan.device == "cpu" else "On a node's host"
+    return f"{where} {host_part(plan)}{of_rank}"
 
 
 def fit_words(plan: Plan) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...trainer.plan.result import Plan
 from ...trainer.spec.format_numbers import count_text, part_of_size, seconds_text, share_text
 from ...trainer.spec.problem import one_line
-from .plan_facts import engine_limit, fit_words, refusal_here
+from .plan_facts import engine_limit, fit_words, host_part, overflows_host, refusal_here
 from .text_layout import Style, page_width, table, wrap
 
 COLUMNS = ("verdict", "memory", "step", "tokens/s", "MFU")
@@ -44,7 +44,7 @@ def plan_cells(plan: Plan) -> list[str]:
     memory, time, speed = plan.memory, plan.time, plan.throughput
     return [
         _verdict_cell(plan),
-        part_of_size(memory.peak, memory.capacity) if memory else "-",
+        (host_part(plan) if overflows_host(plan) else part_of_size(memory.peak, memory.capacity)) if memory else "-",
         seconds_text(time.step) if time else "-",
         count_text(speed.tokens_per_second) if speed else "-",
         share_text(speed.mfu) if speed else "-",
@@ -53,7 +53,7 @@ def plan_cells(plan: Plan) -> list[str]:
 
 def _verdict_cell(plan: Plan) -> str:
     if plan.memory is not None and not plan.fits:
-        return fit_words(plan)
+        return f"{fit_words(plan)} on its hosts" if overflows_host(plan) else fit_words(plan)
     if plan.ok and plan.fits:
         fits = fit_words(plan)
         if plan.runnable:

@@ -16,7 +16,7 @@ from distrain.trainer.plan.search.search import LayoutSearch, MeshStates
 from distrain.trainer.plan.search.space import RECOMPUTES, Space, StateChoice, Zero
 from distrain.trainer.plan.search.split_arrays import SplitOnWires, blocks_of_splits
 from distrain.trainer.plan.search.state_bounds import LeastBytes, StageStates, least_bytes, least_seconds
-from distrain.trainer.spec.run import Run
+from distrain.trainer.spec.run import NodeHost, Run
 
 FACTORS = {"gpt": 4, "llama": 8, "moe": 4}  # of the batch, so that pipelines have more micro-batches than stages
 
@@ -54,10 +54,11 @@ def test_blocks_over_arrays_cost_what_each_split_does(name: str, form: Activatio
 
 
 class EveryLayout(LayoutSearch):
-    """A search that discards nothing: it holds the bounds of every eleventh layout against its cost, and the bounds of its states against
-    those of its own mesh."""
+    """A search that discards nothing: it holds the bounds of some layouts, every eleventh unless it says otherwise, against their cost, and
+    the bounds of their states against those of their own mesh."""
 
     seen = held = 0
+    apart = 11
     current: MeshStates
 
     def _may_matter(self, mesh: tuple[int, int, int, int], seconds: float, peak: float) -> bool:
@@ -73,7 +74,7 @@ class EveryLayout(LayoutSearch):
 
     def _cost(self, each: Pass, state: StateChoice, engine: str | None) -> None:
         self.seen += 1
-        if self.seen % 11:
+        if self.seen % self.apart:
             return
         self.held += 1
         layout = self._layout(each, state, engine)[1]
@@ -103,6 +104,16 @@ def test_no_layout_costs_less_than_its_bounds(name: str, runnable: bool) -> None
     search.run_all()
     assert search.held > 250
     assert min(search.bounded_layout_counts()) > 4
+
+
+def test_no_bound_has_gradients_that_leave_the_device() -> None:
+    """On one device with small buckets they are a large part of what DeepSpeed would hold beside an offloaded optimizer."""
+    run = larger("gpt")
+    cluster = replace(run.cluster, nodes=1, gpus=1, host=NodeHost(bandwidth=1e11, link=1e10))
+    search = EveryLayout(Space(replace(run, cluster=cluster, parallel=replace(run.parallel, bucket=1_000_000))), rows=1)
+    search.capacity, search.apart = 1 << 60, 1
+    search.run_all()
+    assert search.held > 50
 
 
 @pytest.mark.parametrize(("kept", "least"), [((50, 1), 160), ((1, 50), 165), ((0, 0), 130)])

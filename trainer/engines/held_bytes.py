@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..parallel.saved_bytes import SavedTensors, count_saved_tensors, storage_references
+from ..plan.costs.host import pinned_bytes
 
 HELD_KINDS = ("weights", "optimizer", "gradients", "buffers", "host")  # host: what is not on the device but in its host's memory
 
@@ -44,7 +45,7 @@ def bytes_by_kind(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            total[kind] += storage.nbytes()
+            total[kind] += pinned_bytes(storage.nbytes()) if kind == "host" and tensor.is_pinned() else storage.nbytes()
     return total
 
 

@@ -228,5 +228,5 @@ def _single_changes(run: Run) -> Iterator[Change]:
                 yield ((f"parallel.{axis}", now * times),)
     if not parallel.offload.optimizer:
         yield (("parallel.offload.optimizer", True),)
-    else:
-        yield tuple([(f"parallel.offload.{name}", False) for name in ("optimizer", "parameters") if getattr(parallel.offload, name)])
+    if moved := [name for name in ("optimizer", "parameters") if getattr(parallel.offload, name)]:
+        yield tuple([(f"parallel.offload.{name}", False) for name in moved])

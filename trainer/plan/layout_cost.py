@@ -30,7 +30,7 @@ class StepSeconds(NamedTuple):
 class LayoutCost(NamedTuple):
     """Costs of a layout."""
 
-    peak: int  # bytes of the fullest rank
+    peak: int  # bytes of the fullest rank; on a CPU with what it offloads, which stays in the same memory
     fullest: int  # its stage, the first of equals
     host: int  # bytes that the ranks of a node hold on its host, of the fullest node
     kinds: list[StageCost]  # of each kind of stage
@@ -42,9 +42,9 @@ def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
     """The memory and the time of a layout."""
     blocks = layout_blocks(context, layout)
     kinds = stage_costs(context, layout, blocks, layout.partition.kinds)
-    peak, fullest = peak_bytes(layout, kinds)
+    peak, fullest, host = peak_bytes(context, layout, kinds)
     seconds = step_seconds(context, layout, blocks, kinds) if has_times(context, layout) else None
-    return LayoutCost(peak, fullest, host_bytes(context, layout, kinds), kinds, blocks, seconds)
+    return LayoutCost(peak, fullest, host, kinds, blocks, seconds)
 
 
 def layout_blocks(context: CostContext, layout: Layout) -> BlockCosts:
@@ -53,14 +53,17 @@ def layout_blocks(context: CostContext, layout: Layout) -> BlockCosts:
     return context.block_costs(block_split(parallel, layout.microbatch, layout.form, fused=layout.fused, hooks=hooks), layout.wires)
 
 
-def peak_bytes(layout: Layout, kinds: list[StageCost]) -> tuple[int, int]:
-    """(bytes of the fullest rank, its stage).
+def peak_bytes(context: CostContext, layout: Layout, kinds: list[StageCost]) -> tuple[int, int, int]:
+    """(bytes of the fullest rank, its stage, bytes on the host of the fullest node).
 
     The first of equal stages holds most: micro-batches in flight and copies of weights grow towards the front, except in a user's lists.
     """
     stages = list(enumerate(layout.partition.kind_of_stage)) if layout.schedule.simulated else layout.partition.runs
     peak, fullest = max([(stage_bytes(layout, kinds[at], index), -index) for index, at in stages])
-    return peak, -fullest
+    host = host_bytes(context, layout, kinds)
+    if context.run.cluster.device.kind == "cpu":
+        peak += host // context.run.cluster.gpus
+    return peak, -fullest, host
 
 
 def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
@@ -82,15 +85,19 @@ def host_bytes(context: CostContext, layout: Layout, kinds: list[StageCost]) -> 
     of_stage = [kinds[at].states.bytes.host.total for at in stages]
     if len(set(of_stage)) == 1:
         return gpus * of_stage[0]
-    nodes = {tuple([rank // ranks for rank in range(first, first + gpus)]) for first in range(0, world, gpus)}
-    return max([sum([of_stage[stage] for stage in node]) for node in nodes])
+    nodes = {node for stage in range(len(stages)) for node in (stage * ranks // gpus, stage * ranks // gpus + 1) if node * gpus < world}
+    return max([_node_bytes(of_stage, ranks, node * gpus, (node + 1) * gpus) for node in nodes])
+
+
+def _node_bytes(of_stage: list[int], ranks: int, first: int, end: int) -> int:
+    """The sum over ranks [first, end), of stages with so many ranks, of which each holds the bytes of its stage."""
+    stages = range(first // ranks, (end - 1) // ranks + 1)
+    return sum([of_stage[each] * (min(end, (each + 1) * ranks) - max(first, each * ranks)) for each in stages])
 
 
 def fits(context: CostContext, peak: int, host: int) -> bool:
-    """Whether these bytes of the fullest rank, and of a node's host, are there. What a CPU offloads stays in the same memory."""
-    if context.run.cluster.device.kind == "cpu":
-        return peak + host // context.run.cluster.gpus <= context.capacity
-    memory = context.run.cluster.host.memory
+    """Whether these bytes of the fullest rank, and of a node's host, are there."""
+    memory = context.run.cluster.host.memory if context.run.cluster.device.kind == "cuda" else None
     return peak <= context.capacity and (memory is None or host <= memory)
 
 

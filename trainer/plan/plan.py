@@ -65,7 +65,7 @@ def make_plan(run: Run) -> Plan:
         throughput=throughput,
         run=whole,
         saving=saved,
-        **_bars(memory_bar(planned), step_bar(planned, step) if step is not None else None, whole=not memory.unknown),
+        **_bars(memory_bar(planned), step_bar(planned, seconds.step, seconds.optimizer) if seconds else None, whole=not memory.unknown),
     )
 
 
@@ -208,8 +208,8 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
 def _host_memory(context: CostContext, cost: LayoutCost) -> HostMemory:
     cluster = context.run.cluster
     held = max([kind.states.bytes.host for kind in cost.kinds], key=lambda each: each.total)
-    capacity = cluster.gpus * (context.capacity - cost.peak) if cluster.device.kind == "cpu" else cluster.host.memory
-    return HostMemory(node=cost.host, capacity=None if capacity is None else int(capacity), **held._asdict())
+    capacity = cluster.host.memory if cluster.device.kind == "cuda" else None
+    return HostMemory(node=cost.host, capacity=int(capacity) if capacity is not None else None, **held._asdict())
 
 
 def plan_throughput(context: CostContext, layout: Layout, seconds: StepSeconds) -> Throughput:

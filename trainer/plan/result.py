@@ -44,7 +44,8 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """What is offloaded: bytes on the host of the fullest node, of a host (None: not stated), and of one rank, the fullest, by kind."""
+    """What is offloaded: bytes on the host of the fullest node, of a host (None: not stated, or a CPU's own memory), and of one rank, the
+    fullest, by kind."""
 
     node: int
     capacity: int | None

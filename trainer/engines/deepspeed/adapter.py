@@ -23,9 +23,9 @@ STEPPER_TENSORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("weights", ("bf16_groups_flat", "bit16_groups_flat", "lp_param_buffer")),
     ("optimizer", ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")),
     ("gradients", ("fp32_groups_gradients_flat", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")),
-    ("buffers", ("ipg_buckets",)),
+    ("buffers", ("ipg_buckets", "temp_grad_buffer_for_gpu_offload")),
 )
-HOST_TENSORS = ("accumulated_grads_in_cpu", "param_buffer_of_bit16_for_cpu_offload_groups")
+HOST_TENSORS = ("accumulated_grads_in_cpu", "param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
 
 
 class DeepSpeedAdapter(Engine):

@@ -18,7 +18,7 @@ from ..layout.schedule_of_run import delay_of
 from .block_costs import BlockCosts
 from .control_message import ControlMessage
 from .cost_context import CostContext
-from .host import TO_DEVICE, TO_HOST, HostBytes, HostWork, copies
+from .host import TO_DEVICE, TO_HOST, GradientCopies, HostBytes, HostWork, copies
 from .muon import MUON, data_messages, newton_schulz_seconds, step_bytes, tensor_messages
 from .number_or_array import larger
 from .precision import MASTER_BYTES
@@ -157,10 +157,14 @@ class CostModel:
         if context.rates is None:
             return 0.0
         if layout.parallel.offload.optimizer:
-            return self.host_step(context, layout, held).seconds(context.host) if context.host else 0.0
+            return self.host_seconds(context, layout, held)
         width = context.widths
         moved = 2 * ((width.master or width.weight) + context.states) + width.gradient + width.weight
         return elements_to_step(layout, held) * moved / context.rates.memory
+
+    def host_seconds(self, context: CostContext, layout: Layout, held: StageElements) -> float:
+        """Return the seconds of the optimizer's step on the host; 0 where the host's rates aren't known."""
+        return self.host_step(context, layout, held).seconds(context.host) if context.host else 0.0
 
     def host_step(self, context: CostContext, layout: Layout, held: StageElements) -> HostWork:
         """Return the optimizer's step on the host, where it is offloaded: it reads gradients, which backward has copied, and copies the
@@ -170,23 +174,29 @@ class CostModel:
         return HostWork(stepped * moved, to_device=stepped * width.weight)
 
     def host_copies(self, context: CostContext, layout: Layout, held: StageElements, layers: int) -> list[dp.DataMessages]:
-        """Return the copies of a step between a rank's device and its host: gradients under backward, stepped weights, and offloaded
-        weights of `layers` layers before they are used."""
+        """Return the copies of a step between a rank's device and its host: gradients under backward, stepped weights to where they are
+        held, and offloaded weights of `layers` layers before they are used."""
         parallel, found = layout.parallel, list[dp.DataMessages]()
         if parallel.offload.optimizer:
-            found += self.gradient_copies(context, layout, held)
+            stepped = elements_to_step(layout, held)
+            for each in self.gradient_copies(context, layout):
+                buckets, size = -(-stepped // parallel.bucket), stepped * each.size
+                found.append(copies(each.verb, size, buckets, each.passes, context.host, overlap=parallel.overlap.data))
             found += self.host_step(context, layout, held).copies(context.host)
         if parallel.offload.parameters:
-            own = sharded_elements(layout, held.dense, held.experts) * context.widths.weight
-            for forward in (True, False):
-                found.append(copies(TO_DEVICE, own, max(1, layers), layout.micros, context.host, forward=forward, overlap=True))
+            own, width = sharded_elements(layout, held.dense, held.experts), context.widths.weight
+            again = max(0, own - layout.gradient_sync.reused // layout.shard_ranks)  # backward finds the others on the device
+            for elements, forward in ((own, True), (again, False)):
+                if elements:
+                    rounds, size = layout.micros, elements * width
+                    found.append(copies(TO_DEVICE, size, max(1, layers), rounds, context.host, forward=forward, overlap=True))
+            if not parallel.offload.optimizer:
+                found.append(copies(TO_HOST, own * width, 1, 1, context.host))
         return found
 
-    def gradient_copies(self, context: CostContext, layout: Layout, held: StageElements) -> list[dp.DataMessages]:
-        """Return the copies of gradients to the host under backward, at every micro-batch."""
-        stepped, parallel = elements_to_step(layout, held), layout.parallel
-        size, buckets = stepped * context.widths.gradient, -(-stepped // parallel.bucket)
-        return [copies(TO_HOST, size, buckets, layout.micros, context.host, overlap=parallel.overlap.data)]
+    def gradient_copies(self, context: CostContext, layout: Layout) -> Iterator[GradientCopies]:
+        """Yield the copies of gradients under backward, with an offloaded optimizer: here each micro-batch's to the host."""
+        yield GradientCopies(TO_HOST, context.widths.gradient, layout.micros)
 
     def matrix_seconds(self, context: CostContext, layout: Layout, kind: StageKind, held: StageElements) -> float:
         """Return the seconds a step that the optimizer takes for hidden matrices in addition to `step_seconds`, which moves as many bytes

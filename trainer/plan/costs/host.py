@@ -36,21 +36,28 @@ class HostRates(NamedTuple):
     link: float
 
 
+class GradientCopies(NamedTuple):
+    """Copies of a rank's gradients under backward: the direction, bytes of an element, in how many passes of a step."""
+
+    verb: str
+    size: int
+    passes: int
+
+
 class HostWork(NamedTuple):
-    """The optimizer's step of a rank on its host, in bytes: read and written there, copied to it and back. `together`: the copies go on
-    beside the step, but those of a bucket at its begin and at its end, of `bucket` bytes in all."""
+    """The optimizer's step of a rank on its host, in bytes: read and written there, copied to it and back. `exposed` of the copies come
+    before the host has begun or after it has ended, the others go on beside it; None: all come before or after."""
 
     moved: int
     to_host: int = 0
     to_device: int = 0
-    together: bool = False
-    bucket: int = 0
+    exposed: int | None = None
 
     def seconds(self, rates: HostRates) -> float:
         """The seconds that it takes."""
         stepping, fetching, returning = self.moved / rates.memory, self.to_host / rates.link, self.to_device / rates.link
-        if self.together:
-            return max(stepping, fetching, returning) + self.bucket / rates.link
+        if self.exposed is not None:
+            return max(stepping, fetching, returning) + self.exposed / rates.link
         return stepping + fetching + returning
 
     def copies(self, rates: HostRates | None) -> list[DataMessages]:

@@ -11,7 +11,7 @@ from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage
 from ..costs.cost_context import CostContext
 from ..costs.cost_model import CostModel, PassBytes, StageElements, StateBytes, UnplannedSize, elements_to_step
-from ..costs.host import TO_DEVICE, TO_HOST, HostWork, copies
+from ..costs.host import GradientCopies, HostWork
 from ..costs.precision import MASTER_BYTES
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm
@@ -23,7 +23,7 @@ from .ds_config import overlaps_messages
 from .flat_tensors import MOST_LAYERS, MOST_RANKS, StageParameters, flat_elements, stage_parameters, stepped_elements
 from .memory import FrozenElements, ZeroSetting, effective_stage, step_bytes, step_work, zero_bytes
 from .messages import traffic_terms
-from .offload import gradients_on_device, host_bytes, host_step, pass_copies
+from .offload import gradient_copies, gradients_on_device, host_bytes, host_step
 
 # ZeRO stage -> host time of DeepSpeed's hooks for each weight in a forward pass, in operators; in backward it is twice that. Measured on
 # machines with an H200 (docs/gpu_acceptance.md).
@@ -65,7 +65,9 @@ class DeepSpeedCosts(CostModel):
             buckets=2 if overlaps_messages(context.run.cluster.device, parallel) else 1,
             pipeline=mesh.pp > 1,
         )
-        flat = flat_elements(_stage_parameters(context, kind, mesh), mesh.size("data"), mesh.ep)
+        parameters = _stage_parameters(context, kind, mesh)
+        flat = flat_elements(parameters, mesh.size("data"), mesh.ep)
+        largest = max([each.elements for part in (parameters.before, parameters.layer, parameters.after) for each in part], default=0)
         part = _stage3_frozen(context, kind, mesh) if held.frozen else 0
         states = zero_bytes(setting, held.trained_parameters, flat, FrozenElements(held.frozen, part))
         offload, stepped = parallel.offload, flat.stage3 if setting.stage == 3 else flat.part
@@ -73,9 +75,9 @@ class DeepSpeedCosts(CostModel):
             weights=0 if offload.parameters else states.weights,
             gradients=gradients_on_device(setting, states.gradients) if offload.optimizer else states.gradients,
             optimizer=0 if offload.optimizer else states.optimizer,
-            buffers=states.buffers,
+            buffers=states.buffers + (largest * width.weight if offload.optimizer and setting.stage < 3 else 0),
             step=0 if offload.optimizer else step_bytes(setting, held.trained_parameters, flat),
-            host=host_bytes(setting, stepped, states, offload, pins=context.run.cluster.device.kind == "cuda"),
+            host=host_bytes(setting, stepped, largest, states, offload, pins=context.run.cluster.device.kind == "cuda"),
         )
 
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
@@ -92,7 +94,7 @@ class DeepSpeedCosts(CostModel):
         if context.own_rates is None:
             return 0.0
         if layout.parallel.offload.optimizer:
-            return self.host_step(context, layout, held).seconds(context.host) if context.host else 0.0
+            return self.host_seconds(context, layout, held)
         width = context.widths
         work = step_work(layout.gradient_sync.zero, weight=width.weight, gradient=width.gradient)
         return elements_to_step(layout, held) * work.moved / context.own_rates.memory + tensors * work.kernels * context.own_rates.launch
@@ -107,16 +109,10 @@ class DeepSpeedCosts(CostModel):
             weights_on_host=layout.parallel.offload.parameters,
         )
 
-    def gradient_copies(self, context: CostContext, layout: Layout, held: StageElements) -> list[dp.DataMessages]:
+    def gradient_copies(self, context: CostContext, layout: Layout) -> Iterator[GradientCopies]:
         """As DeepSpeed does them (offload.py)."""
-        width, stepped, parallel = context.widths, elements_to_step(layout, held), layout.parallel
-        buckets, overlap = -(-stepped // parallel.bucket), overlaps_messages(context.run.cluster.device, parallel)
-        return [
-            copies(verb, stepped * size, buckets, each.passes, context.host, overlap=overlap)
-            for each in pass_copies(layout.gradient_sync.zero, layout.micros, weight=width.weight, gradient=width.gradient)
-            for verb, size in ((TO_HOST, each.to_host), (TO_DEVICE, each.to_device))
-            if size
-        ]
+        width = context.widths
+        return gradient_copies(layout.gradient_sync.zero, layout.micros, weight=width.weight, gradient=width.gradient)
 
     def summed_elements(
         self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None

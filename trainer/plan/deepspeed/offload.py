@@ -4,37 +4,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from ...spec.run import Offload
-from ..costs.host import HostBytes, HostWork, pinned_bytes
+from ..costs.host import TO_DEVICE, TO_HOST, GradientCopies, HostBytes, HostWork, pinned_bytes
 from ..costs.precision import MASTER_BYTES
+from .defaults import SUBGROUP
 from .memory import ZeroBytes, ZeroSetting
 
 
-class PassCopies(NamedTuple):
-    """Copies under the backward passes of a step, in bytes an element of a rank's part, and in how many of its passes."""
-
-    to_host: int
-    to_device: int
-    passes: int
-
-
-def host_bytes(setting: ZeroSetting, stepped: int, states: ZeroBytes, offload: Offload, *, pins: bool) -> HostBytes:
+def host_bytes(setting: ZeroSetting, stepped: int, largest: int, states: ZeroBytes, offload: Offload, *, pins: bool) -> HostBytes:
     """Return what a rank that steps `stepped` elements holds on its host. Gradients are there in float32, and in their own type as they
-    accumulate; ZeRO 1 and 2 cast stepped weights into a buffer. `pins`: torch's allocator pins memory."""
-    weights = states.weights if offload.parameters else 0
+    accumulate; ZeRO 1 and 2 cast stepped weights into a buffer, and copy gradients through one of the `largest` parameter's elements.
+    `pins`: torch's allocator pins memory."""
+    size = pinned_bytes if pins else int
+    weights = size(states.weights) if offload.parameters else 0
     if not offload.optimizer:
         return HostBytes(weights=weights)
-    size = pinned_bytes if pins else int
     is_stage3, accumulates = setting.stage == 3, setting.stage == 2 and setting.micros > 1 and not _is_wide(setting)
     own = size(stepped * setting.gradient) if is_stage3 else stepped * setting.gradient if accumulates else 0
+    groups, rest = divmod(stepped, SUBGROUP) if is_stage3 else (0, stepped)  # each is a block of its own
     master = stepped * MASTER_BYTES if is_stage3 else size(stepped * MASTER_BYTES)
     return HostBytes(
         weights=weights,
-        gradients=size(stepped * MASTER_BYTES) + own,
+        gradients=groups * size(SUBGROUP * MASTER_BYTES) + size(rest * MASTER_BYTES) + own,
         optimizer=master + stepped * setting.states,
-        buffers=0 if is_stage3 else size(stepped * setting.weight),
+        buffers=0 if is_stage3 else size(stepped * setting.weight) + size(largest * setting.weight),
     )
 
 
@@ -45,17 +39,14 @@ def gradients_on_device(setting: ZeroSetting, gradients: int) -> int:
     return gradients if stays else 0
 
 
-def pass_copies(stage: int, micros: int, *, weight: int, gradient: int) -> Iterator[PassCopies]:
+def gradient_copies(stage: int, micros: int, *, weight: int, gradient: int) -> Iterator[GradientCopies]:
     """Yield the copies of gradients under backward. The last pass casts them to float32 on the device and copies those. Where ZeRO 2
     accumulates over micro-batches, and always at ZeRO 3, each pass copies them in their own type, and fetches what there was before."""
-    yield PassCopies(MASTER_BYTES, 0, 1)
-    if gradient > weight:
+    yield GradientCopies(TO_HOST, MASTER_BYTES, 1)
+    if gradient > weight or (stage == 2 and micros == 1) or stage == 1:
         return
-    if stage == 3:
-        yield PassCopies(gradient, gradient, micros)
-    elif stage == 2 and micros > 1:
-        yield PassCopies(gradient, 0, micros)
-        yield PassCopies(0, gradient, micros - 1)
+    yield GradientCopies(TO_HOST, gradient, micros)
+    yield GradientCopies(TO_DEVICE, gradient, micros if stage == 3 else micros - 1)
 
 
 def host_step(stage: int, stepped: int, *, weight: int, states: int, weights_on_host: bool) -> HostWork:

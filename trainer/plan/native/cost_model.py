@@ -21,7 +21,7 @@ from ..costs.cost_model import (
     matrices_to_step,
     sharded_elements,
 )
-from ..costs.host import HostBytes, HostWork
+from ..costs.host import GradientCopies, HostBytes, HostWork
 from ..costs.muon import MUON, data_place, element_bytes, sent_parts, step_bytes
 from ..costs.precision import MASTER_BYTES, Widths, widths
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
@@ -71,7 +71,7 @@ class NativeCosts(CostModel):
         casts = width.gradient < MASTER_BYTES and not steps_in_one_kernel(context.run)
         late = self._late_elements(context, layout, blocks, kind) if often else 0
         scattered = _scattered_elements(layout, held) if zero == 1 else 0
-        on_host, shard = parallel.offload.optimizer, -(-bucket // layout.shard_ranks)
+        on_host = parallel.offload.optimizer
         optimizer = (MASTER_BYTES if on_host else master) + context.states + _outer_bytes(layout)
         optimizer = optimizer * stepped - context.spared * matrices_to_step(layout, held)
         aside = layout.gradient_sync.staleness * (whole + scattered)
@@ -84,7 +84,7 @@ class NativeCosts(CostModel):
             step=scattered * width.gradient
             + (min(bucket, stepped) * MASTER_BYTES if casts and not on_host else 0)
             + step_bytes(context, layout, kind, width.gradient),
-            host=bucket_host_bytes(context, optimizer, min(shard, stepped)) if on_host else HostBytes(),
+            host=bucket_host_bytes(context, optimizer, stepped) if on_host else HostBytes(),
         )
 
     def _stage3_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
@@ -104,13 +104,16 @@ class NativeCosts(CostModel):
             ends = held.dense + held.experts - kind.layers * layer - context.dense_layers * dense
             layer = max(layer, dense)
             gathered = (ends + 2 * layer) * width.weight + max(ends, layer) * (width.weight + width.gradient)
+        offload, weights = layout.parallel.offload, MASTER_BYTES * own
+        optimizer = (context.states + _outer_bytes(layout)) * stepped - context.spared * matrices
         return StateBytes(
-            weights=MASTER_BYTES * own,
+            weights=0 if offload.parameters else weights,
             gradients=MASTER_BYTES * stepped,
-            optimizer=(context.states + _outer_bytes(layout)) * stepped - context.spared * matrices,
+            optimizer=0 if offload.optimizer else optimizer,
             buffers=gathered,
             step=(min(layout.parallel.bucket, stepped) * MASTER_BYTES if _steps_alone(layout) else 0)
             + step_bytes(context, layout, kind, MASTER_BYTES),
+            host=HostBytes(weights=weights if offload.parameters else 0, optimizer=optimizer if offload.optimizer else 0),
         )
 
     def factors(self, context: CostContext, layout: Layout, kind: StageKind, *, expert: bool) -> FactorElements:
@@ -164,7 +167,7 @@ class NativeCosts(CostModel):
         copied = 2 * width.weight * held.trained_parameters if layout.delay else 0
         if layout.parallel.offload.optimizer:
             normed = elements_to_step(layout, held) * width.gradient / context.own_rates.memory
-            return normed + self.host_step(context, layout, held).seconds(context.host) if context.host else 0.0
+            return normed + self.host_seconds(context, layout, held)
         one_kernel = steps_in_one_kernel(context.run)
         # fully_shard's weights are float32, and cast when they are gathered
         weight, gradient = (MASTER_BYTES, MASTER_BYTES) if _is_sharded(layout) else (width.weight, width.gradient)
@@ -177,12 +180,12 @@ class NativeCosts(CostModel):
         return (moved + copied) / context.own_rates.memory
 
     def host_step(self, context: CostContext, layout: Layout, held: StageElements) -> HostWork:
-        """Buckets are copied, stepped and copied back in turn."""
-        return bucket_work(context, layout, elements_to_step(layout, held), held.trained_parameters)
+        """Pieces of buckets are copied, stepped and copied back in turn."""
+        return bucket_work(context, elements_to_step(layout, held))
 
-    def gradient_copies(self, context: CostContext, layout: Layout, held: StageElements) -> list[dp.DataMessages]:
+    def gradient_copies(self, context: CostContext, layout: Layout) -> Iterator[GradientCopies]:
         """None: the step copies the sums of gradients."""
-        return []
+        return iter(())
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], data: int) -> Iterator[TrafficTerm]:
         """Buckets are padded to equal parts where ZeRO shards them, parameter servers own parts, or ranks of a node sum them."""

@@ -8,9 +8,9 @@ from ..costs.cost_context import CostContext
 from ..costs.host import HostBytes, HostWork, pinned_bytes
 from ..costs.muon import MUON
 from ..costs.precision import MASTER_BYTES
-from ..layout.layout import Layout
 
-TURNS = 2  # buckets on their way to and from the host at once
+PIECE = 2**24  # elements of a bucket's shard that are copied to the host, stepped and copied back in turn
+TURNS = 2  # pieces, one after the other, that are being copied or stepped: each has memory of its own on the host
 
 
 def steps_in_one_kernel(run: Run) -> bool:
@@ -31,19 +31,17 @@ def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> 
     return gradient + cast + 2 * (MASTER_BYTES + MASTER_BYTES + states) + copied
 
 
-def bucket_work(context: CostContext, layout: Layout, stepped: int, whole: int) -> HostWork:
-    """Return the step of a rank's `stepped` elements of `whole`. Buckets are copied, stepped and copied back in turn; parts of them are
-    cast in a processor's cache."""
+def bucket_work(context: CostContext, stepped: int) -> HostWork:
+    """Return the step of a rank's `stepped` elements. Pieces of buckets are copied, stepped and copied back in turn; parts of them are cast
+    in a processor's cache."""
     width = context.widths
     each = width.gradient + width.weight
-    bucket = min(layout.parallel.bucket, whole) // layout.shard_ranks * each
     moved = 2 * (MASTER_BYTES + context.states) + each
-    return HostWork(stepped * moved, stepped * width.gradient, stepped * width.weight, together=True, bucket=bucket)
+    return HostWork(stepped * moved, stepped * width.gradient, stepped * width.weight, exposed=min(PIECE, stepped) * each)
 
 
-def bucket_host_bytes(context: CostContext, optimizer: int, shard: int) -> HostBytes:
-    """Return what is on the host beside `optimizer` bytes of states: gradients and weights of the buckets that are on their way, of which a
-    rank has `shard` elements each."""
+def bucket_host_bytes(context: CostContext, optimizer: int, stepped: int) -> HostBytes:
+    """Return what is on the host beside `optimizer` bytes of states of `stepped` elements: gradients and weights of the pieces at hand."""
     size = pinned_bytes if context.run.cluster.device.kind == "cuda" else int
-    width = context.widths
-    return HostBytes(optimizer=optimizer, buffers=TURNS * sum(size(shard * each) for each in (width.gradient, width.weight)))
+    width, piece = context.widths, min(PIECE, stepped)
+    return HostBytes(optimizer=optimizer, buffers=TURNS * sum(size(piece * each) for each in (width.gradient, width.weight)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...spec.changed_run import Change, overrides, with_changes
+from ...spec.key_units import gib_text
 from ...spec.problem import Problem
 from ...spec.run import Parallel, Run
 from ..axes import AXES, degree_keys
@@ -176,8 +177,16 @@ def _nothing_fits(run: Run, fixed: frozenset[str], legal: int) -> Problem:
         says = f"there is no legal layout that an engine here runs{why}"
         return Problem(rule="search", says=says, mend=f"{free}, or set search.runnable=false")
     room = f"{1 - run.search.headroom:.0%}".replace("%", " %")
-    says = f"none of {legal:,} layouts fits into {room} of the memory of {run.cluster.nodes} x {run.cluster.gpus} {run.cluster.device.name}"
+    memory = run.cluster.host.memory
+    hosts = f" and of hosts of {gib_text(memory)} GiB" if memory and run.cluster.device.kind == "cuda" and _offloads(run, fixed) else ""
+    devices = f"{run.cluster.nodes} x {run.cluster.gpus} {run.cluster.device.name}"
+    says = f"none of {legal:,} layouts fits into {room} of the memory of {devices}{hosts}"
     return Problem(rule="memory", says=says, mend=f"search more nodes: search.nodes={2 * run.cluster.nodes}..{16 * run.cluster.nodes}")
+
+
+def _offloads(run: Run, fixed: frozenset[str]) -> bool:
+    """Whether a search offloads by the user's word."""
+    return any(getattr(run.parallel.offload, name) and f"parallel.offload.{name}" in fixed for name in ("optimizer", "parameters"))
 
 
 def _simplest(run: Run, fixed: frozenset[str]) -> Run:
@@ -222,7 +231,7 @@ def _found_layout(
     whole = plan_whole_run(context, seconds)
     moved = parallel.offload
     planned = Planned(run, parallel, engine, found.peak)
-    held, taken = memory_bar(planned), step_bar(planned, seconds.step) if seconds else None
+    held, taken = memory_bar(planned), step_bar(planned, seconds.step, seconds.optimizer) if seconds else None
     return FoundLayout(
         overrides=overrides(answer_changes(run, found.candidate)),
         mesh={name: getattr(parallel, name) for name in AXES},

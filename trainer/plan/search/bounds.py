@@ -38,14 +38,13 @@ class Bounds:
 
     def fixed_bytes(self, layers: Array, tp: Array, pp: Array, ep: Array, zero: Zero, offload: Offload) -> Array:
         """The least bytes of the trained weights of a stage with so many layers, and a data rank's share of their gradients and optimizer
-        states, on a mesh with these degrees and states."""
+        states, on a mesh with these degrees and states. With an offloaded optimizer gradients may leave the device too."""
         width = self.context.widths
         whole = layers * (self.dense + self.experts / ep) / tp
         shard = whole * tp * pp / self.context.world
         weights = 0.0 if offload.parameters else width.weight * (shard if zero == 3 else whole)
-        return self.context.device_context + (
-            weights + shard * (width.gradient + (0 if offload.optimizer else width.master + self.context.states - self.context.spared))
-        ) * (1 - ROUNDING)
+        stepped = 0 if offload.optimizer else width.gradient + width.master + self.context.states - self.context.spared
+        return self.context.device_context + (weights + shard * stepped) * (1 - ROUNDING)
 
     def step_seconds(self, schedules: StagedSchedules, blocks: PassSeconds, hop: Array) -> Array:
         """The least seconds of a step under schedules, without the states: in a row those on an engine whose uneven steps have a closed

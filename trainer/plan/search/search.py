@@ -15,7 +15,7 @@ from ..engines import ENGINES, cost_model
 from ..layout.layout import Layout, mesh_of
 from ..layout.sum_routes import inner_ranks
 from ..layout.workers import worker_ranks
-from ..layout_cost import fits, has_times, host_bytes, layout_blocks, peak_bytes, step_seconds
+from ..layout_cost import fits, has_times, layout_blocks, peak_bytes, step_seconds
 from ..layout_of_run import layout_on
 from ..stage_cost import stage_costs
 from .bounds import Bounds
@@ -211,8 +211,8 @@ class LayoutSearch:
         blocks = layout_blocks(self.context, layout)
         kinds = stage_costs(self.context, layout, blocks, layout.partition.kinds)
         self.costed += 1
-        peak, _ = peak_bytes(layout, kinds)
-        if not fits(self.context, peak, host_bytes(self.context, layout, kinds)):
+        peak, _, host = peak_bytes(self.context, layout, kinds)
+        if not fits(self.context, peak, host):
             return
         seconds, mesh = each.seconds_on(engine) + max([kind.exposed + kind.step for kind in kinds]), mesh_key(each.parallel)
         if self._may_matter(mesh, seconds, peak):

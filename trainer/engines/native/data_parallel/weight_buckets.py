@@ -242,7 +242,7 @@ class WeightBucket:
         """Yield (kind, tensor) of all that the bucket holds."""
         yield "weights", self.weights
         yield "host" if self.on_host else "optimizer", self.master.data
-        for each in (self.gradients, self._summed):
+        for each in (self.gradients, self._scattered if self._summed is None else self._summed):
             if each is not None:
                 yield "gradients", each
         for each in self.rounds.held_tensors() if self.rounds else ():
