@@ -253,6 +253,11 @@ SLOW_LINK, LATE_LINK = 1e7, 0.1  # bytes/s and seconds: every link between accel
 
 def _implausible_links(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     cluster = context.run.cluster
+    for name, unit in (("link", LINK), ("bandwidth", "bytes/s")):
+        rate = getattr(cluster.host, name)
+        if layout.offloads and rate is not None and rate < SLOW_LINK:
+            says = f"cluster.host.{name}={rate:g} is {rate:g} bytes/s"
+            yield Problem(rule="link", says=says, mend=f"{unit}, write it as 25e9 or 25GB/s")
     for name, link in (("inside", cluster.inside), ("between", cluster.between)):
         if link is not None and link.bandwidth is not None and link.bandwidth < SLOW_LINK:
             says = f"cluster.{name}.bandwidth={link.bandwidth:g} is {link.bandwidth:g} bytes/s"
