@@ -30,7 +30,7 @@ from distrain.trainer.spec.problem import Unreadable
 COUNTS = sorted(
     key for key, hint in config_keys().items() if "int" in str(hint) and key not in ("launch.port", "log.profile", "log.timeline")
 )
-HUGE = (10**6, 10**12 + 39, 10**18)  # the second is a prime
+HUGE = (10**12 + 39, 10**18)  # a prime, and the largest that is read
 LOADER = Loader(None)
 MOST_SECONDS = 10  # of processor time: what grows with such counts takes hours
 
@@ -62,7 +62,7 @@ def test_a_huge_count_is_planned_or_refused_quickly(key: str) -> None:
 def test_several_huge_counts_are_planned_or_refused_quickly(seed: int) -> None:
     drawn = random.Random(seed)
     several = drawn.sample(COUNTS, drawn.choice([2, 3, 5, 10]))
-    words = [f"{key}={drawn.choice([1, 2, 7, 64, 10**4, 2**20, 10**5, 2**40, 10**18, *HUGE])}" for key in several]
+    words = [f"{key}={drawn.choice([1, 2, 7, 64, 10**4, 2**20, 10**5, 2**40, 10**6, *HUGE])}" for key in several]
     ways = [f"parallel.zero={drawn.randint(0, 3)}", f"parallel.sequence={drawn.choice(['true', 'false'])}", "parallel.dp=auto"]
     ways += [f"parallel.schedule={drawn.choice(['1f1b', 'gpipe', 'interleaved', 'dualpipev', 'pipedream'])}"]
     assert page_or_problems(drawn.choice(["quickstart", "llama3_70b", "mixtral_8x7b", "megatron_1t"]), words + ways)
@@ -196,6 +196,14 @@ def test_idle_ranks_are_those_with_an_empty_shard(kv_heads: int, group: int, deg
         assert idle_ranks(dim, sizes, degree, vocab_multiple=4) == len(empty)
     heads = HeadShards(sizes["heads"], kv_heads, degree)
     assert heads.lanes * heads.copies == degree
+
+
+def test_a_billion_nodes_whose_hosts_hold_unlike_stages_are_planned() -> None:
+    words = ["parallel.offload.optimizer=true", "parallel.pp=3", "parallel.tp=1", "cluster.nodes=3000000000"]
+    plan = make_plan(load_recipe("llama3_8b", [*words, "train.batch=72000000000", "optim.warmup=0"]))
+    assert plan.memory is not None
+    assert plan.memory.host is not None
+    assert plan.memory.host.node > 0
 
 
 def test_products_of_the_largest_counts_are_still_numbers() -> None:
