@@ -201,12 +201,13 @@ def test_an_estimate_does_not_depend_on_the_layouts_before_it(name: str, engine:
     for _ in range(20):
         parallel, microbatch = layout(draw)
         parallel = replace(parallel, gather=draw.choice(["auto", "micro"]))
-        changed = [replace(parallel, **{key: value}) for key, value in CHANGES]
+        changed = [replace(parallel, **{key: value}) for key, value in CHANGES if getattr(parallel, key) != value]
         for each, micro in [(parallel, microbatch), (parallel, 2 * microbatch), *[(every, microbatch) for every in changed]]:
             estimate = estimator(each, micro)
             if estimate.legal:
-                assert estimate == Estimator(run)(each, micro), each
-                assert costs(estimator.context, each, micro) == costs(CostContext(run), each, micro), each
+                alone = Estimator(run)
+                assert estimate == alone(each, micro), each
+                assert costs(estimator.context, each, micro) == costs(alone.context, each, micro), each
                 compared += 1
     assert compared > 150
 
