@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ from distrain.cli.html.plan_html import CONFIG, plan_html
 from distrain.cli.keys import library
 from distrain.cli.pages.plan_facts import outcome, verdict
 from distrain.cli.recipe_files.config_text import config_text
-from distrain.tests.fakes.hf_models import NEOX, write_config
-from distrain.tests.fakes.hf_models import words as hf_words
 from distrain.tests.fakes.html_page import SVG, XHTML, HtmlPage, text_of
 from distrain.tests.fakes.run_command import run_command
+from distrain.tests.fakes.valid_run import HF_MODEL
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.format_numbers import (
     binary_unit,
@@ -235,10 +235,11 @@ def test_a_plan_without_a_known_peak_has_memory_and_no_times(
     assert "of training" not in page.body
 
 
-def test_a_plan_of_a_model_without_costs_says_that_activations_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    page, plan = page_and_json(shlex.join(["conf=quickstart", *hf_words(write_config(tmp_path, NEOX), 2, 1)]), capsys)
-    assert plan["memory"]["unknown"] == ["activations", "logits"]
+def test_a_plan_of_a_model_without_costs_says_that_activations_are_not_known() -> None:
+    plan = make_plan(replace(load_recipe("quickstart", ["cluster.gpus=2", "model.dropout=0"]), model=HF_MODEL))
+    page = HtmlPage(plan_html(plan, None, None, "", ""))
+    assert plan.memory is not None
+    assert list(plan.memory.unknown) == ["activations", "logits"]
     heading, row = page.tables("Memory")[0]
     assert dict(zip(heading, row, strict=True))["activations"] == "?"
     assert page.tiles["memory of a device"][1].endswith("without activations, which are not known")
@@ -275,7 +276,8 @@ def test_a_sweep_has_a_row_for_each_layout_and_the_fastest_stands_out(words: str
     assert dict(page.tables("Problems")[0][1:] if problems else []) == problems
     alone, whole = (text.splitlines() for text in page.texts("pre"))
     assert whole == [f"distrain plan -m {words} --html page.html"]
-    for line, plan in zip(alone, plans, strict=True):
+    assert all(set(plan["overrides"]) <= set(shlex.split(line)) for line, plan in zip(alone, plans, strict=True))
+    for line, plan in ((alone[0], plans[0]), (alone[-1], plans[-1])):
         assert json.loads(run_command(f"{line.removeprefix('distrain ')} --json", capsys)[1])["memory"] == plan["memory"]
 
 
@@ -305,8 +307,6 @@ HOSTILE = "</title><script>alert(1)</script>&amp; \"'\x1b[31m\n\u202e\ud800 <b>x
 
 
 def test_names_devices_and_problems_are_shown_as_text() -> None:
-    from dataclasses import replace
-
     from distrain.cli.pages.search_page import LayoutHint
     from distrain.trainer.spec.problem import Problem, one_line
 
