@@ -12,8 +12,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from distrain.cli.app import command
+from distrain.cli.config.load import load_recipe
 from distrain.cli.keys import library
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH
+from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 
 RECIPES = list(library.recipes(None))
@@ -29,11 +31,6 @@ def run_command(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tup
 def run_process(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run a command in a process of its own, as a user does."""
     return subprocess.run([sys.executable, "-m", "distrain", *words], capture_output=True, text=True, **more)
-
-
-def json_of(recipe: str, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The plan of a recipe as JSON."""
-    return json.loads(run_command(["plan", f"conf={recipe}", "--json"], capsys)[1])
 
 
 # ls
@@ -89,7 +86,7 @@ def test_the_page_of_a_plan_begins_with_its_verdict_and_fits_its_width(recipe: s
     heads = [line for line in lines if line[:1].isupper() and not line.startswith("This layout wastes")]
     wanted = (
         ["Mesh", "Memory of a rank", "Traffic", "Time", "Model", "In brackets"]
-        if json_of(recipe, capsys)["traffic"]
+        if make_plan(load_recipe(recipe)).traffic
         else ["Mesh", "Memory", "Time", "Model", "In brackets"]
     )
     assert [head.startswith(word) for head, word in zip(heads, wanted, strict=True)] == [True] * len(wanted)
