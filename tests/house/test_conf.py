@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from distrain.trainer.launch.file_checks import weight_problems
 from distrain.trainer.machine.facts import DEVICE_OPTIONS
 from distrain.trainer.models.families import FAMILIES
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.result import Plan
 from distrain.trainer.spec.optimizer import Optim
 from distrain.trainer.spec.read import read
 from distrain.trainer.spec.run import Checkpoint, Data, Device, Launch, Log, Model, Parallel, Train
@@ -57,6 +59,12 @@ def plain(name: str) -> dict[str, Any]:
     return {str(key): value for key, value in keys.items() if key != "defaults"}
 
 
+@cache
+def plan_of(recipe: str, *overrides: str) -> Plan:
+    """The plan of a recipe, made once."""
+    return make_plan(load_recipe(recipe, overrides))
+
+
 def relative_name(file: Path) -> str:
     return str(file.relative_to(PACKAGE))
 
@@ -80,22 +88,22 @@ def test_the_groups_are_the_sections_of_a_run() -> None:
     assert sorted(path.name for path in (PACKAGE / "conf").iterdir() if path.is_dir() and path.name != "__pycache__") == sorted(GROUPS)
 
 
-@pytest.mark.parametrize("file", FILES, ids=relative_name)
-def test_the_first_line_describes_the_file(file: Path) -> None:
-    first = file.read_text().splitlines()[0]
-    assert re.fullmatch(r"# \S.{0,76}[^\s.]", first)
+def test_the_first_line_describes_the_file() -> None:
+    first = {relative_name(file): file.read_text().splitlines()[0] for file in FILES}
+    assert {name: line for name, line in first.items() if not re.fullmatch(r"# \S.{0,76}[^\s.]", line)} == {}
 
 
-@pytest.mark.parametrize("file", FILES, ids=relative_name)
-def test_a_file_parses_and_has_short_lines(file: Path) -> None:
-    assert OmegaConf.to_container(OmegaConf.load(file))
-    assert max(map(len, file.read_text().splitlines())) <= 140
+def test_a_file_parses_and_has_short_lines() -> None:
+    for file in FILES:
+        assert OmegaConf.to_container(OmegaConf.load(file)), file
+        assert max(map(len, file.read_text().splitlines())) <= 140, file
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.parent.name in ("device", "cluster")], ids=relative_name)
-def test_a_hardware_figure_has_its_source_in_a_comment(file: Path) -> None:
-    without = [line for line, comment in figures(file.read_text()) if not SOURCE.search(comment)]
-    assert not without
+def test_a_hardware_figure_has_its_source_in_a_comment() -> None:
+    files = [file for file in FILES if file.parent.name in ("device", "cluster")]
+    assert files
+    without = {relative_name(file): [line for line, comment in figures(file.read_text()) if not SOURCE.search(comment)] for file in files}
+    assert {name: lines for name, lines in without.items() if lines} == {}
 
 
 @pytest.mark.parametrize("name", [name for name in options("device") if name not in ("cpu", "local")])
@@ -150,9 +158,8 @@ def test_a_cluster_brings_its_device_and_takes_another(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_name_of_its_file_no_problems_and_fits(name: str) -> None:
-    run = load_recipe(name)
-    plan = make_plan(run)
-    assert run.name == name
+    plan = plan_of(name)
+    assert plan.name == name
     assert [str(problem) for problem in plan.problems] == []
     assert plan.fits
 
@@ -189,7 +196,7 @@ STARTERS = ("llama3_8b_1node", "llama3_2_1b_1node", "llama3_8b_finetune", "llama
 
 @pytest.mark.parametrize("name", STARTERS)
 def test_this_version_runs_a_starter_with_a_tenth_of_the_memory_free(name: str) -> None:
-    plan = make_plan(load_recipe(name))
+    plan = plan_of(name)
     assert plan.runnable
     assert plan.memory is not None
     assert plan.memory.peak <= 0.9 * plan.memory.capacity
@@ -198,16 +205,16 @@ def test_this_version_runs_a_starter_with_a_tenth_of_the_memory_free(name: str) 
 @pytest.mark.parametrize("name", STARTERS)
 def test_a_starter_has_its_sources_and_no_figures_of_the_plan(name: str) -> None:
     text = (PACKAGE / "recipes" / f"{name}.yaml").read_text()
-    plan = make_plan(load_recipe(name))
+    plan = plan_of(name)
     assert re.search(r"arXiv:\d{4}\.\d{5}|github\.com/", text)
     assert plan.throughput is not None
     assert not re.search(r"GiB|tokens/s|MFU|\bdays\b", text)
 
 
 def test_only_gradients_of_the_ethernet_starter_cross_between_nodes_and_only_once_per_step() -> None:
-    plan = make_plan(load_recipe("llama3_8b_ethernet"))
+    plan = plan_of("llama3_8b_ethernet")
     assert {(each.axis, each.verb) for each in plan.traffic if each.link == "between"} == {("dp", "all_reduce"), ("dp", "all_gather")}
-    more = make_plan(load_recipe("llama3_8b_ethernet", ["train.batch=512"]))
+    more = plan_of("llama3_8b_ethernet", "train.batch=512")
     assert [each.count for each in plan.traffic if each.link == "between"] == [
         each.count for each in more.traffic if each.link == "between"
     ]
@@ -215,7 +222,7 @@ def test_only_gradients_of_the_ethernet_starter_cross_between_nodes_and_only_onc
 
 @pytest.mark.parametrize("overrides", [["parallel.zero=2"], ["parallel.zero=3"], ["parallel.tp=8"], ["parallel.tp=4"]])
 def test_the_ethernet_starter_is_faster_than_similar_layouts(overrides: list[str]) -> None:
-    starter, other = (make_plan(load_recipe("llama3_8b_ethernet", each)).throughput for each in ([], overrides))
+    starter, other = (plan_of("llama3_8b_ethernet", *each).throughput for each in ([], overrides))
     assert starter is not None
     assert other is not None
     assert starter.tokens_per_second > other.tokens_per_second
