@@ -30,7 +30,7 @@ MODELS = {
     "lora": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA, lora=LORA),
     "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
     "grouped moe": Model(
-        family="moe", layers=2, hidden=32, heads=4, ffn=24, vocab=64, experts=8, top_k=3, rope_share=0.5, **LLAMA, router=V3
+        family="moe", layers=2, hidden=32, heads=4, ffn=24, vocab=64, experts=8, top_k=3, rope_share=0.75, **LLAMA, router=V3
     ),
     "mla": Model(family="mla", layers=2, hidden=48, heads=6, ffn=40, vocab=64, experts=4, top_k=2, **LATENT, q_lora_rank=20, **LLAMA),
 }

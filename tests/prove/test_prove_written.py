@@ -113,7 +113,8 @@ def test_a_recipe_that_offloads_is_proved_so(zero: int, moved: tuple[str, ...], 
     assert own == ProveLayout(dp=2, zero=zero, offload=offload)
     assert run_in_layout(run, own).parallel.offload == run.parallel.offload
     assert written_choices(run) == tuple(f"parallel.offload.{name}=true" for name in moved)
-    assert not any(each.run.parallel.offload.optimizer for each in proof_of(["steps=2"], keys).trials if each.layout != own)
+    others = proof_of([f"layouts={own.name},dp2.zero{zero},tp2"], keys).trials
+    assert [each.run.parallel.offload == run.parallel.offload for each in others] == [True, False, False]
 
 
 def test_keys_without_an_effect_are_no_choices_of_a_recipe() -> None:

@@ -242,7 +242,8 @@ class WeightBucket:
         """Yield (kind, tensor) of all that the bucket holds."""
         yield "weights", self.weights
         yield "host" if self.on_host else "optimizer", self.master.data
-        for each in (self.gradients, self._scattered if self._summed is None else self._summed):
+        under_way = self._scattered if self.often and self._summed is None else None  # the first sum of a step, which nothing else holds
+        for each in (self.gradients, self._summed, under_way):
             if each is not None:
                 yield "gradients", each
         for each in self.rounds.held_tensors() if self.rounds else ():
