@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from math import isfinite, isnan, nan
 
+from ...cli.config.load import load_recipe
 from .check_context import CheckContext
 from .finding import Finding
 from .fit_runs import ONE_DEVICE, RECIPE, FitRun, fit_together
@@ -65,8 +66,8 @@ def compare_precisions(context: CheckContext) -> Finding:
 
 
 def train_zero_stages(context: CheckContext) -> Finding:
-    """Train every ZeRO stage of DeepSpeed, offload, fp16 with its loss scale, and engine native; losses must agree with those of stage 0
-    or 1 in that precision."""
+    """Train every ZeRO stage of DeepSpeed, offload, fp16 with its loss scale, and engine native, also offloading and in fp8; losses must
+    agree with those of stage 0 or 1 in that precision, those of fp16 and fp8 with bf16's."""
     words = (*TINY, "model=tiny_llama", "train.steps=8")
     cases = {f"fp32 zero{stage}": ("train.precision=fp32", f"parallel.zero={stage}") for stage in range(4)}
     cases |= {f"bf16 zero{stage}": ("train.precision=bf16", f"parallel.zero={stage}") for stage in (1, 2, 3)}
@@ -77,6 +78,8 @@ def train_zero_stages(context: CheckContext) -> Finding:
     for precision in ("fp32", "bf16", "fp16") if context.on_gpu else ("fp32", "bf16"):
         engines[f"{precision} native"] = ("engine=native", f"train.precision={precision}", "parallel.zero=1")
     engines["bf16 native offload"] = (*engines["bf16 native"], "parallel.offload.optimizer=true")
+    if _computes_in_fp8(context):
+        engines["fp8 native"] = ("engine=native", "train.precision=fp8", "parallel.zero=1")
     runs = [FitRun(name=name.replace(" ", "."), recipe=RECIPE, words=(*words, *each)) for name, each in engines.items()]
     losses = {name: each.losses for name, each in zip(engines, fit_together(runs, context).values(), strict=True)}
     departures = []
@@ -85,6 +88,12 @@ def train_zero_stages(context: CheckContext) -> Finding:
         if not (apart := _apart(found, losses[reference])) <= limit:
             departures.append(f"{name} is {apart:.1e} nats from {reference}")
     return Finding(figures={"losses": losses}, departures=tuple(departures))
+
+
+def _computes_in_fp8(context: CheckContext) -> bool:
+    """Whether the device has products of 8-bit floats, as a CPU's arithmetic has in another type."""
+    device = load_recipe(RECIPE, [*context.words(), *ONE_DEVICE, "parallel.dp=1"]).cluster.device
+    return device.kind == "cpu" or "fp8" in device.peak
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> float:

@@ -238,6 +238,11 @@ LOSSES = [5.5, 5.4, 5.3]
         (losses.train_zero_stages, {}, []),
         (losses.train_zero_stages, {"fp32.zero3": [5.5, 5.4, 5.31]}, ["fp32 zero3 is 1.0e-02 nats from fp32 zero0"]),
         (losses.train_zero_stages, {"fp16.zero1": [5.5, 5.4, 5.5]}, ["fp16 zero1 is 2.0e-01 nats from bf16 zero1"]),
+        (
+            losses.train_zero_stages,
+            {"bf16.native.offload": [5.5, 5.4, 5.5]},
+            ["bf16 native offload is 2.0e-01 nats from bf16 zero1"],
+        ),
         (losses.train_families, {}, []),
         (losses.train_families, {"family.moe": [5.3, 5.4, 5.3]}, ["moe: losses 5.3000 5.4000 5.3000"]),
         (losses.train_families, {"family.hf": [5.3, inf, 5.2]}, ["hf: losses 5.3000 inf 5.2000"]),
