@@ -37,6 +37,8 @@ FULL: dict[str, tuple[Keys, int | None]] = {
     "a hybrid shard":          ({"model": WIDE, "parallel.zero": 3, "parallel.shard": 2, "cluster.nodes": 8},                 2),
     "a long context":          ({"model": LLAMA, "train.seq": 65536, "train.microbatch": 1, "train.batch": 16},               1),
     "an offloaded optimizer":  ({"model": WIDE, "parallel.zero": 1, "parallel.offload.optimizer": True},                      2),
+    "offload on one device":   ({"model": SEVEN, "cluster.nodes": 1, "cluster.gpus": 1, "parallel.zero": 2, "train.microbatch": 1,
+                                 "parallel.recompute": "full", "parallel.offload.optimizer": True, "cluster.device.memory": 23e9},   1),
     "175B on two nodes":       ({"model": WIDE, "train.microbatch": 1},                                                       3),
     "175B on one device":      ({"model": WIDE, "train.microbatch": 1, "cluster.nodes": 1, "cluster.gpus": 1},                3),
     "1T on one device that is set": ({"model": gpt(128, 25600, 160), "cluster.nodes": 1, "cluster.gpus": 1, "parallel.dp": 1}, None),
@@ -58,6 +60,7 @@ ORDER = (
     "parallel.pp",
     "parallel.cp",
     "parallel.offload",
+    "engine",
     "cluster.nodes",
 )
 

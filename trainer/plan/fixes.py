@@ -10,7 +10,7 @@ from ..spec.changed_run import Change, overrides, with_changes
 from ..spec.key_units import gib_text
 from ..spec.problem import Problem
 from ..spec.run import Run
-from .engines import engine_for
+from .engines import data_ranks, engine_for
 from .engines.engine_limits import EngineLimit
 from .estimate import Estimator
 from .layout.mesh import replica_size
@@ -130,7 +130,7 @@ def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
 
     The order is by cost, from the least: compiled layers, recomputing attention's core, a schedule that holds less, sharding over all
     replicas, splitting what tensor parallelism left whole, sharding more, a smaller micro-batch, recomputing all, more ranks for the
-    model, the host's memory, more nodes.
+    model, the host's memory, the engine that leaves less on the device, more nodes.
     """
     single, peaks = list(dict.fromkeys(_single_changes(run))), _ChangedPeaks(run)
     for size in (1, 2, 3):
@@ -230,3 +230,5 @@ def _single_changes(run: Run) -> Iterator[Change]:
         yield (("parallel.offload.optimizer", True),)
     if moved := [name for name in ("optimizer", "parameters") if getattr(parallel.offload, name)]:
         yield tuple([(f"parallel.offload.{name}", False) for name in moved])
+    if run.engine == "auto" and data_ranks(run, parallel) == 1 and run.cluster.device.kind == "cuda":
+        yield (("engine", "zero"),)  # which leaves fewer gradients on the device beside an offloaded optimizer
