@@ -149,8 +149,10 @@ def test_offload_changes_no_curve(ranks: RankPool, tmp_path: Path) -> None:
         job = ranks.train(tmp_path / name, *words, *offload)
         assert job.figures("loss") == pytest.approx(losses, abs=2e-6, rel=0), offload
         assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5), offload
-        held = [each["host"] for each in json.loads((job.folder / "measured.json").read_text())["ranks"]]
+        measured = json.loads((job.folder / "measured.json").read_text())["ranks"]
+        held, gradients = ([each[kind] for each in measured] for kind in ("host", "gradients"))
         memory = make_plan(load_recipe(words[0], [*words[1:], *offload])).memory
         assert memory
         assert memory.host
+        assert max(gradients) == pytest.approx(memory.stages[memory.stage].bytes.gradients, rel=5e-3), (offload, memory)
         assert sum(held) == pytest.approx(memory.host.node, rel=5e-3 if name != "native1" else 0.02), (offload, memory.host)

@@ -121,6 +121,12 @@ def test_the_smallest_changes_come_first(name: str) -> None:
     assert (not places) == (FULL[name][1] is None)
 
 
+def test_one_gpu_gets_the_engine_that_leaves_less_on_it() -> None:
+    run, problem = full("offload on one device")
+    assert make_plan(run).engine == "native"
+    assert ("engine=zero",) in problem.changes
+
+
 @pytest.mark.parametrize("name", FULL)
 def test_no_single_change_fits_where_several_keys_are_shown(name: str) -> None:
     keys, least = FULL[name]
