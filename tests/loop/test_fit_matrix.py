@@ -142,7 +142,7 @@ def test_offload_changes_no_curve(ranks: RankPool, tmp_path: Path) -> None:
         ("optimizer3", "parallel.zero=3", "parallel.offload.optimizer=true"),
         ("both3",      "parallel.zero=3", "parallel.offload={optimizer: true, parameters: true}"),
         ("native1",    "parallel.zero=1", "parallel.offload.optimizer=true", "engine=native", "parallel.bucket=30_000"),
-        ("native2",    "parallel.zero=2", "parallel.offload.optimizer=true", "engine=native", "parallel.overlap.data=false"),
+        ("native2",    "parallel.zero=2", "parallel.offload.optimizer=true", "engine=native", "train.microbatch=4"),
         ("pipeline",   "parallel.zero=1", "parallel.offload.optimizer=true", "parallel.pp=2", "parallel.schedule=zb_h1"),
         ("sequence",   "parallel.zero=1", "parallel.offload.optimizer=true", "parallel.tp=2", "parallel.sequence=true"),
     ):  # fmt: skip
