@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from ...trainer.launch.file_checks import WOULD_REFUSE
 from ...trainer.plan.axes.dp import HOST
 from ...trainer.plan.engines.engine_limits import DOES_NOT_RUN
@@ -58,8 +60,7 @@ def outcome(plan: Plan) -> str:
 
 def overflows_host(plan: Plan) -> bool:
     """Whether what ranks offload does not fit on their node's host, while the rest fits on their devices."""
-    memory = plan.memory
-    return bool(not plan.fits and memory and memory.host and memory.host.capacity is not None and memory.peak <= memory.capacity)
+    return plan.memory is not None and plan.memory.full_host is not None
 
 
 def host_part(plan: Plan) -> str:
@@ -67,7 +68,7 @@ def host_part(plan: Plan) -> str:
     assert plan.memory
     host = plan.memory.host
     assert host
-    return size_text(host.node) if host.capacity is None else part_of_size(host.node, max(0, host.capacity))
+    return size_text(host.node) if host.capacity is None else part_of_size(host.node, host.capacity)
 
 
 def host_text(plan: Plan) -> str:
@@ -75,10 +76,9 @@ def host_text(plan: Plan) -> str:
     if plan.memory is None or plan.memory.host is None:
         return ""
     host = plan.memory.host
-    kinds = [(kind, size) for kind in ("optimizer", "gradients", "weights", "buffers") if (size := getattr(host, kind))]
-    of_rank = f"; of one rank {', '.join(f'{kind} {size_text(size)}' for kind, size in kinds)}" if kinds else ""
-    where = "In this memory, offloaded," if plan.device == "cpu" else "On a node's host"
-    return f"{where} {host_part(plan)}{of_rank}"
+    kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in asdict(host.rank).items() if size)
+    where = "Offloaded within the same memory" if host.is_own else "On a node's host"
+    return f"{where} {host_part(plan)}{f'; of one rank {kinds}' if kinds else ''}"
 
 
 def fit_words(plan: Plan) -> str:

@@ -76,7 +76,7 @@ def _trial_row(trial: Trial) -> dict[str, Any]:
         "stages": list(parallel.stages) if parallel.stages else None,
         "shard": parallel.shard,
         "gather": parallel.gather,
-        "offload": [name for name in ("optimizer", "parameters") if getattr(parallel.offload, name)],
+        "offload": list(parallel.offload.names),
         "sync": parallel.sync.every,
         "staleness": parallel.staleness,
         "reduce": parallel.reduce,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..parallel.saved_bytes import SavedTensors, count_saved_tensors, storage_references
-from ..plan.costs.host import pinned_bytes
+from ..plan.costs.offload import pinned_bytes
 
 HELD_KINDS = ("weights", "optimizer", "gradients", "buffers", "host")  # host: what is not on the device but in its host's memory
 

@@ -119,7 +119,7 @@ STEP_BARS = (
     BarRule("a device or number type that few or none measured",   1.90, 1.90,   24,       1, _is_unmeasured),
     BarRule("ZeRO-3 over more than 500 devices",                   2.05, 2.05,   14,       4, _is_sharded_widely),
 )
-# Of an optimizer's step on the host, by published steps (tests/plan/test_host_times.py): its seconds alone may be so far from their plan.
+# Of an optimizer's step on the host, by published steps (tests/plan/test_offload.py): its seconds alone may be so far from their plan.
 ON_HOST = BarRule("the optimizer's part on the host within a factor of 2", 2.00, 2.00, 8,   5, _is_any)
 MEMORY_BARS = (
     BarRule("like most measured runs",                             1.15, 1.30,   61,       5, _is_any),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import combinations
 
 from ..spec.bounded_numbers import MOST
@@ -106,15 +107,13 @@ def _broken_rules(run: Run) -> list[BrokenRule]:
 
 def memory_problem(run: Run, memory: Memory) -> Problem:
     """Return the problem of a run that does not fit: bytes of the fullest stage by kind, and the smallest changes with which it fits."""
-    host = memory.host
-    if memory.peak > memory.capacity or host is None or host.capacity is None:
-        held: object = memory.stages[memory.stage].bytes
-        kinds: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "temporary", "overhead")
-        needs, where = f"{gib_text(memory.peak)} GiB of {gib_text(memory.capacity)} on stage {memory.stage}", ""
+    if host := memory.full_host:
+        held, where = asdict(host.rank), "of a rank "
+        needs = f"{gib_text(host.node)} GiB of {gib_text(host.capacity or 0)} on each node's host"
     else:
-        held, kinds = host, ("weights", "gradients", "optimizer", "buffers")
-        needs, where = f"{gib_text(host.node)} GiB of {gib_text(max(0, host.capacity))} on each node's host", "of a rank "
-    rows = sorted(((getattr(held, kind), kind) for kind in kinds), reverse=True)
+        held, where = asdict(memory.stages[memory.stage].bytes), ""
+        needs = f"{gib_text(memory.peak)} GiB of {gib_text(memory.capacity)} on stage {memory.stage}"
+    rows = sorted(((size, kind) for kind, size in held.items() if kind != "total"), reverse=True)
     largest = ", ".join(f"{kind} {gib_text(size)}" for size, kind in rows[:3] if size or not where)
     says = f"needs {needs}: {where}{largest}"
     fits = list(fitting_changes(run))[:SHOWN]
@@ -228,7 +227,7 @@ def _single_changes(run: Run) -> Iterator[Change]:
                 yield ((f"parallel.{axis}", now * times),)
     if not parallel.offload.optimizer:
         yield (("parallel.offload.optimizer", True),)
-    if moved := [name for name in ("optimizer", "parameters") if getattr(parallel.offload, name)]:
+    if moved := parallel.offload.names:
         yield tuple([(f"parallel.offload.{name}", False) for name in moved])
     if run.engine == "auto" and data_ranks(run, parallel) == 1 and run.cluster.device.kind == "cuda":
         yield (("engine", "zero"),)  # which leaves fewer gradients on the device beside an offloaded optimizer

@@ -117,7 +117,7 @@ def extra_weight_copies(layout: Layout, index: int) -> int:
 
 def has_times(context: CostContext, layout: Layout) -> bool:
     """Whether every rate is known that the step's time depends on."""
-    if context.rates is None or (layout.offloads and context.host is None):
+    if context.rates is None or (layout.offloads and context.host_rates is None):
         return False
     return layout.wires.are_known
 

@@ -19,7 +19,7 @@ from .layout.schedules import bubble_share
 from .layout.workers import outer_momentum_bytes
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, fits, in_flight, layout_cost, stage_bytes
 from .layout_of_run import layout_of_run
-from .result import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, Plan, StageMemory, StepTime, Throughput, WholeRun
+from .result import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, OffloadedBytes, Plan, StageMemory, StepTime, Throughput, WholeRun
 from .rules.rules import broken_rules
 from .save_interval import plan_saving, save_warnings
 from .traffic import busiest_traffic
@@ -208,8 +208,9 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
 def _host_memory(context: CostContext, cost: LayoutCost) -> HostMemory:
     cluster = context.run.cluster
     held = max([kind.states.bytes.host for kind in cost.kinds], key=lambda each: each.total)
-    capacity = cluster.host.memory if cluster.device.kind == "cuda" else None
-    return HostMemory(node=cost.host, capacity=int(capacity) if capacity is not None else None, **held._asdict())
+    is_own = cluster.device.kind == "cpu"
+    capacity = None if is_own or cluster.host.memory is None else int(cluster.host.memory)
+    return HostMemory(node=cost.host, capacity=capacity, rank=OffloadedBytes(**held._asdict()), is_own=is_own)
 
 
 def plan_throughput(context: CostContext, layout: Layout, seconds: StepSeconds) -> Throughput:

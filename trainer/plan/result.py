@@ -43,16 +43,24 @@ class StageMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostMemory:
-    """What is offloaded: bytes on the host of the fullest node, of a host (None: not stated, or a CPU's own memory), and of one rank, the
-    fullest, by kind."""
+class OffloadedBytes:
+    """What one rank offloads, by kind, in bytes."""
 
-    node: int
-    capacity: int | None
     weights: int
     gradients: int
     optimizer: int
     buffers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """What is offloaded: bytes on the host of the fullest node, of a host (None: not stated), and of one rank, the fullest. `is_own`: a CPU
+    has no host beside it, so it stays in the same memory and is in its peak."""
+
+    node: int
+    capacity: int | None
+    rank: OffloadedBytes
+    is_own: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +77,12 @@ class Memory:
     stages: tuple[StageMemory, ...]
     unknown: tuple[str, ...] = ()
     host: HostMemory | None = None  # None: nothing is offloaded
+
+    @property
+    def full_host(self) -> HostMemory | None:
+        """The hosts, where more is offloaded than they have, and the rest fits on the devices."""
+        host = self.host
+        return host if host and host.capacity is not None and host.node > host.capacity and self.peak <= self.capacity else None
 
 
 @dataclass(frozen=True, kw_only=True)

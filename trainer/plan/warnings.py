@@ -212,7 +212,7 @@ def _missing_times(context: CostContext, layout: Layout, cost: LayoutCost, throu
         measures = "`distrain fit` measures this machine, once; or " if is_measured else ""
         says = f"no times: how fast {device.name} is in {context.run.train.precision} is not stated"
         yield Problem(rule="time", says=says, mend=f"{measures}set {keys}")
-    elif layout.offloads and context.host is None:
+    elif layout.offloads and context.host_rates is None:
         says = "no times: how fast its node's host is, to which the run offloads, is not stated"
         yield Problem(rule="time", says=says, mend=f"set cluster.host.bandwidth (bytes/s) and .link ({LINK})")
     else:

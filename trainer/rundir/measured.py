@@ -141,9 +141,9 @@ def _memory(plan: Mapping[str, Any], counted: Mapping[str, Any]) -> Iterator[Pla
         found = [each for each in (finite_number(nested_value(rank, kind)) for rank in ranks) if each is not None]
         measured = max(found) if found else finite_number(nested_value(counted, "memory", kind))
         yield PlannedMeasured(name=kind, unit="bytes", planned=planned, measured=measured)
-    offloaded = nested_value(plan, "memory", "host")
+    offloaded = nested_value(plan, "memory", "host", "rank")
     if isinstance(offloaded, dict):
-        kinds = [finite_number(offloaded.get(kind)) or 0 for kind in ("weights", "gradients", "optimizer", "buffers")]
+        kinds = [finite_number(size) or 0 for size in offloaded.values()]
         found = [each for rank in counted.get("ranks") or () if (each := finite_number(nested_value(rank, "host"))) is not None]
         yield PlannedMeasured(name="on the host", unit="bytes", planned=sum(kinds), measured=max(found) if found else None)
 

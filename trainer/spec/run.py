@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -112,6 +112,11 @@ class Offload:
 
     optimizer: bool = False
     parameters: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is offloaded, by the names of the fields."""
+        return tuple(each.name for each in fields(self) if getattr(self, each.name))
 
 
 @dataclass(frozen=True, kw_only=True)

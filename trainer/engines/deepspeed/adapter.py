@@ -141,7 +141,7 @@ class DeepSpeedAdapter(Engine):
         whose loss scale they lower; offloaded ones are on the host, out of reach.
         """
         offload = self.run.parallel.offload
-        checked = self.run.train.precision != "fp16" and not (offload.optimizer or offload.parameters)
+        checked = self.run.train.precision != "fp16" and not offload.names
         gradients = list(self._summed_gradients(self.parameters)) if checked else []
         norms = torch.stack([each.float() for each in torch._foreach_norm(gradients)]) if gradients else loss.new_zeros(1)
         not_finite = (~torch.isfinite(torch.cat([loss.flatten(), norms]))).any().to(torch.float32)

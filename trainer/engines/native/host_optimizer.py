@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ...plan.native.optimizer_step import PIECE, TURNS
+from ...plan.native.optimizer_step import AT_HAND, PIECE
 from ..rank_parameter import optimizer_state
 from .data_parallel.weight_buckets import WeightBucket
 
@@ -74,7 +74,7 @@ class HostOptimizer:
         self.to_host, self.to_device = CopyStream(device), CopyStream(device)
         held = min(PIECE, sum(each.master.numel() for each in buckets))
         self._gradients, self._weights = (
-            [torch.empty(held, dtype=dtype, pin_memory=device.type == "cuda") for _ in range(TURNS)] for dtype in (gradient, weight)
+            [torch.empty(held, dtype=dtype, pin_memory=device.type == "cuda") for _ in range(AT_HAND)] for dtype in (gradient, weight)
         )
 
     def step(self, divisor: Tensor) -> None:
@@ -82,11 +82,11 @@ class HostOptimizer:
         on_host = divisor.to("cpu", torch.float32)
         self.to_host.wait_for_device()
         self.to_device.wait_for_device()
-        sent: list[torch.cuda.Event | None] = [None] * TURNS
+        sent: list[torch.cuda.Event | None] = [None] * AT_HAND
         gathers = []
         arrival = self._fetch(0) if self._pieces else None
         for at, piece in enumerate(self._pieces):
-            arrived, turn = arrival, at % TURNS
+            arrived, turn = arrival, at % AT_HAND
             arrival = self._fetch(at + 1) if at + 1 < len(self._pieces) else None
             _wait(arrived)
             _wait(sent[turn])  # the weights of the piece that had this memory have left
@@ -108,7 +108,7 @@ class HostOptimizer:
 
     def _fetch(self, at: int) -> torch.cuda.Event | None:
         bucket, start, stop, _ = self._pieces[at]
-        return self.to_host.begin(self._gradients[at % TURNS][: stop - start], bucket.shard_gradient[start:stop])
+        return self.to_host.begin(self._gradients[at % AT_HAND][: stop - start], bucket.shard_gradient[start:stop])
 
     def _step_piece(self, piece: HostPiece, gradients: Tensor, copy: Tensor, divisor: Tensor) -> None:
         """Step the weights of a piece with `gradients`, and leave them in `copy` as wide as forward's."""

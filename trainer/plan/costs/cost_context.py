@@ -25,8 +25,8 @@ from ..axes.weight_slices import HeadShards
 from ..layout.layout import LayerPartition, StageKind, layer_partition, split_layers
 from ..layout.mesh import Mesh, Wires, group_wire, mesh_wires, ranks_in_node, split_group
 from .block_costs import BlockCosts, SplitCosts
-from .host import host_rates
 from .local_tensors import BlockSplit
+from .offload import host_rates
 from .precision import spared_bytes, state_bytes, widths
 from .roofline import rates
 
@@ -47,7 +47,7 @@ class CostContext:
         self.rates, self.own_rates = (
             rates(run.cluster.device, run.train.precision, fused=False, own=own) if self.table.has_costs else None for own in (False, True)
         )
-        self.host = host_rates(run)
+        self.host_rates = host_rates(run)
         self.world = run.cluster.nodes * run.cluster.gpus
         self.capacity = 0 if run.cluster.device.memory == "auto" else int(run.cluster.device.memory)
         self.device_context = int(run.cluster.device.context)

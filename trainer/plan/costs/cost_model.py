@@ -18,9 +18,9 @@ from ..layout.schedule_of_run import delay_of
 from .block_costs import BlockCosts
 from .control_message import ControlMessage
 from .cost_context import CostContext
-from .host import TO_DEVICE, TO_HOST, GradientCopies, HostBytes, HostWork, copies
 from .muon import MUON, data_messages, newton_schulz_seconds, step_bytes, tensor_messages
 from .number_or_array import larger
+from .offload import TO_DEVICE, TO_HOST, GradientCopies, HostBytes, HostWork, copies
 from .precision import MASTER_BYTES
 from .traffic_term import TrafficTerm
 
@@ -164,7 +164,7 @@ class CostModel:
 
     def host_seconds(self, context: CostContext, layout: Layout, held: StageElements) -> float:
         """Return the seconds of the optimizer's step on the host; 0 where the host's rates aren't known."""
-        return self.host_step(context, layout, held).seconds(context.host) if context.host else 0.0
+        return self.host_step(context, layout, held).seconds(context.host_rates) if context.host_rates else 0.0
 
     def host_step(self, context: CostContext, layout: Layout, held: StageElements) -> HostWork:
         """Return the optimizer's step on the host, where it is offloaded: it reads gradients, which backward has copied, and copies the
@@ -181,17 +181,17 @@ class CostModel:
             stepped = elements_to_step(layout, held)
             for each in self.gradient_copies(context, layout):
                 buckets, size = -(-stepped // parallel.bucket), stepped * each.size
-                found.append(copies(each.verb, size, buckets, each.passes, context.host, overlap=parallel.overlap.data))
-            found += self.host_step(context, layout, held).copies(context.host)
+                found.append(copies(each.verb, size, buckets, each.passes, context.host_rates, overlap=parallel.overlap.data))
+            found += self.host_step(context, layout, held).copies(context.host_rates)
         if parallel.offload.parameters:
             own, width = sharded_elements(layout, held.dense, held.experts), context.widths.weight
             again = max(0, own - layout.gradient_sync.reused // layout.shard_ranks)  # backward finds the others on the device
             for elements, forward in ((own, True), (again, False)):
                 if elements:
                     rounds, size = layout.micros, elements * width
-                    found.append(copies(TO_DEVICE, size, max(1, layers), rounds, context.host, forward=forward, overlap=True))
+                    found.append(copies(TO_DEVICE, size, max(1, layers), rounds, context.host_rates, forward=forward, overlap=True))
             if not parallel.offload.optimizer:
-                found.append(copies(TO_HOST, own * width, 1, 1, context.host))
+                found.append(copies(TO_HOST, own * width, 1, 1, context.host_rates))
         return found
 
     def gradient_copies(self, context: CostContext, layout: Layout) -> Iterator[GradientCopies]:

@@ -11,7 +11,7 @@ from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage
 from ..costs.cost_context import CostContext
 from ..costs.cost_model import CostModel, PassBytes, StageElements, StateBytes, UnplannedSize, elements_to_step
-from ..costs.host import GradientCopies, HostWork
+from ..costs.offload import GradientCopies, HostWork
 from ..costs.precision import MASTER_BYTES
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm

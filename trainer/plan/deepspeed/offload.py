@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...spec.run import Offload
-from ..costs.host import TO_DEVICE, TO_HOST, GradientCopies, HostBytes, HostWork, pinned_bytes
+from ..costs.offload import TO_DEVICE, TO_HOST, GradientCopies, HostBytes, HostWork, pinned_bytes
 from ..costs.precision import MASTER_BYTES
 from .defaults import SUBGROUP
 from .memory import ZeroBytes, ZeroSetting

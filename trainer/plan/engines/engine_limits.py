@@ -96,7 +96,7 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
         plain: Change = (("parallel.scatter", False),)
         yield EngineLimit(row.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))
-    if parallel.offload.optimizer or parallel.offload.parameters:
+    if parallel.offload.names:
         yield from _offload_limits(row, run, parallel, delayed=delay is not None)
 
 
@@ -289,8 +289,7 @@ def _schedule_limit(row: EngineRow, run: Run, parallel: Parallel) -> EngineLimit
 def _offload_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
     """Gradients that tensor-parallel ranks sum are not summed on the host: those of replicated weights where the sequence is split, and of
     key and value heads that ranks share. Our host steps AdamW of shards that are apart from forward's weights, once a step."""
-    offload, heads = parallel.offload, run.model.kv_heads or run.model.heads
-    moved = [name for name in ("optimizer", "parameters") if getattr(offload, name)]
+    moved, heads = parallel.offload.names, run.model.kv_heads or run.model.heads
     keep: Change = tuple((f"parallel.offload.{name}", False) for name in moved)
     key = next((f"parallel.offload.{name}" for name in moved if name not in row.offload), keep[0][0])
     if not set(moved) <= set(row.offload):

@@ -90,7 +90,7 @@ class Layout(NamedTuple):
     @property
     def offloads(self) -> bool:
         """Whether anything is offloaded to the host."""
-        return self.parallel.offload.optimizer or self.parallel.offload.parameters
+        return bool(self.parallel.offload.names)
 
     @property
     def is_folded(self) -> bool:

@@ -21,8 +21,8 @@ from ..costs.cost_model import (
     matrices_to_step,
     sharded_elements,
 )
-from ..costs.host import GradientCopies, HostBytes, HostWork
 from ..costs.muon import MUON, data_place, element_bytes, sent_parts, step_bytes
+from ..costs.offload import GradientCopies, HostBytes, HostWork
 from ..costs.precision import MASTER_BYTES, Widths, widths
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm

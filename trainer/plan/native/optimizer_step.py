@@ -1,16 +1,16 @@
-"""The optimizer's step of engine `native`: what it reads and writes on the device, or on the host, where buckets are stepped one after the
-other (trainer/engines/native/host_optimizer.py)."""
+"""The optimizer's step of engine `native`: what it reads and writes on the device, or on the host, where pieces of buckets are stepped one
+after the other (trainer/engines/native/host_optimizer.py)."""
 
 from __future__ import annotations
 
 from ...spec.run import Run
 from ..costs.cost_context import CostContext
-from ..costs.host import HostBytes, HostWork, pinned_bytes
 from ..costs.muon import MUON
+from ..costs.offload import HostBytes, HostWork, pinned_bytes
 from ..costs.precision import MASTER_BYTES
 
 PIECE = 2**24  # elements of a bucket's shard that are copied to the host, stepped and copied back in turn
-TURNS = 2  # pieces, one after the other, that are being copied or stepped: each has memory of its own on the host
+AT_HAND = 2  # neighbouring pieces that are being copied or stepped at once: each has memory of its own on the host
 
 
 def steps_in_one_kernel(run: Run) -> bool:
@@ -44,4 +44,4 @@ def bucket_host_bytes(context: CostContext, optimizer: int, stepped: int) -> Hos
     """Return what is on the host beside `optimizer` bytes of states of `stepped` elements: gradients and weights of the pieces at hand."""
     size = pinned_bytes if context.run.cluster.device.kind == "cuda" else int
     width, piece = context.widths, min(PIECE, stepped)
-    return HostBytes(optimizer=optimizer, buffers=TURNS * sum(size(piece * each) for each in (width.gradient, width.weight)))
+    return HostBytes(optimizer=optimizer, buffers=AT_HAND * sum(size(piece * each) for each in (width.gradient, width.weight)))

@@ -186,7 +186,7 @@ def _nothing_fits(run: Run, fixed: frozenset[str], legal: int) -> Problem:
 
 def _offloads(run: Run, fixed: frozenset[str]) -> bool:
     """Whether a search offloads by the user's word."""
-    return any(getattr(run.parallel.offload, name) and f"parallel.offload.{name}" in fixed for name in ("optimizer", "parameters"))
+    return any(f"parallel.offload.{name}" in fixed for name in run.parallel.offload.names)
 
 
 def _simplest(run: Run, fixed: frozenset[str]) -> Run:
@@ -242,7 +242,7 @@ def _found_layout(
         chunks=parallel.chunks,
         sequence=parallel.sequence,
         recompute=parallel.recompute,
-        offload=tuple(name for name in ("optimizer", "parameters") if getattr(moved, name)),
+        offload=moved.names,
         engine=engine,
         memory=found.peak,
         memory_low=round(held.low),

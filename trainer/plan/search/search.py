@@ -106,7 +106,7 @@ class LayoutSearch:
         """Search the layouts whose seconds are known, or the others."""
         if (timed and self.context.rates is None) or (not timed and self._is_too_slow(inf)):
             return
-        offload = Offload() if timed and self.context.host is None else Offload(optimizer=True, parameters=True)
+        offload = Offload() if timed and self.context.host_rates is None else Offload(optimizer=True, parameters=True)
         known: dict[int, MeshStates] = {}
         keys = list(map(mesh_key, table.meshes))
         by_seconds = timed and not self.best.by_memory
@@ -131,8 +131,7 @@ class LayoutSearch:
 
     def _is_timed(self, state: StateChoice) -> bool:
         """Whether the seconds of such layouts are known."""
-        offloads = state.offload.optimizer or state.offload.parameters
-        return self.context.rates is not None and (self.context.host is not None or not offloads)
+        return self.context.rates is not None and (self.context.host_rates is not None or not state.offload.names)
 
     def _state_row(self, parallel: Parallel, layers: int, state: StateChoice) -> StateRow:
         zero, shard, offload = state

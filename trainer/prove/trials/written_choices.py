@@ -33,10 +33,7 @@ def _choices(run: Run) -> Iterator[str]:
         yield f"parallel.sync.every={parallel.sync.every}"
     if own and (own.servers or own.hierarchical):
         yield f"parallel.reduce={parallel.reduce}"
-    if parallel.offload.optimizer:
-        yield "parallel.offload.optimizer=true"
-    if parallel.offload.parameters:
-        yield "parallel.offload.parameters=true"
+    yield from (f"parallel.offload.{name}=true" for name in parallel.offload.names)
     if parallel.staleness:
         yield f"parallel.staleness={parallel.staleness}"
 

@@ -10,7 +10,7 @@ from ..axes.dp import CONTENTION, HOST, DataMessages
 
 TO_HOST, TO_DEVICE = "to_host", "to_device"
 
-# Share of a host's memory bandwidth with which optimizers step. Published steps reached 0.14 to 0.5 (tests/plan/test_host_times.py):
+# Share of a host's memory bandwidth with which optimizers step. Published steps reached 0.14 to 0.5 (tests/plan/test_offload.py):
 # sockets, bound cores and other work decide.
 HOST_STREAMING = 0.25
 

@@ -13,7 +13,7 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.text_layout import Style
-from distrain.trainer.plan.costs.host import HOST_STREAMING, HostRates, HostWork
+from distrain.trainer.plan.costs.offload import HOST_STREAMING, HostRates, HostWork
 from distrain.trainer.plan.deepspeed.offload import gradient_copies, host_step
 from distrain.trainer.plan.error_bars import ON_HOST
 from distrain.trainer.plan.plan import make_plan
@@ -115,7 +115,7 @@ def test_offloaded_weights_are_copied_for_each_forward_and_each_backward() -> No
     assert 1 not in {each.count for each in plan.traffic if each.verb == "to_device"}  # the step's weights stay
     host = plan.memory.host
     assert host
-    assert host.weights == pinned(own)
+    assert host.rank.weights == pinned(own)
     assert plan.memory.stages[0].bytes.weights == 0
 
 
@@ -145,8 +145,10 @@ def test_bytes_on_a_host(words: tuple[str, ...]) -> None:
     plan = plan_of("train.batch=128", *words)
     assert plan.model
     host = host_of(plan)
-    assert (host.optimizer, host.gradients, host.buffers) == pytest.approx(BYTES_ON_HOST[words](plan.model.parameters / 8), rel=1e-3)
-    assert host.node == 8 * (host.optimizer + host.gradients + host.weights + host.buffers)
+    assert (host.rank.optimizer, host.rank.gradients, host.rank.buffers) == pytest.approx(
+        BYTES_ON_HOST[words](plan.model.parameters / 8), rel=1e-3
+    )
+    assert host.node == 8 * (host.rank.optimizer + host.rank.gradients + host.rank.weights + host.rank.buffers)
 
 
 def test_the_fullest_node_holds_what_its_stages_do() -> None:
