@@ -188,6 +188,8 @@ ROWS: tuple[Synonym, ...] = (
     _row("save_steps save_interval save_freq checkpoint_interval ckpt_interval checkpoint_every save_every_n_steps checkpoint_factor",
          "checkpoint.every", "steps"),
     _row("save_final_state save_last save_on_train_end save_final_checkpoint", "checkpoint.final"),
+    _row("async_save async_mode async_checkpoint save_async ckpt_async enable_async_checkpointing", "checkpoint.background", "",
+         {"async": "true", "async_with_pinned_mem": "true", "disabled": "false"}),
     _row("save_total_limit keep_latest_k keep_last_n", "checkpoint.keep"),
     _row("resume_from_checkpoint load_checkpoint auto_resume", "checkpoint.resume", "auto, must or never",
          {"true": "must", "false": "never"}),

@@ -8,7 +8,7 @@ from ...trainer.launch.file_checks import WOULD_REFUSE
 from ...trainer.plan.axes.dp import HOST
 from ...trainer.plan.engines.engine_limits import DOES_NOT_RUN
 from ...trainer.plan.result import Message, Plan
-from ...trainer.plan.save_interval import ENOUGH
+from ...trainer.plan.save_interval import ENOUGH, WORTH
 from ...trainer.spec.format_numbers import (
     count_text,
     part_of_size,
@@ -59,12 +59,12 @@ def outcome(plan: Plan) -> str:
 
 
 def overflows_host(plan: Plan) -> bool:
-    """Whether what ranks offload does not fit on their node's host, while the rest fits on their devices."""
+    """Whether what ranks keep on their node's host does not fit there, while the rest fits on their devices."""
     return plan.memory is not None and plan.memory.full_host is not None
 
 
 def host_part(plan: Plan) -> str:
-    """The bytes that ranks offload on the fullest node, of those that its host has."""
+    """The bytes that ranks keep on the host of the fullest node, of those that it has."""
     assert plan.memory
     host = plan.memory.host
     assert host
@@ -72,12 +72,12 @@ def host_part(plan: Plan) -> str:
 
 
 def host_text(plan: Plan) -> str:
-    """What ranks offload to their node's host, and of one rank which kinds; "" where nothing is offloaded."""
+    """What ranks keep on their node's host, and of one rank which kinds; "" where they keep nothing there."""
     if plan.memory is None or plan.memory.host is None:
         return ""
     host = plan.memory.host
     kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in asdict(host.rank).items() if size)
-    where = "Offloaded within the same memory" if host.is_own else "On a node's host"
+    where = "For the host, within the same memory" if host.is_own else "On a node's host"
     return f"{where} {host_part(plan)}{f'; of one rank {kinds}' if kinds else ''}"
 
 
@@ -289,7 +289,10 @@ def saving_text(plan: Plan) -> str:
     if saving.seconds is None or saving.interval is None or saving.goodput is None:
         return f"{expected}; set cluster.storage (bytes/s) to see how often to save"
     best = f"saving every {seconds_text(saving.interval)} (checkpoint.every={saving.every}) gives the best goodput"
-    return f"{expected}; a save takes {seconds_text(saving.seconds)}: {best}, {share_text(saving.goodput)}"
+    waits = f", of which training waits {seconds_text(saving.pause)}" if saving.pause is not None and saving.pause < saving.seconds else ""
+    other = saving.background_goodput
+    better = f"; checkpoint.background=true: {share_text(other)}" if other is not None and other >= saving.goodput + WORTH else ""
+    return f"{expected}; a save takes {seconds_text(saving.seconds)}{waits}: {best}, {share_text(saving.goodput)}{better}"
 
 
 def bars_text(plan: Plan) -> str:

@@ -78,6 +78,7 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("model.head_dim", 8, "model.family=mla", LATENT_MOE, {}),
     ("model.aux_loss", 0.01, "model.family=gpt", {}, MOE),
     ("model.capacity", 1.25, "model.family=gpt", {}, MOE),
+    ("checkpoint.background", True, "checkpoint.every=0", {"checkpoint.every": 0}, {"checkpoint.every": 5}),
     ("model.weights", "x", "checkpoint.resume=must", {"checkpoint.resume": "must"}, {}),
     ("parallel.shard", 4, "parallel.zero=0", {}, {"parallel.zero": 2}),
     ("parallel.schedule", "gpipe", "parallel.pp=1", {}, {"parallel.pp": 2}),

@@ -1,10 +1,13 @@
-"""Faulty ranks: each named run has the fault of a name."""
+"""Faulty ranks: each named run has the fault of a name, or those of several."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import torch.distributed as dist
@@ -20,12 +23,16 @@ from distrain.trainer.engines.native.pipeline import Pipeline
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.layers.transformer.transformer import Transformer
 from distrain.trainer.loop import train as loop
+from distrain.trainer.loop.checkpoint import save as save_module
+from distrain.trainer.loop.checkpoint import shard_file as file_module
 from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.plan.layout.delay import Delay
 from distrain.trainer.plan.layout.schedules import gpipe
 from distrain.trainer.prove.locate_departure import TRACED_SUFFIX
 
 train: Any = loop  # the module whose functions the faults replace
+save: Any = save_module
+shard_file: Any = file_module
 adapter: Any = DeepSpeedAdapter  # the classes whose methods they replace
 native: Any = NativeEngine
 engine: Any = engine_module
@@ -255,7 +262,48 @@ def same_evaluation() -> None:
     train.evaluate = evaluate
 
 
-FAULTS = {each.__name__: each for each in (same_samples, faster, dies, poisons, poisons_ever, spikes)}
+def late_writes() -> None:
+    """The files of a checkpoint are complete only once the run has come two steps further."""
+    original_step, original_sync, steps = train.train_step, shard_file._sync, [0]
+
+    def train_step(*given):
+        steps[0] += 1
+        return original_step(*given)
+
+    def sync(file):
+        goal, deadline = int(re.findall(r"step_([0-9]+)", file.name)[-1]) + 2, monotonic() + 30
+        while steps[0] < goal and monotonic() < deadline:
+            sleep(0.001)
+        original_sync(file)
+
+    train.train_step, shard_file._sync = train_step, sync
+
+
+def slow_writes() -> None:
+    """A file of a checkpoint takes a fifth of a second longer."""
+    original = shard_file._sync
+
+    def sync(file):
+        original(file)
+        sleep(0.2)
+
+    shard_file._sync = sync
+
+
+def failed_writes() -> None:
+    """The last rank can't write the checkpoint of step 4, nor that of the last step."""
+    original = save._Save._write
+
+    def write(self, folder):
+        if self.rank == self.world - 1 and self.step in (4, 8):
+            raise OSError(errno.EROFS, "read-only")
+        return original(self, folder)
+
+    save._Save._write = write
+
+
+FAULTS = {each.__name__: each for each in (late_writes, slow_writes, failed_writes)}
+FAULTS |= {each.__name__: each for each in (same_samples, faster, dies, poisons, poisons_ever, spikes)}
 FAULTS |= {each.__name__: each for each in (extra_native_sum, small_native_norm)}
 FAULTS |= {each.__name__: each for each in (other_order, lost_weights, swapped_layers, wrong_shard_group, gathers_once)}
 FAULTS |= {each.__name__: each for each in (newest_in_backward, one_later, larger_norm, lost_error)}
@@ -263,7 +311,7 @@ FAULTS |= {each.__name__: each for each in (no_finite_check, extra_sum, no_norm_
 
 
 def run_faulty_rank(faults: dict[str, str], path: Path, channel: Channel) -> int:
-    """Run a rank, with its run's fault if it has one."""
-    if fault := faults.get(path.parent.name.removesuffix(TRACED_SUFFIX)):
+    """Run a rank, with its run's faults if it has any."""
+    for fault in faults.get(path.parent.name.removesuffix(TRACED_SUFFIX), "").split():
         FAULTS[fault]()
     return run_rank(path, channel)

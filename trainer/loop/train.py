@@ -16,7 +16,7 @@ from .failures.failure import AllRanksFailed
 from .measure.instrumentation import Instruments
 from .metrics.step_row import finite_or_none, step_row
 from .metrics.throughput import ThroughputMeter
-from .state.engine_state import save_checkpoint
+from .state.saver import Saver
 from .state.training_setup import TrainingSetup
 from .step.evaluate import evaluate
 from .step.model_inputs import count_labels, model_inputs
@@ -44,42 +44,44 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
     instruments, anomalies = Instruments(run, setup, first, last), Anomalies(run, setup.start)
     if instruments.samples:
         micro_batches = instruments.samples.record(micro_batches)
-    saved, results = first, StepResults()
+    results = StepResults()
     stop_vote = StopVote(setup.world.device, late=setup.engine.late_steps > 0)
-    for step in range(first, last):
-        setup.channel.report_step(step)
-        lr = learning_rate(run.optim, step, last)
-        results.begin(step + 1, lr)
-        with instruments.measure(step) as byte_counter:
-            result = train_step(run, setup, micro_batches, step, lr, byte_counter)
-            if is_due(run.parallel.sync.every, step + 1):
-                setup.engine.step_together()
-        if instruments.ends_run(step):
-            return True
+    with Saver(run, setup) as saver:
+        for step in range(first, last):
+            setup.channel.report_step(step)
+            lr = learning_rate(run.optim, step, last)
+            results.begin(step + 1, lr)
+            with instruments.measure(step) as byte_counter:
+                result = train_step(run, setup, micro_batches, step, lr, byte_counter)
+                if is_due(run.parallel.sync.every, step + 1):
+                    setup.engine.step_together()
+            if instruments.ends_run(step):
+                return True
 
-        done = step + 1
-        is_last = done == last
-        stopping = stop_vote.vote(requested=stop.requested)
-        evaluates = setup.validation is not None and not stopping and (is_last or is_due(run.train.evaluate.every, done))
-        saves = stopping or is_save_due(run, done, last)
-        finished = results.finish([result, *(setup.engine.flush() if evaluates or saves or is_last else ())])
-        instruments.report(done, finished[-1].result.loss if finished else None)
+            done = step + 1
+            is_last = done == last
+            stopping = stop_vote.vote(requested=stop.requested)
+            evaluates = setup.validation is not None and not stopping and (is_last or is_due(run.train.evaluate.every, done))
+            saves = stopping or is_save_due(run, done, last)
+            finished = results.finish([result, *(setup.engine.flush() if evaluates or saves or is_last else ())])
+            instruments.report(done, finished[-1].result.loss if finished else None)
+            saver.report()
 
-        for each in finished:
-            logs = each.done == last or stopping or is_due(run.log.every, each.done)
-            log_step(run, setup, each, anomalies, instruments.meter, logs=logs, evaluates=evaluates and each.done == done)
-            anomalies.raise_if_too_many(each.result, each.done)
+            for each in finished:
+                logs = each.done == last or stopping or is_due(run.log.every, each.done)
+                log_step(run, setup, each, anomalies, instruments.meter, logs=logs, evaluates=evaluates and each.done == done)
+                anomalies.raise_if_too_many(each.result, each.done)
 
-        if saves:
-            setup.channel.report_phase("save")
-            saved = save_checkpoint(run, setup, setup.start.after(run, done)) or saved
-        if stopping and not is_last:
-            if saved < done:
-                raise SystemExit(STOPPED_UNSAVED)
-            return False
+            if saves:
+                saver.save(setup.start.after(run, done))
+            if stopping and not is_last:
+                saver.finish()
+                if saver.newest < done:
+                    raise SystemExit(STOPPED_UNSAVED)
+                return False
     setup.channel.report_phase("end")
-    if saved < last and is_save_due(run, last, last):
-        raise LastStepNotSaved(unsaved_message(saved, last))
+    if saver.newest < last and is_save_due(run, last, last):
+        raise LastStepNotSaved(unsaved_message(saver.newest, last))
     return True
 
 

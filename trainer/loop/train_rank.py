@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from ..launch.rank.channel import STOPPED, Channel
 from ..parallel.process_groups import make_grid
 from ..parallel.rank_model import head_shards
-from ..parallel.world import World, join_ranks, leave_ranks
+from ..parallel.world import World, join_ranks, leave_ranks, new_host_group
 from ..plan.layout.sum_routes import inner_ranks
 from ..plan.layout.workers import worker_ranks
 from ..plan.mesh_position import mesh_position
@@ -39,10 +38,6 @@ from .state.training_setup import TrainingSetup
 from .step.train_progress import TrainProgress
 from .train import train
 
-# One rank prepares a corpus, writes a larger part of a checkpoint or hashes more of it while the others wait on the host, for as
-# long as that takes: whether a run hangs is for its watchdog to decide.
-HOST_TIMEOUT = timedelta(days=7)
-
 
 def train_rank(path: Path, channel: Channel, stop: StopFlag) -> int:
     """Train the run of RUN_DIR/run.json as the rank that the environment names. Return its exit status."""
@@ -50,7 +45,7 @@ def train_rank(path: Path, channel: Channel, stop: StopFlag) -> int:
     if run.train.deterministic:
         take_deterministic_kernels()
     world = join_ranks(run.cluster.device.kind)
-    host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+    host = new_host_group()
     with ExitStack() as at_end:  # closes sinks after a failure is reported: a sink may be slow to close
         try:
             setup = set_up_training(run, path.parent, world, host, channel, at_end)

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a collective that takes longer has lost a rank
+# One rank prepares a corpus, writes a larger part of a checkpoint or hashes more of it while the others wait on the host, for as
+# long as that takes: whether a run hangs is for its watchdog to decide.
+HOST_TIMEOUT = timedelta(days=7)
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}  # of torch.distributed, by kind of device
 
 
@@ -41,6 +44,12 @@ def join_ranks(kind: str) -> World:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise DeepSpeed uses the GPUs of the machine
     dist.init_process_group(BACKENDS[kind], rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     return World(rank=rank, size=size, device=device)
+
+
+def new_host_group() -> dist.ProcessGroup:
+    """Make a process group of all ranks for Python objects, all ranks together; a thread with a group of its own may use it at any time."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+    return group
 
 
 def leave_ranks() -> None:

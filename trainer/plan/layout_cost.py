@@ -30,7 +30,7 @@ class StepSeconds(NamedTuple):
 class LayoutCost(NamedTuple):
     """Costs of a layout."""
 
-    peak: int  # bytes of the fullest rank; on a CPU with what it offloads, which stays in the same memory
+    peak: int  # bytes of the fullest rank; on a CPU with what it would keep on a host, which stays in the same memory
     fullest: int  # its stage, the first of equals
     host: int  # bytes that the ranks of a node hold on its host, of the fullest node
     kinds: list[StageCost]  # of each kind of stage
@@ -76,9 +76,14 @@ def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
     return fixed + max(saved + kind.temporary, step)
 
 
+def uses_host(context: CostContext, layout: Layout) -> bool:
+    """Whether ranks keep anything in their hosts' memory."""
+    return layout.offloads or context.run.checkpoint.trains_on
+
+
 def host_bytes(context: CostContext, layout: Layout, kinds: list[StageCost]) -> int:
     """Bytes that the ranks of a node hold on its host, of the fullest node."""
-    if not layout.offloads:
+    if not uses_host(context, layout):
         return 0
     gpus, world = context.run.cluster.gpus, context.world
     ranks, stages = world // layout.mesh.pp, layout.partition.kind_of_stage  # a stage's ranks follow one another

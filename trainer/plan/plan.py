@@ -7,8 +7,8 @@ from typing import Any
 
 from ..spec.problem import Problem
 from ..spec.run import Run
+from .costs.checkpoint import saved_part_bytes, saved_width
 from .costs.cost_context import CostContext
-from .costs.precision import moment_bytes
 from .engines import cost_model, engine_for, engine_reason
 from .error_bars import Bar, Planned, memory_bar, step_bar
 from .fixes import memory_problem, problems_with_fixes
@@ -16,17 +16,15 @@ from .gpu_hours_cost import gpu_hours_cost
 from .layout.layout import Layout
 from .layout.mesh import Mesh
 from .layout.schedules import bubble_share
-from .layout.workers import outer_momentum_bytes
-from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, fits, in_flight, layout_cost, stage_bytes
+from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, fits, in_flight, layout_cost, stage_bytes, uses_host
 from .layout_of_run import layout_of_run
-from .result import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, OffloadedBytes, Plan, StageMemory, StepTime, Throughput, WholeRun
+from .result import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, Plan, RankHostBytes, StageMemory, StepTime, Throughput, WholeRun
 from .rules.rules import broken_rules
 from .save_interval import plan_saving, save_warnings
 from .traffic import busiest_traffic
 from .warnings import warnings
 
 PLAN_VERSION = 1
-CHECKPOINT_WEIGHT_BYTES = 4  # bytes a parameter in a checkpoint: float32
 
 
 def make_plan(run: Run) -> Plan:
@@ -45,7 +43,7 @@ def make_plan(run: Run) -> Plan:
     is_enough = fits(context, cost.peak, cost.host)
     errors = cost_model(layout.engine).saved_error_bytes(context, layout)
     whole, step = plan_whole_run(context, seconds, errors), seconds.step if seconds else None
-    saved = plan_saving(run, whole, step)
+    saved = plan_saving(run, whole, step, largest_saved_part(context, layout, cost), forward_seconds(layout, cost))
     planned = Planned(run, parallel, engine.name if engine else None, memory.peak)
     return Plan(
         **_shared_fields(run, layout.mesh),
@@ -201,7 +199,7 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
         form=layout.form,
         stages=tuple(rows),
         unknown=() if context.table.has_costs else ("activations", "logits"),
-        host=_host_memory(context, cost) if layout.offloads else None,
+        host=_host_memory(context, cost) if uses_host(context, layout) else None,
     )
 
 
@@ -210,7 +208,19 @@ def _host_memory(context: CostContext, cost: LayoutCost) -> HostMemory:
     held = max([kind.states.bytes.host for kind in cost.kinds], key=lambda each: each.total)
     is_own = cluster.device.kind == "cpu"
     capacity = None if is_own or cluster.host.memory is None else int(cluster.host.memory)
-    return HostMemory(node=cost.host, capacity=capacity, rank=OffloadedBytes(**held._asdict()), is_own=is_own)
+    return HostMemory(node=cost.host, capacity=capacity, rank=RankHostBytes(**held._asdict()), is_own=is_own)
+
+
+def largest_saved_part(context: CostContext, layout: Layout, cost: LayoutCost) -> int:
+    """Return the bytes of a checkpoint of the rank that saves most."""
+    stages = zip(layout.partition.kinds, cost.kinds, strict=True)
+    return max([saved_part_bytes(context, layout, kind, each.states.elements) for kind, each in stages])
+
+
+def forward_seconds(layout: Layout, cost: LayoutCost) -> float:
+    """Return the seconds of the forward of one micro-batch through all stages; 0 where the device's rates aren't known."""
+    stages = zip(layout.partition.stages_of_kind, cost.kinds, strict=True)
+    return sum([many * (each.passes.forward + each.passes.message_forward) for many, each in stages])
 
 
 def plan_throughput(context: CostContext, layout: Layout, seconds: StepSeconds) -> Throughput:
@@ -240,7 +250,6 @@ def plan_whole_run(context: CostContext, seconds: StepSeconds | None, errors: in
     flops = context.flops_per_token * steps * step_tokens
     peak = device.peak.get(train.precision)
     total = steps * seconds.step if seconds else None
-    outer = outer_momentum_bytes(context.run.parallel, context.world, context.run.cluster.gpus)
     return WholeRun(
         steps=steps,
         tokens=steps * step_tokens,
@@ -249,7 +258,7 @@ def plan_whole_run(context: CostContext, seconds: StepSeconds | None, errors: in
         seconds=total,
         days=total / 86400 if total is not None else None,
         cost=gpu_hours_cost(context.run.cluster, total) if total is not None else None,
-        checkpoint_bytes=context.trained_parameters * (CHECKPOINT_WEIGHT_BYTES + moment_bytes(context.run.optim) + outer)
+        checkpoint_bytes=context.trained_parameters * saved_width(context)
         - context.spared_bytes
         + context.layers * context.layer_constants
         + errors,

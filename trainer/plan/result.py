@@ -43,23 +43,25 @@ class StageMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadedBytes:
-    """What one rank offloads, by kind, in bytes."""
+class RankHostBytes:
+    """What one rank keeps in its host's memory, by kind, in bytes: what it offloads, and of a save in the background the snapshot that is
+    written."""
 
     weights: int
     gradients: int
     optimizer: int
     buffers: int
+    snapshot: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """What is offloaded: bytes on the host of the fullest node, of a host (None: not stated), and of one rank, the fullest. `is_own`: a CPU
-    has no host beside it, so it stays in the same memory and is in its peak."""
+    """What ranks keep in their hosts' memory: bytes on the host of the fullest node, of a host (None: not stated), and of one rank, the
+    fullest. `is_own`: a CPU has no host beside it, so it stays in the same memory and is in its peak."""
 
     node: int
     capacity: int | None
-    rank: OffloadedBytes
+    rank: RankHostBytes
     is_own: bool
 
 
@@ -76,11 +78,11 @@ class Memory:
     form: str  # whose saved activations are counted: "megatron" Korthikanti 2022's, "torch" our modules', "compiled" our compiled layers'
     stages: tuple[StageMemory, ...]
     unknown: tuple[str, ...] = ()
-    host: HostMemory | None = None  # None: nothing is offloaded
+    host: HostMemory | None = None  # None: they keep nothing there
 
     @property
     def full_host(self) -> HostMemory | None:
-        """The hosts, where more is offloaded than they have, and the rest fits on the devices."""
+        """The hosts, where ranks keep more than they have, and the rest fits on the devices."""
         host = self.host
         return host if host and host.capacity is not None and host.node > host.capacity and self.peak <= self.capacity else None
 
@@ -140,15 +142,18 @@ class WholeRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Seconds between interruptions and how many the run should expect; seconds of a save; the best interval between two saves, in
-    seconds and in steps; the share of time that is useful with it."""
+    """Seconds between interruptions and how many the run should expect; seconds of a save, and for how many of them training waits; the
+    best interval between two saves, in seconds and in steps; the share of time that is useful with it, and with saves in the background
+    where the run has none."""
 
     mtbf: float
     interruptions: float | None
     seconds: float | None
+    pause: float | None
     interval: float | None
     every: int | None
     goodput: float | None
+    background_goodput: float | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import exp, expm1, sqrt
+from typing import NamedTuple
 
 from ..spec.key_units import percent_text
 from ..spec.problem import Problem
@@ -16,21 +17,58 @@ SIGKILL_DELAY = 30.0  # seconds between SIGTERM and SIGKILL: Slurm's KillWait, t
 KILLERS = {"torchrun": ("torchrun", "give torchrun --shutdown-timeout"), "slurm": ("Slurm", "raise KillWait in slurm.conf")}
 
 
-def plan_saving(run: Run, whole: WholeRun, step: float | None) -> Saving:
-    """Return the plan's figures of saving; `step` is the seconds of a step."""
+def plan_saving(run: Run, whole: WholeRun, step: float | None, copied: int, check: float) -> Saving:
+    """Return the plan's figures of saving; `step` is the seconds of a step, `copied` the bytes that a rank saves of a checkpoint, `check`
+    the seconds of the forward whose loss a checkpoint records.
+
+    In the background training waits for that, and for the copy to the host; the next save begins once the last one has ended.
+    """
     cluster = run.cluster
     between = cluster.mtbf / (cluster.nodes * cluster.gpus)
-    save = whole.checkpoint_bytes / cluster.storage if cluster.storage else None
-    best = best_interval(save, between) if save is not None else None
-    every = max(1, round(best / step)) if best is not None and step else None
+    save = check + whole.checkpoint_bytes / cluster.storage if cluster.storage else None
+    copy = copy_seconds(run, copied)
+    background = check + copy if copy is not None else None
+    pause = background if run.checkpoint.background else save
+    best = _best_saving(step, save, pause, between)
+    other = _best_saving(step, save, background, between) if not run.checkpoint.background else None
     return Saving(
         mtbf=between,
         interruptions=whole.seconds / between if whole.seconds is not None else None,
         seconds=save,
-        interval=best,
-        every=every,
-        goodput=goodput(every * step, save, between) if every and step and save is not None else None,
+        pause=pause,
+        interval=best.interval if best else None,
+        every=best.every if best else None,
+        goodput=best.goodput if best else None,
+        background_goodput=other.goodput if other else None,
     )
+
+
+class BestSaving(NamedTuple):
+    """The best interval between two saves, in seconds and in steps (None: a step's seconds are not known), and the goodput with it."""
+
+    interval: float
+    every: int | None
+    goodput: float | None
+
+
+def _best_saving(step: float | None, save: float | None, pause: float | None, between: float) -> BestSaving | None:
+    """Return the best interval between saves that take `save` seconds, of which training waits for `pause`; None: one is not known."""
+    if save is None or pause is None:
+        return None
+    best = max(best_interval(pause, between), save - pause)
+    if not step:
+        return BestSaving(best, None, None)
+    every = max(1, round(best / step))
+    return BestSaving(best, every, goodput(every * step, pause, between, save=save))
+
+
+def copy_seconds(run: Run, copied: int) -> float | None:
+    """Return the seconds in which a rank copies so many bytes to its host, or reads and writes them in a CPU's memory; None: that rate is
+    not known."""
+    cluster = run.cluster
+    if cluster.device.kind == "cpu":
+        return 2 * copied / cluster.device.bandwidth if cluster.device.bandwidth else None
+    return copied / cluster.host.link if cluster.host.link else None
 
 
 def best_interval(save: float, between: float) -> float:
@@ -45,14 +83,18 @@ def best_interval(save: float, between: float) -> float:
     return sqrt(2 * save * between) * (1 + sqrt(part) / 3 + part / 9) - save
 
 
-def goodput(interval: float, save: float, between: float) -> float:
-    """Return the share of the time that is kept work, with a save every `interval` seconds of work and a load as long as a save.
+def goodput(interval: float, pause: float, between: float, *, save: float | None = None) -> float:
+    """Return the share of the time that is kept work, with a pause for a save after every `interval` seconds of work and a load as long as
+    a save. A save takes the pause, or in the background `save` seconds.
 
-    t / (M e^(R/M) (e^((t + d)/M) - 1)): the same paper, eq. 20. It leaves out the time to notice a fault and to restart.
+    t / (M e^(R/M) (e^((t + d)/M) - 1)): the same paper, eq. 20. It leaves out the time to notice a fault and to restart. A fault while a
+    save is under way in the background costs the work before it too: on average what the save takes longer than the pause, beside R.
     """
+    save = pause if save is None else save
+    again = save + (save - pause)
     if interval + save > 500 * between:
         return 0.0
-    return interval / (between * exp(save / between) * expm1((interval + save) / between))
+    return interval / (between * exp(again / between) * expm1((interval + pause) / between))
 
 
 def evaluation_seconds(run: Run, step: float) -> float:
@@ -88,8 +130,9 @@ def save_warnings(run: Run, whole: WholeRun, step: float | None, found: Saving) 
             yield Problem(rule="saving", says=says, mend="set checkpoint.every; cluster.storage (bytes/s) tells the best interval")
         return
     assert save is not None
+    assert found.pause is not None
     assert found.goodput is not None
-    ours = goodput((often or whole.steps) * step, save, found.mtbf)
+    ours = goodput((often or whole.steps) * step, found.pause, found.mtbf, save=save)
     if ours < found.goodput - WORTH:
         how = f"checkpoint.every={often} keeps" if often else f"saving {_when_without_interval(run)} keeps"
         says = f"{expected}: {how} {percent_text(ours)} of the time, the best interval {percent_text(found.goodput)}"

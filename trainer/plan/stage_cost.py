@@ -11,6 +11,7 @@ from .axes import dp
 from .axes.dp import DataMessages, GradientSync
 from .axes.traffic_row import TrafficRow
 from .costs.block_costs import BlockCosts
+from .costs.checkpoint import saved_part_bytes
 from .costs.cost_context import CostContext
 from .costs.cost_model import PassBytes, StageElements, StateBytes
 from .engines import cost_model
@@ -192,6 +193,9 @@ def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
     engine = cost_model(layout.engine)
     states = engine.state_bytes(context, layout, blocks, kind, elements)
     states = states._replace(weights=states.weights + kind.layers * context.layer_constants)
+    if context.run.checkpoint.trains_on:
+        snapshot = saved_part_bytes(context, layout, kind, elements) + engine.saved_error_bytes(context, layout) // context.world
+        states = states._replace(host=states.host._replace(snapshot=snapshot))
     return HeldStates(
         elements,
         states,

@@ -16,6 +16,7 @@ from .read_files import finite_number, nested_value, read_lines, read_mapping, r
 from .run_summary import newest_checkpoint, planned_steps
 
 Unit = Literal["bytes", "seconds", "rate", "share"]
+SNAPSHOT = "snapshot"  # of what a plan has on the host; no step holds it
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -141,9 +142,9 @@ def _memory(plan: Mapping[str, Any], counted: Mapping[str, Any]) -> Iterator[Pla
         found = [each for each in (finite_number(nested_value(rank, kind)) for rank in ranks) if each is not None]
         measured = max(found) if found else finite_number(nested_value(counted, "memory", kind))
         yield PlannedMeasured(name=kind, unit="bytes", planned=planned, measured=measured)
-    offloaded = nested_value(plan, "memory", "host", "rank")
-    if isinstance(offloaded, dict):
-        kinds = [finite_number(size) or 0 for size in offloaded.values()]
+    on_host = nested_value(plan, "memory", "host", "rank")
+    kinds = [finite_number(size) or 0 for kind, size in on_host.items() if kind != SNAPSHOT] if isinstance(on_host, dict) else []
+    if any(kinds):
         found = [each for rank in counted.get("ranks") or () if (each := finite_number(nested_value(rank, "host"))) is not None]
         yield PlannedMeasured(name="on the host", unit="bytes", planned=sum(kinds), measured=max(found) if found else None)
 

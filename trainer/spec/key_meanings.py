@@ -205,6 +205,7 @@ KEYS = {
 
     "checkpoint.every":             Key("interval between checkpoints; 0: only as checkpoint.final says", "steps"),
     "checkpoint.final":             Key("save after the last step; a run that is stopped saves in any case"),
+    "checkpoint.background":        Key("train on while a checkpoint is written, from a copy in the host's memory"),
     "checkpoint.keep":              Key("newest checkpoints that are kept"),
     "checkpoint.resume":            Key("auto resumes where there is a checkpoint; must fails without one; never starts anew"),
     "checkpoint.accept":            Key("keys of data and optim that may have changed since the checkpoint"),

@@ -251,13 +251,20 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpoints: the interval in steps (0: none), whether the last step is saved, the number to keep, and how a run resumes."""
+    """Checkpoints: the interval in steps (0: none), whether the last step is saved, whether training goes on while one is written, the
+    number to keep, and how a run resumes."""
 
     every: Natural = 0
     final: bool = True
+    background: bool = False
     keep: Count = 2
     resume: Literal["auto", "must", "never"] = "auto"
     accept: tuple[str, ...] = ()
+
+    @property
+    def trains_on(self) -> bool:
+        """Whether training goes on while a checkpoint is written. It waits for those of a run that is stopped, and of the last step."""
+        return self.background and self.every > 0
 
 
 @dataclass(frozen=True, kw_only=True)

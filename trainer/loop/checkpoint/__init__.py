@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...rundir.checkpoints import BrokenCheckpoint
+from .background_writer import BackgroundWriter
 from .choose_checkpoint import choose_checkpoint
 from .find import CheckpointSearch, SavedCheckpoint, find_newest, open_checkpoint
 from .load import CheckpointReader, LoadFailed, read_slices
@@ -12,6 +13,7 @@ from .save_failure import Gather, SaveFailed, gather_alone, gather_over
 from .slices import Shard, Slice, block_slice, whole_slice
 
 __all__ = [
+    "BackgroundWriter",
     "BrokenCheckpoint",
     "CheckpointReader",
     "CheckpointSearch",

@@ -18,47 +18,11 @@ from ...models.hf_format.weights import read_hf_weights
 from ...parallel.process_groups import Grid
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.layout.workers import OUTER_MOMENTUM
-from ...rundir.run_in_manifest import run_record
 from ...spec.run import Run
-from ..checkpoint import CheckpointReader, SavedCheckpoint, SaveFailed, Shard, Slice, gather_over, save_shards
+from ..checkpoint import CheckpointReader, SavedCheckpoint, Shard, Slice
 from ..checkpoint.shard_positions import checkpoint_shards, constant_shard, is_saved_here, read_range, slice_values, weight_shapes
-from ..step.train_progress import TrainProgress
-from .resume_loss_check import resume_check_record
-from .training_setup import TrainingSetup
 
 UNTRAINED = {"optimizer_steps": 0, "skipped": 0, "scale": {}, "steps": 0}  # an engine's counters before its first step
-
-
-def save_checkpoint(run: Run, setup: TrainingSetup, progress: TrainProgress) -> int | None:
-    """Save the engine's state and the run's progress, and tell the user. Return the step, or None where that failed: training may go on.
-
-    The checkpoint records the loss of the samples that come next (resume_loss_check.py), at the cost of one forward of a micro-batch.
-    """
-    engine, channel, world = setup.engine, setup.channel, setup.world
-    engine.prepare_save()
-    extra = {"name": run.name, **progress.extra(), "engine": engine.counters(), **run_record(run)}
-    extra |= resume_check_record(run, engine, setup.grid, setup.batches, progress.sample)
-    try:
-        saved = save_shards(
-            setup.folder / "checkpoints",
-            progress.step,
-            owned_shards(run, engine, setup.grid),
-            extra=extra,
-            keep=run.checkpoint.keep,
-            rank=world.rank,
-            world=world.size,
-            gather=gather_over(setup.host),
-            on_progress=channel.report_progress,
-        )
-    except SaveFailed as error:
-        if world.is_rank0:
-            setup.warn(str(error))
-        return None
-    if world.is_rank0:
-        channel.say(f"saved step {progress.step} in {saved.seconds['total']:.1f} s ({saved.bytes / 2**20:,.1f} MiB)")
-        for note in saved.notes:
-            channel.say(f"warning: {note}")
-    return progress.step
 
 
 def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:

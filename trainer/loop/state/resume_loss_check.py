@@ -37,7 +37,7 @@ def data_identity(run: Run, batches: Batches) -> dict[str, Any]:
 def resume_check_record(run: Run, engine: Engine, grid: Grid, batches: Batches, first: int) -> dict[str, Any]:
     """Return what a checkpoint records for the check: its data, and the loss of the first round of samples from `first` on.
 
-    It costs one forward of a micro-batch on every rank: about 1 / 3m of a step with m micro-batches.
+    It costs the forward of one micro-batch through all stages.
     """
     count = grid.size("dp") * run.train.microbatch
     loss = evaluate(run, engine, grid, batches, range(first, first + count))

@@ -16,12 +16,14 @@ HOST_STREAMING = 0.25
 
 
 class HostBytes(NamedTuple):
-    """Bytes of a rank's states in its host's memory; `buffers` are those that copies go through."""
+    """Bytes of a rank's states in its host's memory; `buffers` are those that copies go through, `snapshot` what a checkpoint is written
+    from while training goes on."""
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
     buffers: int = 0
+    snapshot: int = 0
 
     @property
     def total(self) -> int:

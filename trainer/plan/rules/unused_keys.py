@@ -132,6 +132,7 @@ IDLE: dict[str, Condition] = {
     "model.aux_loss":          _no_experts,
     "model.capacity":          _no_experts,
     "model.weights":           lambda run, mesh: "" if run.model.lora.rank else _is("checkpoint.resume", "must")(run, mesh),
+    "checkpoint.background":   _is("checkpoint.every", 0),
     "parallel.shard":          _is("parallel.zero", 0),
     "parallel.gather":         _is_not("parallel.zero", 3),
     "parallel.schedule":       _is("parallel.pp", 1),

@@ -1,0 +1,194 @@
+"""Checkpoints that are written while training goes on: the state of their step, whatever steps change meanwhile."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from distrain.tests.fakes.rank_pool import choose_program
+from distrain.tests.fakes.rank_threads import run_on_ranks
+from distrain.trainer.launch.rank.channel import STOPPED, ignore_text
+from distrain.trainer.loop.checkpoint import BackgroundWriter, Gather, SaveFailed, Shard, find_newest, whole_slice
+from distrain.trainer.loop.checkpoint.host_copy import HostCopy
+from distrain.trainer.rundir.checkpoints import MANIFEST, checkpoint_steps
+
+if TYPE_CHECKING:
+    from distrain.tests.fakes.rank_pool import PoolJob, RankPool
+
+
+def shard(name: str, tensor: torch.Tensor, kind: str = "weight") -> Shard:
+    return Shard(slice=whole_slice(name, kind, tuple(tensor.shape)), tensor=tensor)
+
+
+# The copy
+
+
+def test_a_copy_keeps_what_the_shards_were() -> None:
+    """Of every type, without elements, of one element with odd strides, and of a part of a tensor."""
+    whole = torch.arange(24.0).view(4, 6)
+    tensors = [
+        *(torch.arange(5).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)),
+        torch.empty(0),
+        torch.empty(0, 3),
+        torch.tensor(7.0),
+        torch.arange(6.0)[::6],
+        whole[:, 2:4],
+        whole.t(),
+        torch.nn.Parameter(torch.ones(3)),
+    ]
+    before = [tensor.detach().clone() for tensor in tensors]
+    copies = HostCopy().take(shard(f"w{at}", tensor) for at, tensor in enumerate(tensors))
+    for tensor in tensors:
+        tensor.data.zero_()
+    for each, was, at in zip(copies, before, range(len(before)), strict=True):
+        assert (each.slice.name, each.tensor.dtype, each.tensor.shape) == (f"w{at}", was.dtype, was.shape)
+        assert torch.equal(each.tensor, was)
+        assert not each.tensor.requires_grad
+
+
+def test_the_memory_of_a_copy_is_used_again() -> None:
+    copy, sources = HostCopy(), [shard("a", torch.ones(100)), shard("b", torch.ones(3, dtype=torch.float64))]
+    places = [each.tensor.data_ptr() for each in copy.take(sources)]
+    assert copy.bytes == 448 + 64  # each from a multiple of 64
+    assert [each.tensor.data_ptr() for each in copy.take(sources)] == places
+    assert copy.bytes == 448 + 64
+    copy.take([shard("a", torch.ones(1000))])
+    assert copy.bytes == 4032
+
+
+# The thread
+
+
+def test_a_checkpoint_holds_what_the_shards_were_when_it_was_begun(tmp_path: Path) -> None:
+    """The ranks' threads are held up in their first message until the shards have changed."""
+    changed = threading.Event()
+
+    def work(rank: int, gather: Gather) -> tuple[bool, bool, int, set[str]]:
+        def held_up(line: str) -> Sequence[str]:
+            assert changed.wait(60)
+            return gather(line)
+
+        tensor, progress, writer = torch.full((40, 2), 1.0 + rank), set[str](), BackgroundWriter()
+        writer.start(tmp_path, 3, [shard(f"w{rank}", tensor)], extra={}, keep=2, rank=rank, world=2, gather=held_up)
+        was_done = writer.is_done
+        tensor.zero_()
+        gather("")  # both have changed theirs
+        changed.set()
+        saved = writer.result(progress.add)
+        return was_done, writer.is_busy, saved.step, progress
+
+    assert [each[:3] for each in run_on_ranks(2, work)] == [(False, False, 3)] * 2
+    found = find_newest(tmp_path).checkpoint
+    assert found is not None
+    for rank in range(2):
+        (file,) = (tmp_path / "step_3").glob(f"weight.{rank}.*")
+        assert file.read_bytes()[-320:] == torch.full((80,), 1.0 + rank).numpy().tobytes()
+
+
+def test_progress_of_the_thread_reaches_who_waits(tmp_path: Path) -> None:
+    """It has written its files when it gathers for the second time, and goes on once that was heard."""
+    heard, calls = threading.Event(), list[str]()
+
+    def gather(line: str) -> Sequence[str]:
+        calls.append(line)
+        assert len(calls) != 2 or heard.wait(60)
+        return [line]
+
+    writer = BackgroundWriter()
+    writer.start(tmp_path, 1, [shard("w", torch.ones(2))], extra={}, keep=2, gather=gather)
+    writer.result(lambda name: heard.set() if name == "write" else None)
+
+
+def test_what_the_thread_raises_is_raised_where_it_is_waited_for(tmp_path: Path) -> None:
+    writer = BackgroundWriter()
+    for _ in range(2):  # it can be used again
+        writer.start(tmp_path, 1, [shard("w", torch.ones(2, dtype=torch.bfloat16))], extra={}, keep=2)
+        with pytest.raises(SaveFailed, match=r"step 1 was not saved: w is torch\.bfloat16"):
+            writer.result(ignore_text)
+        assert not writer.is_busy
+
+
+# Runs
+
+SMALL = (
+    *("quickstart", "model=tiny", "model.layers=2", "data=synthetic", "train.steps=8", "train.evaluate.every=0", "optim.warmup=0"),
+    *("train.seq=16", "train.batch=4", "train.microbatch=1", "cluster.gpus=2", "checkpoint.keep=9", "log.every=1", "checkpoint.every=2"),
+)
+BACKGROUND = "checkpoint.background=true"
+LAYOUTS = (
+    ("engine=zero", "parallel.zero=2"),
+    ("engine=zero", "parallel.zero=1", "parallel.offload.optimizer=true"),
+    ("engine=native", "parallel.zero=0", "train.precision=bf16"),
+    ("engine=native", "parallel.zero=1", "parallel.offload.optimizer=true"),
+    ("engine=native", "parallel.zero=3"),
+    ("engine=native", "parallel.pp=2", "parallel.schedule=pipedream_2bw", "model.tied=false"),
+    ("engine=native", "parallel.sync={every: 2, outer: {momentum: 0.9}}"),
+    ("engine=pipe", "parallel.pp=2"),
+)
+
+
+def contents(job: PoolJob) -> dict[int, Any]:
+    """The hashes of each checkpoint's files, and what else it records."""
+    manifests = {step: json.loads((job.folder / f"checkpoints/step_{step}" / MANIFEST).read_text()) for step in saved_steps(job)}
+    return {step: (each["files"], each["extra"]["first"], each["extra"]["engine"]) for step, each in manifests.items()}
+
+
+def saved_steps(job: PoolJob) -> list[int]:
+    return checkpoint_steps(job.folder / "checkpoints")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
+def test_checkpoints_are_those_of_a_run_that_waits_for_each(ranks: RankPool, tmp_path: Path, layout: tuple[str, ...]) -> None:
+    """To the bit, though each is written under the next two steps."""
+    choose_program(tmp_path, "spoiled", {"late": "late_writes"})
+    words = (*SMALL, *layout, "checkpoint.every=4", "checkpoint.final=false", "train.steps=10")
+    waiting, late = ranks.train(tmp_path / "waiting", *words), ranks.train(tmp_path / "late", *words, BACKGROUND)
+    assert late.figures("loss") == waiting.figures("loss")
+    assert saved_steps(late) == [8, 4]
+    assert contents(late) == contents(waiting)
+    saves = [at for at, line in enumerate(late.lines) if re.fullmatch(r"saved step [48] in .* MiB\); training waited [0-9.]+ s", line)]
+    steps = [next(at for at, line in enumerate(late.lines) if re.match(rf"step +{step}/10 ", line)) for step in (6, 10)]
+    assert len(saves) == 2
+    assert steps[0] - 1 <= saves[0] < steps[1] - 1 <= saves[1], late.lines  # each after the step that it was written under
+
+
+def test_a_save_that_fails_is_a_warning_and_the_next_one_works(ranks: RankPool, tmp_path: Path) -> None:
+    """Those of steps 4 and 8, the last; the run has trained to its end, and says what it resumes from."""
+    choose_program(tmp_path, "spoiled", {"run": "failed_writes"})
+    job = ranks.fit(tmp_path / "run", *SMALL, BACKGROUND)
+    assert set(job.codes) == {1}
+    assert saved_steps(job) == [6, 2]
+    assert len(job.figures("loss")) == 8
+    reason = "the disk can only be read (rank 1)"
+    assert [line for line in job.lines if "was not saved" in line] == [
+        f"warning: step {step} was not saved: {reason}; training continues" for step in (4, 8)
+    ]
+    assert any("trained to step 8, which could not be saved: make room and start it again, and it resumes from step 6" in each
+               for each in job.problems)  # fmt: skip
+
+
+def test_a_stopped_run_ends_with_its_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    """A stop request comes while the save of step 4 is under way: both are complete when the run ends, and it resumes."""
+    choose_program(tmp_path, "spoiled", {"run": "slow_writes"})
+    job = ranks.fit(tmp_path / "run", *SMALL, "checkpoint.every=4", BACKGROUND, signals=[(4, 0, signal.SIGTERM)])
+    assert set(job.codes) == {STOPPED}
+    last, *before = saved_steps(job)
+    assert last > 4
+    assert before == [4]
+    assert f"resumes from step {last}" in ranks.train(tmp_path / "run", *SMALL, BACKGROUND).lines
+
+
+def test_a_run_that_all_ranks_give_up_completes_the_save_under_way(ranks: RankPool, tmp_path: Path) -> None:
+    """Gradients are nan from the third step on; the save of step 2 takes longer."""
+    choose_program(tmp_path, "spoiled", {"run": "slow_writes poisons_ever"})
+    job = ranks.fit(tmp_path / "run", *SMALL, BACKGROUND, "train.skip=1")
+    assert set(job.codes) == {1}
+    assert saved_steps(job)[-1] == 2

@@ -1,0 +1,59 @@
+"""A copy of what a rank saves in its host's memory, which a checkpoint is written from while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from .slices import Shard
+
+ALIGNMENT = 64  # bytes that each tensor's place begins at a multiple of
+
+
+class HostCopy:
+    """The host's memory for the copy, which is kept for the next save: as many bytes as the shards have, pinned where they are on a GPU."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def bytes(self) -> int:
+        """Its size in bytes; 0 before the first copy."""
+        return self._memory.nbytes
+
+    def take(self, shards: Iterable[Shard]) -> list[Shard]:
+        """Copy the shards, and return them with the copies as their tensors; these last until the next call. The devices have done all that
+        changes the shards, and the copies are complete."""
+        sources = [replace(each, tensor=each.tensor.detach()) for each in shards]
+        ends = list(accumulate(_place_bytes(each.tensor) for each in sources))
+        devices = {each.tensor.device for each in sources if each.tensor.is_cuda}
+        if ends and ends[-1] > self.bytes:
+            self._memory = torch.empty(ends[-1], dtype=torch.uint8)
+            if devices:
+                _pin(self._memory)
+        copies = []
+        for source, end in zip(sources, ends, strict=True):
+            tensor = source.tensor
+            start = end - _place_bytes(tensor)
+            place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(replace(source, tensor=place.copy_(tensor, non_blocking=True)))
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return copies
+
+
+def _place_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _pin(memory: Tensor) -> None:
+    """Pin memory where it is; torch's own pinned memory would be rounded up to a power of two. A copy to memory that can't be pinned is
+    slower, and the rank's log says so."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if status:
+        print(f"CUDA error {status}: {memory.nbytes} bytes for copies of checkpoints can't be pinned, which makes them slower")

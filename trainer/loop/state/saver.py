@@ -1,0 +1,102 @@
+"""Saves the checkpoints of a run on each rank: before training goes on, or while it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
+
+from ...parallel.world import new_host_group
+from ...rundir.run_in_manifest import run_record
+from ...spec.run import Run
+from ..checkpoint import BackgroundWriter, SaveFailed, SaveResult, gather_over, save_shards
+from ..failures.failure import AllRanksFailed
+from ..step.train_progress import TrainProgress
+from .engine_state import owned_shards
+from .resume_loss_check import resume_check_record
+from .training_setup import TrainingSetup
+
+WORTH_TELLING = 0.05  # seconds
+
+
+class Saver:
+    """A rank's saves. Without checkpoint.background a save is complete when `save` returns. With it, the host then has a copy of what the
+    rank saves, and a thread writes that, one checkpoint at a time.
+
+    As a context it ends with the save under way, unless this rank alone has failed: the others may not answer then. All ranks make it,
+    and call `save` and `finish`, together.
+    """
+
+    def __init__(self, run: Run, setup: TrainingSetup) -> None:
+        self.newest = setup.start.step  # the step of the newest checkpoint that is complete, or that this run began at
+        self._run, self._setup = run, setup
+        self._writer = BackgroundWriter() if run.checkpoint.trains_on else None
+        self._gather = gather_over(new_host_group() if self._writer else setup.host)
+        self._step = self.newest  # of the last save that was begun
+        self._pause = ""  # what the user is told of how long training waited for it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is None or isinstance(error, AllRanksFailed):
+            self.finish()
+
+    def save(self, progress: TrainProgress) -> None:
+        """Save the engine's state and the run's progress, once the save under way has ended. One that fails is a warning.
+
+        The checkpoint records the loss of the samples that come next (resume_loss_check.py), at the cost of one forward of a micro-batch.
+        """
+        run, setup, began = self._run, self._setup, perf_counter()
+        before = self._step if self.finish() else None
+        waited = perf_counter() - began
+        setup.channel.report_phase("save")
+        setup.engine.prepare_save()
+        extra = {"name": run.name, **progress.extra(), "engine": setup.engine.counters(), **run_record(run)}
+        extra |= resume_check_record(run, setup.engine, setup.grid, setup.batches, progress.sample)
+        ranks: dict[str, Any] = {"rank": setup.world.rank, "world": setup.world.size, "gather": self._gather}
+        what: dict[str, Any] = {"shards": owned_shards(run, setup.engine, setup.grid), "extra": extra, "keep": run.checkpoint.keep}
+        folder, self._step = setup.folder / "checkpoints", progress.step
+        if self._writer is None:
+            self._end(lambda: save_shards(folder, progress.step, **what, **ranks, on_progress=setup.channel.report_progress))
+            return
+        self._writer.start(folder, progress.step, **what, **ranks)
+        self._pause = _pause_text(perf_counter() - began, waited, before)
+
+    def report(self) -> None:
+        """Tell the user of the save under way if it has ended."""
+        if self._writer and self._writer.is_done:
+            self.finish()
+
+    def finish(self) -> bool:
+        """Wait for the save under way, and tell the user how it ended. Return whether there was one."""
+        writer, channel = self._writer, self._setup.channel
+        if writer is None or not writer.is_busy:
+            return False
+        if not writer.is_done:
+            channel.report_phase("save")
+        self._end(lambda: writer.result(channel.report_progress))
+        return True
+
+    def _end(self, result: Callable[[], SaveResult]) -> None:
+        """Note a save's result and tell the user of it."""
+        setup = self._setup
+        try:
+            saved = result()
+        except SaveFailed as error:
+            if setup.world.is_rank0:
+                setup.warn(str(error))
+            return
+        self.newest = saved.step
+        if setup.world.is_rank0:
+            size = f"{saved.bytes / 2**20:,.1f} MiB"
+            setup.channel.say(f"saved step {saved.step} in {saved.seconds['total']:.1f} s ({size}){self._pause}")
+            for note in saved.notes:
+                setup.channel.say(f"warning: {note}")
+
+
+def _pause_text(pause: float, waited: float, before: int | None) -> str:
+    """Return how many seconds training waited for a save, `waited` of them for the save of step `before`, which was still under way."""
+    why = f", {waited:.1f} s of it for the save of step {before}" if before is not None and waited >= WORTH_TELLING else ""
+    return f"; training waited {pause:.2f} s{why}"
