@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.rank_pool import choose_program
 from distrain.tests.fakes.rank_threads import run_on_ranks
 from distrain.trainer.launch.rank.channel import STOPPED, ignore_text
 from distrain.trainer.loop.checkpoint import BackgroundWriter, Gather, SaveFailed, Shard, find_newest, whole_slice
 from distrain.trainer.loop.checkpoint.host_copy import HostCopy
+from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.checkpoints import MANIFEST, checkpoint_steps
 
 if TYPE_CHECKING:
@@ -141,6 +143,13 @@ def contents(job: PoolJob) -> dict[int, Any]:
     return {step: (each["files"], each["extra"]["first"], each["extra"]["engine"]) for step, each in manifests.items()}
 
 
+def on_host(*words: str) -> int:
+    """The planned bytes of a node's host."""
+    memory = make_plan(load_recipe(words[0], words[1:])).memory
+    assert memory
+    return memory.host.node if memory.host else 0
+
+
 def saved_steps(job: PoolJob) -> list[int]:
     return checkpoint_steps(job.folder / "checkpoints")
 
@@ -154,6 +163,8 @@ def test_checkpoints_are_those_of_a_run_that_waits_for_each(ranks: RankPool, tmp
     assert late.figures("loss") == waiting.figures("loss")
     assert saved_steps(late) == [8, 4]
     assert contents(late) == contents(waiting)
+    snapshots = on_host(*words, BACKGROUND) - on_host(*words)
+    assert sum(file["bytes"] for file in contents(late)[8][0].values()) == pytest.approx(snapshots, rel=0.03)  # with headers
     saves = [at for at, line in enumerate(late.lines) if re.fullmatch(r"saved step [48] in .* MiB\); training waited [0-9.]+ s", line)]
     steps = [next(at for at, line in enumerate(late.lines) if re.match(rf"step +{step}/10 ", line)) for step in (6, 10)]
     assert len(saves) == 2

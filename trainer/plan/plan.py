@@ -214,7 +214,7 @@ def _host_memory(context: CostContext, cost: LayoutCost) -> HostMemory:
 def largest_saved_part(context: CostContext, layout: Layout, cost: LayoutCost) -> int:
     """Return the bytes of a checkpoint of the rank that saves most."""
     stages = zip(layout.partition.kinds, cost.kinds, strict=True)
-    return max([saved_part_bytes(context, layout, kind, each.states.elements) for kind, each in stages])
+    return max([saved_part_bytes(context, layout, cost.blocks, kind, each.states.elements) for kind, each in stages])
 
 
 def forward_seconds(layout: Layout, cost: LayoutCost) -> float:

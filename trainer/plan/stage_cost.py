@@ -194,7 +194,7 @@ def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
     states = engine.state_bytes(context, layout, blocks, kind, elements)
     states = states._replace(weights=states.weights + kind.layers * context.layer_constants)
     if context.run.checkpoint.trains_on:
-        snapshot = saved_part_bytes(context, layout, kind, elements) + engine.saved_error_bytes(context, layout) // context.world
+        snapshot = saved_part_bytes(context, layout, blocks, kind, elements) + engine.saved_error_bytes(context, layout) // context.world
         states = states._replace(host=states.host._replace(snapshot=snapshot))
     return HeldStates(
         elements,

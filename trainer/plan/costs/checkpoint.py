@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..layout.layout import Layout, StageKind
 from ..layout.workers import outer_momentum_bytes
+from .block_costs import BlockCosts
 from .cost_context import CostContext
 from .cost_model import StageElements
 from .precision import moment_bytes
@@ -17,11 +18,12 @@ def saved_width(context: CostContext) -> int:
     return WEIGHT_BYTES + moment_bytes(run.optim) + outer_momentum_bytes(run.parallel, context.world, run.cluster.gpus)
 
 
-def saved_part_bytes(context: CostContext, layout: Layout, kind: StageKind, elements: StageElements) -> int:
+def saved_part_bytes(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, elements: StageElements) -> int:
     """Return the bytes of a checkpoint that a rank of a kind of stage saves, which has these elements: an even share of what several ranks
-    hold alike. Where they hold weights whole, each saves every nth weight, and some have more than others."""
+    hold alike. Where they hold weights whole, each saves every nth weight, and some have more than others. Of a tied weight on two stages
+    the first stage's copy is saved."""
     ranks, expert_ranks = layout.mesh.size("data"), layout.mesh.size("expert_copies")
-    width = saved_width(context)
-    dense = width * (elements.dense - elements.frozen) - context.spared * elements.matrices + kind.layers * context.layer_constants
+    width, tied = saved_width(context), blocks.tied if kind.last and not (kind.first or blocks.head.frozen) else 0
+    dense = width * (elements.dense - tied - elements.frozen) - context.spared * elements.matrices + kind.layers * context.layer_constants
     experts = width * elements.experts - context.spared * elements.expert_matrices
     return dense // ranks + experts // expert_ranks
