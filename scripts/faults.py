@@ -101,7 +101,8 @@ class Campaign:
         if fault.kind == "nan":
             rank = int(fault.whom * 2)
             target, nan_at = f"rank {rank}", f"{at_step} {rank}"
-        fit = self.runs.start(self.folder, f"launch.restarts={fault.restarts}", nan_at=nan_at)
+        background = f"checkpoint.background={'true' if fault.number % 2 else 'false'}"
+        fit = self.runs.start(self.folder, f"launch.restarts={fault.restarts}", background, nan_at=nan_at)
         at = fit.began
         if fault.kind in SIGNALS or fault.kind in ("full", "cut"):
             self._wait_for_moment(fault, fit, at_step)
