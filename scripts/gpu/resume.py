@@ -19,10 +19,11 @@ WORDS = (
 
 
 def kill_and_resume(context: CheckContext) -> Finding:
-    """Train a run to its end; train it again, kill it between two checkpoints, and resume: losses must be the same bits."""
+    """Train a run to its end; train it again with saves in the background, kill it between two checkpoints, and resume: losses must be the
+    same bits."""
     words = (*WORDS, "checkpoint=default", f"checkpoint.every={SAVED}")
     whole = fit(FitRun(name="whole", recipe=RECIPE, words=words), context)
-    killed = FitRun(name="killed", recipe=RECIPE, words=words)
+    killed = FitRun(name="killed", recipe=RECIPE, words=(*words, "checkpoint.background=true"))
     last = _train_until(killed, context, SAVED + SAVED // 2)
     resumed = fit(killed, context)
     again = {row["step"]: row["loss"] for row in resumed.rows}

@@ -95,6 +95,8 @@ def _flat_views(flat: Tensor, *shapes: Sequence[int]) -> Tensors:
 class AttentionCore(Protocol):
     """A way to weight the values of the whole sequence by the scores of this rank's queries, with a backward of its own."""
 
+    saves: bool  # whether its backward reads anything that its forward computed
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensors]:
         """Return (values [B, s, A, D], tensors to save) for query [B, A, s, D], key and value [B, N, S, D], mask [B, 1, s, S]."""
         ...
@@ -132,7 +134,7 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, *saved = ctx.saved_tensors
         all_keys, all_values = ctx.cp.gather_keys_and_values(key, value)
-        if ctx.recompute:
+        if ctx.recompute and ctx.core.saves:
             _, saved = ctx.core.forward(query, all_keys, all_values, mask)
         query_grad, key_grads, value_grads = ctx.core.backward(grad, query, all_keys, all_values, mask, tuple(saved))
         return query_grad, *ctx.cp.reduce_scatter_gradients(key_grads, value_grads), None, None, None, None

@@ -159,6 +159,8 @@ class FlashCore:
     and to its own keys as another, so that keys which no query sees cost nothing. With a mask, all keys are one block.
     """
 
+    saves = True
+
     def __init__(self, cp: ContextParallel, scale: float | None = None) -> None:
         self.cp, self.scale = cp, scale
 
@@ -204,6 +206,8 @@ def _add_block(values: Tensor, log_sums: Tensor, block: Tensor, log_sum: Tensor)
 class FusedCore:
     """The fused kernel that torch chooses on a GPU. Backward computes forward again: not all kernels return their log-sum-exp."""
 
+    saves = False
+
     def __init__(self, cp: ContextParallel, scale: float | None = None) -> None:
         self.cp, self.scale = cp, scale
 
@@ -229,6 +233,8 @@ class ScoresCore:
 
     `draw_mask` returns the dropout mask [B, A, s, S], of probability p, for S keys.
     """
+
+    saves = True
 
     def __init__(self, cp: ContextParallel, p: float, draw_mask: Callable[[int], Tensor] | None, scale: float | None = None) -> None:
         self.cp, self.draw_mask, self.scale = cp, draw_mask, scale

@@ -16,6 +16,7 @@ from .op_table import Dims, Op, OpTable, Product, Tensor, Weight, logical_sizes
 TOKENS: Dims = ("seq", "batch")
 STREAM = Tensor((*TOKENS, "hidden"))  # the residual stream
 MASK = Tensor((*TOKENS, "hidden"), 1)
+LOG_SUMS = Tensor(("batch", "heads", "seq"), 4)  # of each row of attention's scores the log-sum-exp, in float32
 QUERY: Dims = ("heads", "head_dim")
 KEY: Dims = ("kv_heads", "head_dim")
 # On a CPU, GELU by tanh takes 4.8 times as long as moving its tensors. Measured with torch 2.13 on a core of a Xeon with AVX-512, among a
@@ -115,10 +116,9 @@ def _flash_core(model: Model, train: Train, causal: bool, mean_dim: str) -> tupl
         backward=2.5,
         fused=True,
     )
-    log_sums = (Tensor(("batch", "heads", "seq"), 4),)
     in_blocks_saves = (Tensor(TOKENS + QUERY),) if share else ()
-    torch_saves = _softmax_saves(model) if model.dropout else (*log_sums, *in_blocks_saves)
-    return (Op(name="attention.core", product=product, saves_megatron=log_sums, saves_torch=torch_saves, core=True),)
+    torch_saves = _softmax_saves(model) if model.dropout else (LOG_SUMS, *in_blocks_saves)
+    return (Op(name="attention.core", product=product, saves_megatron=(LOG_SUMS,), saves_torch=torch_saves, core=True),)
 
 
 def _softmax_saves(model: Model) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from ...models.ops.op_table import Op, OpTable, is_hidden_matrix
-from ...models.ops.shared_ops import STREAM
+from ...models.ops.shared_ops import LOG_SUMS, STREAM
 from ...spec.run import Run
 from ..axes import tp
 from ..axes.axis import ActivationForm
@@ -116,6 +116,9 @@ class SplitCosts:
         self.device = rates(cluster.device, run.train.precision, fused=split.fused, own=own, alone=cluster.nodes * cluster.gpus == 1)
         self.gradient = widths(run).gradient
         self.kind = "cpu" if run.cluster.device.kind == "cpu" else "cuda"
+        # 1 where the core of our context parallelism runs again in its own backward, and saves no log-sum-exp (FusedCore in
+        # trainer/layers/transformer/core_attention.py)
+        self.core_again = int(own and self.kind == "cuda") * for_each(lambda degree: int(degree > 1), split.degree("cp"))
         self.local = self._local_tensors(run, split.form)
         outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local
         self.stream = self.local.bytes(STREAM)
@@ -160,6 +163,7 @@ class SplitCosts:
             for each in axis.messages(op, local)
         ]
         held = [op_bytes(op, local, self.kind) for op in ops]
+        held = [each._replace(saved=each.saved - self.core_again * _log_sum_bytes(op, local)) for op, each in zip(ops, held, strict=True)]
         return OpCosts(ops, local, times, held, sent, _elements(ops, local, self.split), logits)
 
     def _local_tensors(self, run: Run, form: ActivationForm) -> LocalTensors:
@@ -176,8 +180,9 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
     saved = stream if recompute == "full" else sum([each.saved for each, is_again in zip(row.bytes, repeats, strict=True) if not is_again])
     messages = tuple(_messages(row.messages, again, local.form))
     dispatch = device.dispatch if device else 0.0
+    core_again = costs.core_again if recompute != "selective" else 0  # which runs it once more in any case
     ranked = [
-        RankOp(seconds, (op_kernels(op, local) + hooks * len(op.weights)) * dispatch, is_again)
+        RankOp(_with_core_again(op, seconds, core_again), (op_kernels(op, local) + hooks * len(op.weights)) * dispatch, is_again)
         for op, seconds, is_again in zip(ops, row.seconds, repeats, strict=bool(row.seconds))
     ]
     seconds = block_seconds(ranked, messages, split, costs.wires, dispatch)
@@ -201,6 +206,18 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
         message_backward=seconds.message_backward,
         messages=tuple([each.message for each in messages]),
     )
+
+
+def _with_core_again(op: Op, seconds: OpSeconds, again: int) -> OpSeconds:
+    """The seconds of an op, whose backward runs a fused core of attention `again`, 0 or 1 times."""
+    if not (op.core and op.product and op.product.fused):
+        return seconds
+    return seconds._replace(input_gradients=seconds.input_gradients + again * seconds.forward)
+
+
+def _log_sum_bytes(op: Op, local: LocalTensors) -> int:
+    """The bytes of the log-sum-exp that a fused core of attention saves; 0 for other ops."""
+    return local.bytes(LOG_SUMS) if op.core and op.product and op.product.fused and LOG_SUMS in op.saves_torch else 0
 
 
 def _cost_sum(block: BlockCost, other: BlockCost, many: int) -> BlockCost:
