@@ -7,13 +7,16 @@ from dataclasses import replace
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.trainer.models.ops.shared_ops import TANH_PASSES
+from distrain.trainer.models.ops.shared_ops import LOG_SUMS, TANH_PASSES
+from distrain.trainer.plan.axes.axis import ActivationForm
+from distrain.trainer.plan.costs.block_costs import SplitCosts
 from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.costs.local_tensors import LocalTensors, block_split
 from distrain.trainer.plan.costs.op_seconds import OpSeconds, attention_seconds, op_kernels, op_seconds
 from distrain.trainer.plan.costs.roofline import DeviceRates, product_seconds, rates, tile_efficiency
 from distrain.trainer.plan.engines import ENGINES
 from distrain.trainer.plan.layout.layout import mesh_of
+from distrain.trainer.plan.layout_of_run import layout_of_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Device
 
@@ -200,3 +203,23 @@ def test_a_plan_counts_the_hooks_of_its_engine() -> None:
     plans = [make_plan(load_recipe("llama3_2_1b_1node", [*small, *one, "engine=zero", f"parallel.zero={zero}"])) for zero in (0, 3)]
     without, hooked = (plan.time.compute for plan in plans if plan.time)
     assert hooked - without > 8 * 9 * 6 * 3 * H200.dispatch
+
+
+@pytest.mark.parametrize(("cp", "kind", "form", "again"), [(1, "cuda", "torch", 0), (2, "cuda", "torch", 1), (2, "cuda", "compiled", 1),
+                                                            (2, "cuda", "megatron", 0), (2, "cpu", "torch", 0)])  # fmt: skip
+def test_our_context_parallelism_runs_attentions_core_again_on_a_gpu(cp: int, kind: str, form: ActivationForm, again: int) -> None:
+    """In the core's own backward, and not once more under selective recomputation; its log-sum-exp is then not saved."""
+    words = ("model=tiny_llama", "cluster=1x2", "parallel.dp=auto", f"parallel.cp={cp}", "train.precision=fp32", "train.seq=256")
+    run = load_recipe("quickstart", [*words, "train.batch=4", "train.microbatch=1"])
+    run = replace(run, cluster=replace(run.cluster, device=replace(CPU if kind == "cpu" else GPU, dispatch=0.0)))
+    context = CostContext(run)
+    wires = layout_of_run(context, run.parallel, 1).wires
+    splits = {each: block_split(replace(run.parallel, recompute=each), 1, form, fused=form == "compiled") for each in ("none", "selective")}
+    layers = {each: context.block_costs(split, wires).layer for each, split in splits.items()}
+    backward = {each: layer.backward or 0.0 for each, layer in layers.items()}
+    costs = SplitCosts(run, context.table, splits["none"], wires).layer
+    (at,) = [at for at, op in enumerate(costs.ops) if op.core]
+    core, every = costs.seconds[at], sum(each.input_gradients for each in costs.seconds)
+    assert backward["none"] == pytest.approx(every + sum(each.weight_gradients for each in costs.seconds) + again * core.forward)
+    assert backward["selective"] - backward["none"] == pytest.approx((1 - again) * core.forward)
+    assert layers["none"].saved - layers["selective"].saved == (1 - again) * costs.local.bytes(LOG_SUMS)

@@ -207,6 +207,7 @@ def test_training_waits_for_a_forward_and_a_copy_to_the_host() -> None:
     assert link is not None
     assert found.seconds == before.seconds
     assert found.pause == pytest.approx(FORWARD + 12 * 405.9e9 / 8192 / link, rel=0.02)
+    assert found.pause is not None
     assert found.interval == best_interval(found.pause, found.mtbf)
     assert found.goodput is not None
     assert before.goodput is not None
