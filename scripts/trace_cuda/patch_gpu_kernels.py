@@ -36,6 +36,7 @@ def gpu_kernels(routed: int, *, compiled: bool = False) -> Iterator[None]:
         patch.object(attention, "flash_attention", fused_attention),
         patch.object(core_attention, "flash_attention", fused_attention),
         patch.object(core_attention, "causal_lower_right", LowerRight),
+        patch.object(core_attention, "has_flash_attention", lambda: True),
         patch.object(norms, "rms_norm", norms._RMSNorm.apply),
         patch.dict(feed_forward.ACTIVATIONS, {} if compiled else dict.fromkeys(("silu", "swiglu"), SiLU.apply)),
         patch.object(loss_kernels, "has_loss_kernels", lambda device: device.type == "cuda"),

@@ -205,13 +205,25 @@ def test_a_plan_counts_the_hooks_of_its_engine() -> None:
     assert hooked - without > 8 * 9 * 6 * 3 * H200.dispatch
 
 
-@pytest.mark.parametrize(("cp", "kind", "form", "again"), [(1, "cuda", "torch", 0), (2, "cuda", "torch", 1), (2, "cuda", "compiled", 1),
-                                                            (2, "cuda", "megatron", 0), (2, "cpu", "torch", 0)])  # fmt: skip
-def test_our_context_parallelism_runs_attentions_core_again_on_a_gpu(cp: int, kind: str, form: ActivationForm, again: int) -> None:
-    """In the core's own backward, and not once more under selective recomputation; its log-sum-exp is then not saved."""
-    words = ("model=tiny_llama", "cluster=1x2", "parallel.dp=auto", f"parallel.cp={cp}", "train.precision=fp32", "train.seq=256")
-    run = load_recipe("quickstart", [*words, "train.batch=4", "train.microbatch=1"])
-    run = replace(run, cluster=replace(run.cluster, device=replace(CPU if kind == "cpu" else GPU, dispatch=0.0)))
+@pytest.mark.parametrize(
+    ("form", "words", "again"),
+    [
+        ("torch", "parallel.cp=1 train.precision=fp32", 0),
+        ("torch", "parallel.cp=2 train.precision=fp32", 1),
+        ("torch", "parallel.cp=2 train.precision=bf16", 0),
+        ("torch", "parallel.cp=2 train.precision=bf16 data=text data.path=x data.documents=true", 1),
+        ("compiled", "parallel.cp=2 train.precision=bf16", 1),
+        ("megatron", "parallel.cp=2 train.precision=fp32", 0),
+        ("torch", "parallel.cp=2 train.precision=fp32 cpu", 0),
+    ],
+)
+def test_our_context_parallelism_runs_attentions_core_again_on_a_gpu(form: ActivationForm, words: str, again: int) -> None:
+    """In float32, with documents, and of compiled layers: in the core's own backward, and not once more under selective recomputation; its
+    log-sum-exp is then not saved."""
+    small = ("model=tiny_llama", "cluster=1x2", "parallel.dp=auto", "train.seq=256", "train.batch=4", "train.microbatch=1")
+    run = load_recipe("quickstart", [*small, *words.removesuffix(" cpu").split()])
+    device = CPU if words.endswith(" cpu") else replace(GPU, peak={"fp32": 19.5e12, "bf16": 312e12})
+    run = replace(run, cluster=replace(run.cluster, device=replace(device, dispatch=0.0)))
     context = CostContext(run)
     wires = layout_of_run(context, run.parallel, 1).wires
     splits = {each: block_split(replace(run.parallel, recompute=each), 1, form, fused=form == "compiled") for each in ("none", "selective")}

@@ -22,6 +22,7 @@ from .core_attention import (
     ScoresCore,
     attention_weights,
     flash_attention,
+    is_for_flash,
     weighted_values,
     window_mask,
     windowed_attention,
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         core: AttentionCore
         if self.kernel == "flash" and not self.dropout.is_active(states):
-            core = FusedCore(cp, self.scale) if query.is_cuda else FlashCore(cp, self.scale)
+            core = FlashCore(cp, self.scale) if is_for_flash(query, mask) else FusedCore(cp, self.scale)
         else:
             draw_mask = None if states is None or not self.dropout.p else partial(self.dropout.mask, states, self._heads(query))
             core = ScoresCore(cp, self.dropout.p, draw_mask, self.scale)

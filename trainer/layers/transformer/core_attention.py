@@ -22,6 +22,9 @@ from .context_parallel import ContextParallel, Tensors
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_GPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
+_GPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+HEAD_ALIGNED = 8  # elements; FlashAttention-2 on a GPU takes heads of a multiple of them
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
@@ -56,12 +59,30 @@ class _UnequalFlash(torch.autograd.Function):
         return *_flash_block_gradients(grad, query, key, value, values, log_sums, mask is None, mask, ctx.scale), None, None
 
 
+def has_flash_attention() -> bool:
+    """Return whether this process's GPU runs FlashAttention-2: from compute capability 8 on."""
+    return torch.cuda.get_device_capability() >= (8, 0)
+
+
+def is_for_flash(query: Tensor, mask: Tensor | None) -> bool:
+    """Return whether ranks that share the sequence call the fused kernel block by block, by its log-sum-exp: the one for CPUs, and
+    FlashAttention-2, which takes half precision and no mask. Of compiled layers on a GPU torch's compiler would save the gathered keys
+    and values."""
+    if not query.is_cuda:
+        return True
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return mask is None and is_half and not torch.compiler.is_compiling() and has_flash_attention()
+
+
 def _flash_block(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (values [B, A, S, D], the log-sum-exp of each row of scores) of the fused kernel for CPUs."""
-    padded = _padded_heads(query, key, value)
-    values, log_sums = _FLASH(*padded, 0.0, causal, attn_mask=mask, scale=_score_scale(query, scale))
+    """Return (values [B, A, S, D], the log-sum-exp of each row of scores [B, A, S]) of the fused kernel; on a GPU without a mask."""
+    padded, scale = _padded_heads(query, key, value), _score_scale(query, scale)
+    if query.is_cuda:
+        values, log_sums = _GPU_FLASH(*padded, 0.0, causal, scale=scale)[:2]
+    else:
+        values, log_sums = _FLASH(*padded, 0.0, causal, attn_mask=mask, scale=scale)
     return values[..., : value.shape[-1]], log_sums
 
 
@@ -76,9 +97,15 @@ def _flash_block_gradients(
     mask: Tensor | None,
     scale: float | None,
 ) -> Tensors:
-    """Return the gradients of query, key and value from that of the values, by the fused kernel for CPUs."""
-    padded = _padded_heads(grad, query, key, value, values)
-    grads = _FLASH_BACKWARD(*padded, log_sums, 0.0, causal, attn_mask=mask, scale=_score_scale(query, scale))
+    """Return the gradients of query, key and value from that of the values, by the fused kernel; `values` and `log_sums` may be those of
+    more keys than these."""
+    padded, scale = _padded_heads(grad, query, key, value, values), _score_scale(query, scale)
+    if query.is_cuda:
+        undrawn = query.new_empty(0, dtype=torch.int64)  # the state of dropout, which is not read
+        sizes = None, None, query.shape[2], key.shape[2]  # no sequences apart
+        grads = _GPU_FLASH_BACKWARD(*padded, log_sums.contiguous(), *sizes, 0.0, causal, undrawn, undrawn, scale=scale)
+    else:
+        grads = _FLASH_BACKWARD(*padded, log_sums, 0.0, causal, attn_mask=mask, scale=scale)
     return tuple(each[..., : of.shape[-1]] for each, of in zip(grads, (query, key, value), strict=True))
 
 
@@ -88,8 +115,10 @@ def _score_scale(query: Tensor, scale: float | None) -> float:
 
 
 def _padded_heads(*tensors: Tensor) -> Tensors:
-    """Return tensors [..., D] of one D, the largest of them, padded with zeros."""
+    """Return tensors [..., D] of one D, the largest of them or what a GPU takes, padded with zeros."""
     size = max(each.shape[-1] for each in tensors)
+    if tensors[0].is_cuda:
+        size = -(-size // HEAD_ALIGNED) * HEAD_ALIGNED
     return tuple(each if each.shape[-1] == size else F.pad(each, (0, size - each.shape[-1])) for each in tensors)
 
 
@@ -153,7 +182,7 @@ class KeyBlock(NamedTuple):
 
 
 class FlashCore:
-    """torch's fused kernel for CPUs, block by block; the log-sum-exp of each block gives its share of the whole.
+    """torch's fused kernel for CPUs, or FlashAttention-2, block by block; the log-sum-exp of each block gives its share of the whole.
 
     Saves the values and one float32 per query and head. Each of this rank's two chunks attends to the keys before it as one block
     and to its own keys as another, so that keys which no query sees cost nothing. With a mask, all keys are one block.
@@ -167,11 +196,15 @@ class FlashCore:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensors]:
         """See `AttentionCore`."""
         B, A, s, _ = query.shape
-        values = query.new_zeros(B, s, A, value.shape[-1])
-        log_sums = query.new_full(query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))  # [B, A, s]
+        values = query.new_empty(B, s, A, value.shape[-1])
+        log_sums = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))  # [B, A, s]
+        begun = -1  # the first row of the chunk whose blocks are being added up
         for rows, keys, causal, block_mask in self._blocks(key.shape[2], mask):
             block, log_sum = _flash_block(query[:, :, rows], key[:, :, keys], value[:, :, keys], causal, block_mask, self.scale)
-            _add_block(values[:, rows].transpose(1, 2), log_sums[:, :, rows], block, log_sum)
+            if rows.start == begun:
+                _add_block(values[:, rows].transpose(1, 2), log_sums[:, :, rows], block, log_sum)
+            else:
+                values[:, rows], log_sums[:, :, rows], begun = block.transpose(1, 2), log_sum, rows.start
         return values, (values, log_sums)
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, saved: Tensors) -> Tensors:
@@ -204,7 +237,8 @@ def _add_block(values: Tensor, log_sums: Tensor, block: Tensor, log_sum: Tensor)
 
 
 class FusedCore:
-    """The fused kernel that torch chooses on a GPU. Backward computes forward again: not all kernels return their log-sum-exp."""
+    """The fused kernel that torch chooses on a GPU, where that is not called block by block. Backward computes forward again: not all
+    kernels return their log-sum-exp."""
 
     saves = False
 

@@ -116,9 +116,10 @@ class SplitCosts:
         self.device = rates(cluster.device, run.train.precision, fused=split.fused, own=own, alone=cluster.nodes * cluster.gpus == 1)
         self.gradient = widths(run).gradient
         self.kind = "cpu" if run.cluster.device.kind == "cpu" else "cuda"
-        # 1 where the core of our context parallelism runs again in its own backward, and saves no log-sum-exp (FusedCore in
-        # trainer/layers/transformer/core_attention.py)
-        self.core_again = int(own and self.kind == "cuda") * for_each(lambda degree: int(degree > 1), split.degree("cp"))
+        # 1 where the core of our context parallelism runs again in its own backward, and saves no log-sum-exp: FusedCore in
+        # trainer/layers/transformer/core_attention.py
+        fused_core = own and self.kind == "cuda" and (run.data.documents or run.train.precision == "fp32" or split.fused)
+        self.core_again = int(fused_core) * for_each(lambda degree: int(degree > 1), split.degree("cp"))
         self.local = self._local_tensors(run, split.form)
         outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local
         self.stream = self.local.bytes(STREAM)
