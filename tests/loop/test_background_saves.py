@@ -21,6 +21,8 @@ from distrain.trainer.loop.checkpoint import BackgroundWriter, Gather, SaveFaile
 from distrain.trainer.loop.checkpoint.host_copy import HostCopy
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.checkpoints import MANIFEST, checkpoint_steps
+from distrain.trainer.rundir.files import write_launch_files
+from distrain.trainer.rundir.measured import read_measured_run
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import PoolJob, RankPool
@@ -165,6 +167,9 @@ def test_checkpoints_are_those_of_a_run_that_waits_for_each(ranks: RankPool, tmp
     assert contents(late) == contents(waiting)
     snapshots = on_host(*words, BACKGROUND) - on_host(*words)
     assert sum(file["bytes"] for file in contents(late)[8][0].values()) == pytest.approx(snapshots, rel=0.03)  # with headers
+    write_launch_files(run := load_recipe(words[0], [*words[1:], BACKGROUND]), make_plan(run), late.folder)
+    offloads = any("offload" in word for word in layout)
+    assert ("on the host" in [each.name for each in read_measured_run(late.folder).memory]) == offloads, "no step holds a copy"
     saves = [at for at, line in enumerate(late.lines) if re.fullmatch(r"saved step [48] in .* MiB\); training waited [0-9.]+ s", line)]
     steps = [next(at for at, line in enumerate(late.lines) if re.match(rf"step +{step}/10 ", line)) for step in (6, 10)]
     assert len(saves) == 2

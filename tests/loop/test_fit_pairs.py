@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distrain.tests.fakes.one_process import reference_curve
+from distrain.tests.fakes.rank_pool import choose_program
+from distrain.trainer.rundir.checkpoints import checkpoint_steps
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
@@ -50,6 +52,17 @@ def one_rank(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, pairs: W
 def test_the_curve_is_that_of_one_process_without_deepspeed(one_rank: dict[str, list[float]], pairs: Words) -> None:
     losses, _ = reference_curve((*BASE, *pairs))
     assert one_rank["loss"] == pytest.approx(losses, abs=5e-6, rel=0)
+
+
+def test_ranks_count_labels_while_a_checkpoint_is_written(
+    ranks: RankPool, tmp_path: Path, one_rank: dict[str, list[float]], pairs: Words
+) -> None:
+    """Each in messages of its own, those of the checkpoint of step 3 under the next two steps."""
+    choose_program(tmp_path, "spoiled", {"run": "late_writes"})
+    saves = ("checkpoint.every=3", "checkpoint.final=false", "checkpoint.background=true", "train.steps=8")
+    job = ranks.train(tmp_path / "run", *BASE, *pairs, *LAYOUTS[1], *saves, "optim.schedule=constant")
+    assert job.figures("loss")[:3] == pytest.approx(one_rank["loss"][:3], abs=1e-3, rel=0)
+    assert checkpoint_steps(job.folder / "checkpoints") == [6, 3]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=" ".join)

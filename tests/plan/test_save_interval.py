@@ -289,7 +289,7 @@ def test_a_cpu_has_the_snapshot_in_its_own_memory() -> None:
     assert peaks[0]
     assert peaks[1]
     assert peaks[1].host
-    assert peaks[1].peak - peaks[0].peak == peaks[1].host.rank.snapshot
+    assert peaks[1].peak - peaks[0].peak == peaks[1].host.rank.snapshot > 0
     assert peaks[0].host is None
 
 
