@@ -145,7 +145,7 @@ def test_variables_of_the_join_token_are_not_in_the_environment_of_mpirun_and_sr
     monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     run = load_recipe("quickstart", [*SMALL, "cluster=2x1", "launch=deepspeed", f"launch.hostfile={here}", f"launch.runner={runner}"])
-    (launcher,) = launch_commands(run, resolve_hosts(run)).commands
+    (launcher,) = launch_commands(run, resolve_hosts(run).hosts).commands
     known = launcher.full_environment(os.environ)
     assert not {"WANDB_API_KEY", "NCCL_DEBUG"} & set(known)
     assert {"PATH", "HOME"} & set(os.environ) <= set(known)
