@@ -138,6 +138,13 @@ def test_deepspeeds_launcher_gets_its_files(here: Path, capsys: pytest.CaptureFi
     assert line.endswith(" --module distrain.trainer.launch.agent.bootstrap /runs/quickstart/run.json")
 
 
+def test_the_script_starts_no_rank_on_a_spare(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here.write_text("h1 slots=2\nh2 slots=2\nh3 slots=2\n")
+    said = show(["cluster=1x2", "launch=deepspeed", f"launch.hostfile={here}", "launch.spares=2", "--launch"], capsys)
+    assert "# spares, which only fit uses: h2, h3\n" in said
+    assert "launch/hosts.$$ <<'END'\nh1 slots=2\nEND\n" in said
+
+
 @pytest.mark.parametrize("runner", ["openmpi", "slurm"])
 def test_variables_of_the_join_token_are_not_in_the_environment_of_mpirun_and_srun(
     runner: str, here: Path, monkeypatch: pytest.MonkeyPatch

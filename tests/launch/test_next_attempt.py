@@ -195,6 +195,16 @@ def test_spares_are_the_last_hosts_that_include_leaves(cluster: Cluster) -> None
     assert (names(smaller), smaller.run.launch.include, smaller.run.launch.exclude) == ("bd", "b@d", None)
 
 
+def test_the_last_nodes_of_a_slurm_job_are_spares(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.ssh.put("scontrol", "print('n1\\nn2\\nn3\\nn4')")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-4]")
+    run = with_changes(cluster.run, [("launch.hostfile", None), ("launch.spares", 1)])
+    assert [host.name for host in resolve_hosts(run).spares] == ["n4"]
+    cluster.lose("n2")
+    assert following(first_attempt(run)).change == ", on n1, n3, n4: spare n4 for n2 (it can't be reached)"
+
+
 # Growing back
 
 

@@ -158,7 +158,7 @@ CHOICES: dict[str, tuple[str, str, str, dict[str, str], dict[str, str]]] = {
     "of two hosts that don't reach each other the later goes": ("", "01", "", {"h1": "h0 does not reach h1"}, {}),
     "the one that reaches no spare either goes": ("", "01 02",   "",      {"h0": "h0 does not reach h1"}, {}),
     "a spare does not reach a host":          ("",      "12",    "",      {},                    {"h2": "h1 does not reach h2"}),
-    "a host that is left out needs no link":  ("h1",    "12",    "",      {"h1": TORCH},         {}),
+    "a host that is left out needs no link":  ("h1",    "12 21", "",      {"h1": TORCH},         {}),
     "a spare that a needed host can't reach": ("h1",    "02",    "",      {"h1": TORCH},         {"h2": "h0 does not reach h2"}),
     "a host has a disk of its own":           ("",      "",      "01 12", {"h1": "h0 does not see what h1 writes to /runs"}, {}),
     "a spare has a disk of its own":          ("",      "",      "02 12", {},                    {"h2": "h0 does not see what h2"}),
@@ -282,6 +282,23 @@ def test_without_a_usable_spare_the_problems_of_the_hosts_alone_refuse_the_run(s
     assert [each.says for each in found.problems] == ["h0 can't be asked: No route to host"]
     assert found.notes == ("spare h1 can't be used: h1 can't be asked: No route to host",)
     assert [host.name for host in found.hosts] == ["h0"]
+
+
+LIMITED = """
+import sys
+from pathlib import Path
+from distrain.trainer.launch.hosts.hostfile import Host
+from distrain.trainer.launch.preflight.checks import HostRequirements
+from distrain.trainer.launch.preflight.preflight import run_preflight
+needs = HostRequirements(python=sys.executable, folder=None, kind="cpu", save=0, keep=1)
+found = run_preflight([Host(name="h0", slots=(0,))], needs, [Host(name="h1", slots=(0,))])
+print(*[each.rule for each in found.problems], *[host.name for host in found.hosts], *found.notes)
+"""
+
+
+def test_a_limit_on_open_files_is_a_problem_with_spares_too(ssh: FakeCommands) -> None:
+    limited = subprocess.run(["bash", "-c", 'ulimit -n 100; exec "$@"', "-", sys.executable, "-c", LIMITED], capture_output=True, text=True)
+    assert (limited.stdout, ssh.calls) == ("files h0\n", []), limited.stderr
 
 
 def children(pid: int) -> list[int]:

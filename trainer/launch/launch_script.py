@@ -29,7 +29,7 @@ def launch_script(run: Run) -> str:
     notice = stop_seconds(run, plan.time.step if plan.time else None, plan.saving.seconds if plan.saving else None)
     found = resolve_hosts(run)
     spares = ", ".join(host.name for host in found.spares)
-    remark = (f"without the spares {spares}, with which only fit replaces a host",) if spares else ()
+    remark = (f"spares, which only fit uses: {spares}",) if spares else ()
     launch = launch_commands(run, found.hosts, notice=notice)
     return "\n".join(script_lines(run, plan, replace(launch, remarks=(*launch.remarks, *remark))))
 
