@@ -122,7 +122,7 @@ class VirtualHosts:
                 assert host.shell.stdin is not None
                 host.shell.stdin.write(b"go\n")
                 host.shell.stdin.close()
-            self._wait()
+            self._wait(self.hosts)
         except BaseException:
             self.close()
             raise
@@ -143,7 +143,7 @@ class VirtualHosts:
         """Take a host's link at the switch "up" or "down"."""
         self._run_ip(self._switch, f"link set port{number} {state}")
         if state == "up":
-            self._wait()
+            self._wait([self.hosts[number]])
 
     def close(self) -> None:
         """End all hosts: a namespace ends with its first process, and that with its unshare."""
@@ -193,9 +193,9 @@ class VirtualHosts:
         for line in lines:
             subprocess.run(["nsenter", f"--target={pid}", "--net", "ip", *shlex.split(line)], check=True)
 
-    def _wait(self) -> None:
-        """Wait until each host accepts ssh connections."""
-        for host in self.hosts:
+    def _wait(self, hosts: Sequence[VirtualHost]) -> None:
+        """Wait until each of these accepts ssh connections of the first host."""
+        for host in hosts:
             program = f"import socket; socket.create_connection(({host.address!r}, 22), 2).close()"
             words = self.hosts[0].command_line([sys.executable, "-I", "-S", "-c", program])
             _wait_for(partial(_succeeds, words))

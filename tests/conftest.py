@@ -25,7 +25,7 @@ settings.load_profile("steady")
 TIMED = (
     "test_hosts", "test_hosts_training", "test_faults", "test_slurm", "test_secrets", "test_hangs", "test_checkpoint_kills",
     "test_registration", "test_preflight", "test_preflight_hosts", "test_calibrate_hosts", "test_measure_hosts", "test_openmpi",
-    "test_machine", "test_startup",
+    "test_machine", "test_startup", "test_spares",
 )  # fmt: skip
 # Test files that take more than five seconds, the longest first: workers begin with these, and `bash scripts/test --quick` leaves them out.
 SLOW = (

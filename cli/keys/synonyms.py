@@ -122,6 +122,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("master_addr", "launch.address"),
     _row("master_port", "launch.port"),
     _row("max_restarts", "launch.restarts"),
+    _row("spare_nodes num_spare_nodes spare_hosts hot_spares", "launch.spares", "hosts beyond the cluster's nodes"),
     _row("deepspeed deepspeed_config", "", "distrain writes it: `distrain show --engine` prints it, and parallel.zero sets its stage"),
     # model
     _row("n_layer n_layers num_layers num_hidden_layers", "model.layers"),

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from ...trainer.launch.hosts.hostfile import Host
 from ...trainer.launch.preflight.checks import HostState
 from ...trainer.launch.preflight.preflight import PreflightReport, host_requirements, run_preflight
 from ...trainer.plan.result import Plan
 from ...trainer.spec.format_numbers import plural, rate_text, seconds_text, size_text
-from ...trainer.spec.problem import Problem
 from ...trainer.spec.run import Run
 from .text_layout import narrow_table, page_width, wrap
 
 
-def run_preflight_and_show(hosts: Sequence[Host], run: Run, plan: Plan, show: Callable[[str], object]) -> tuple[Problem, ...]:
-    """Ask all hosts, show the table, and return the problems that prevent the run. Raises SshInterrupted once a stop is requested."""
-    report = run_preflight(hosts, host_requirements(run, plan))
-    for line in preflight_lines(report):
+def run_preflight_and_show(
+    hosts: Sequence[Host], spares: Sequence[Host], run: Run, plan: Plan, show: Callable[[str], object]
+) -> PreflightReport:
+    """Ask all hosts and spares, show the table, and return the report. Raises SshInterrupted once a stop is requested."""
+    report = run_preflight(hosts, host_requirements(run, plan), spares)
+    for line in preflight_lines(report, {spare.name for spare in spares}):
         show(line)
-    return report.problems
+    return report
 
 
-def preflight_lines(report: PreflightReport) -> Iterator[str]:
-    """Yield a row per host, the notes, and the rate of the all-reduce."""
+def preflight_lines(report: PreflightReport, spares: Container[str] = ()) -> Iterator[str]:
+    """Yield a row per host, those of `spares` marked; the notes; and the rate of the all-reduce."""
     heads = ["host", "answers in", "python", "torch", "slots", "has", "free disk", "clock", "reaches"]
-    yield from narrow_table([heads, *(_row(each, len(report.seen)) for each in report.seen)], width=page_width())
+    rows = [_row(each, len(report.seen)) for each in report.seen]
+    marked = [[f"{name} (spare)" if name in spares else name, *cells] for name, *cells in rows]
+    yield from narrow_table([heads, *marked], width=page_width())
     for note in report.notes:
         yield from wrap(f"note: {note}", hang="  ")
     if report.rate is not None:

@@ -15,7 +15,7 @@ from .common_options import ConfigDir, recipe_and_overrides
 from .exit_status import FAILED, OK
 
 if TYPE_CHECKING:
-    from ...trainer.launch.hosts.hostfile import Host
+    from ...trainer.launch.hosts_and_commands import RunHosts
     from ...trainer.machine.checks import MachineCheck
     from ...trainer.spec.run import Run
 
@@ -97,22 +97,22 @@ def _check_run(arguments: Sequence[str], config_dir: Path | None) -> bool:
 
     conf, overrides = recipe_and_overrides(arguments, "doctor", config_dir)
     run = load_recipe(conf, overrides, config_dir)
-    hosts = resolve_hosts(run)
-    problem = bool(hosts) and _print_preflight(hosts, run)
-    if not hosts and measure_once(lambda: load_recipe(conf, overrides, config_dir).cluster.device.kind, print_error) is None:
+    found = resolve_hosts(run)
+    problem = bool(found.hosts) and _print_preflight(found, run)
+    if not found.hosts and measure_once(lambda: load_recipe(conf, overrides, config_dir).cluster.device.kind, print_error) is None:
         run = load_recipe(conf, overrides, config_dir)  # with the rates that were measured
     plan = make_plan(run)
     problem |= _print_checks(version_checks(distrain_version()))
-    problem |= _print_checks(checks_of_run(run, plan, verdict(plan).removeprefix(f"{plan.name} "), hosted=bool(hosts)))
+    problem |= _print_checks(checks_of_run(run, plan, verdict(plan).removeprefix(f"{plan.name} "), hosted=bool(found.hosts)))
     return problem
 
 
-def _print_preflight(hosts: Sequence[Host], run: Run) -> bool:
-    """Ask the run's hosts and print their answers; return whether a problem would stop it. Raises SshInterrupted."""
+def _print_preflight(found: RunHosts, run: Run) -> bool:
+    """Ask the run's hosts and spares and print their answers; return whether a problem would stop it. Raises SshInterrupted."""
     from ...trainer.plan.plan import make_plan
     from ..pages.hosts_page import run_preflight_and_show
 
-    problems = run_preflight_and_show(hosts, run, make_plan(run), print_output)
+    problems = run_preflight_and_show(found.hosts, found.spares, run, make_plan(run), print_output).problems
     for problem in problems:
         _print_wrapped(f"problem: {problem}")
     return bool(problems)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from shlex import quote
 
 from ...trainer.launch import train_run
-from ...trainer.launch.admission import check_start, start_warnings
+from ...trainer.launch.admission import StartCheck, check_start, start_warnings
 from ...trainer.launch.file_checks import FileChecks, epoch_warnings, prepare_files
-from ...trainer.launch.hosts.hostfile import Host
 from ...trainer.launch.hosts.ssh import SshInterrupted
+from ...trainer.launch.hosts_and_commands import for_first_host
 from ...trainer.launch.train_run import TrainingResult
 from ...trainer.machine import facts as machine
 from ...trainer.plan.plan import make_plan
@@ -33,20 +33,25 @@ def fit_run(read: Callable[[], Run]) -> TrainingResult:
     ready = _check(read)
     if ready is None:
         return NOT_STARTED
-    run, plan, hosts = ready
+    run, plan, start = ready
+    hosts = start.hosts
     print_line(verdict(plan))
     files = prepare_files(run, print_live_line)
     warnings = (*start_warnings(run, plan), *epoch_warnings(run, plan, files.data))
     for line in (*files.remarks, *(f"warning: {each}" for each in warnings)):
         print_line(one_line(line))
-    too_few_files = raise_limit(needed_files(plan.world, len(hosts)))
+    too_few_files = raise_limit(needed_files(plan.world, len(hosts) + len(start.spares)))
     problems = files.problems or ((too_few_files,) if too_few_files else ())
     if not problems and run.launch.preflight and hosts:
         try:
-            problems = run_preflight_and_show(hosts, run, plan, print_line)
+            report = run_preflight_and_show(hosts, start.spares, run, plan, print_line)
         except SshInterrupted as stop:
             print_error(f"distrain: {stop} while the hosts were asked")
             return TrainingResult(status=128 + stop.number)
+        problems, hosts = report.problems, report.hosts
+        if run.launch.address and hosts[0] != start.hosts[0]:
+            print_line(f"launch.address={run.launch.address} is not used: it belongs to {start.hosts[0].name}")
+            run = for_first_host(run, start.hosts[0], hosts[0])
     if problems:
         print_problems(problems)
         return NOT_STARTED
@@ -58,8 +63,8 @@ def fit_run(read: Callable[[], Run]) -> TrainingResult:
     return result
 
 
-def _check(read: Callable[[], Run]) -> tuple[Run, Plan, tuple[Host, ...]] | None:
-    """Return the run, its plan and its hosts; None where problems prevent it, which are printed.
+def _check(read: Callable[[], Run]) -> tuple[Run, Plan, StartCheck] | None:
+    """Return the run, its plan and, with its hosts, the check of its start; None where problems prevent it, which are printed.
 
     What can't run at all is refused before this machine is measured; then the run is read again, with the measured rates.
     """
@@ -75,7 +80,7 @@ def _check(read: Callable[[], Run]) -> tuple[Run, Plan, tuple[Host, ...]] | None
             break
         if unmeasured := machine.measure_once(lambda: read().cluster.device.kind, print_line):
             print_problems([unmeasured])
-    return run, plan, start.hosts
+    return run, plan, start
 
 
 def closing_text(run: Run) -> str:

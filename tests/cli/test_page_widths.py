@@ -104,8 +104,8 @@ def test_no_line_of_hosts_and_checks_is_too_long(columns: int, monkeypatch: pyte
     host = Host(name="a-host-with-quite-a-long-name.of.some.cluster.example.org", slots=tuple(range(8)))
     facts = {"versions": {"python": "3.11.7", "torch": "2.13.0+cu130"}, "cards": [{}] * 8, "folder": {"free": 2**45}, "cores": 128}
     seen = HostState(host=host, seconds=0.4, facts=facts, drift=0.0, links={"reached": ["x"]})
-    report = PreflightReport(seen=(seen, seen), problems=(), notes=("clocks differ, and so on, " * 6,), rate=1e9)
-    assert not too_long(list(preflight_lines(report)), columns)
+    report = PreflightReport(seen=(seen, seen), problems=(), notes=("clocks differ, and so on, " * 6,), hosts=(host,), rate=1e9)
+    assert not too_long(list(preflight_lines(report, {host.name})), columns)
     check = MachineCheck(
         "disk", "problem", "4.00 KiB free in /a/folder " + "of some depth " * 8, "make room, or set log.dir to another disk"
     )

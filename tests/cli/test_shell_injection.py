@@ -128,8 +128,8 @@ def patched_machine(fakes: FakeCommands, top: Path, environment: Mapping[str, st
 
 def start_over_hosts(run: Run, plan: Plan, runner: Any) -> Sequence[Host]:
     """Start a run over hosts as `distrain fit` does: check the hosts, upload files, start the launcher; return the hosts."""
-    hosts, folder = resolve_hosts(run), run_folder(run)
-    run_preflight_and_show(hosts, run, plan, lambda line: None)
+    hosts, folder = resolve_hosts(run).hosts, run_folder(run)
+    run_preflight_and_show(hosts, (), run, plan, lambda line: None)
     launch = launch_commands(run, hosts)
     token = JoinToken(
         secret="5", controllers=[], hostnames=[], slots=[], command=[], environment=forwarded_variables(os.environ, run.launch.environment)
@@ -311,7 +311,7 @@ def test_a_launch_script_executes_no_hostile_text(
     hostile_run = with_changes(run, values.items())
     with patched_machine(fakes, top, environment, str(fakes.folder / "python")):
         try:
-            commands = launch_commands(hostile_run, resolve_hosts(hostile_run))
+            commands = launch_commands(hostile_run, resolve_hosts(hostile_run).hosts)
         except Unreadable:
             assert launch != "local"
             return

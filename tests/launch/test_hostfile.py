@@ -57,7 +57,7 @@ BAD: dict[str, tuple[bytes, str]] = {
                                    "{} line 3: h1 is on line 1 already: give each host one line")),
     "too many hosts":            (b"h1 slots=2\nh2 slots=2\n",
                                   ("{} has 2 hosts with 2 slots each, but the cluster is 1 node x 2: "
-                                   "set launch.include=h1 or cluster=2x2 parallel.dp=auto")),
+                                   "set launch.include=h1 or launch.spares=1 or cluster=2x2 parallel.dp=auto")),
     "too few slots":             (b"h1 slots=1\n",
                                   "{} has 1 host with 1 slot, but the cluster is 1 node x 2: set cluster=1x1 parallel.dp=auto"),
     "too many slots":            (b"h1 slots=8\n",
@@ -94,6 +94,15 @@ WORDS = (
     ("launch.exclude=h1:0",                  ("launch.exclude leaves 2 hosts of {} with 1 and 2 slots, but the cluster is 1 node x 2: "
                                               "set launch.exclude=null launch.include=h2 or cluster=2x1 parallel.dp=auto "
                                               "launch.exclude=null launch.include=h1:1@h2:0")),
+    ("launch.spares=2",                      ("{} has 2 hosts with 2 slots each, but the cluster is 1 node x 2 and launch.spares=2: "
+                                              "set launch.spares=1 or cluster=2x2 parallel.dp=auto launch.spares=0")),
+    ("launch.spares=99",                     ("{} has 2 hosts with 2 slots each, but the cluster is 1 node x 2 and launch.spares=99: "
+                                              "set launch.spares=1 or cluster=2x2 parallel.dp=auto launch.spares=0")),
+    ("launch.include=h1 launch.spares=1",    ("{} has 1 host with 2 slots, but the cluster is 1 node x 2 and launch.spares=1: "
+                                              "set launch.spares=0 or cluster=1x2 parallel.dp=auto launch.spares=0")),
+    ("launch.exclude=h2:0 launch.spares=1",  ("launch.exclude leaves 2 hosts of {} with 2 and 1 slot, but the cluster is 1 node x 2 and "
+                                              "launch.spares=1: set launch.spares=0 launch.exclude=null launch.include=h1 or cluster=1x1 "
+                                              "parallel.dp=auto launch.exclude=null launch.include=h1:0@h2:1")),
     ("cluster=2x2x2 launch.include=h1",      ("{} has 1 host with 2 slots, but the cluster is 4 nodes x 2 (cluster=2x2x2: data 2 x "
                                               "tensor 2 x pipeline 2 = 8 processes, 4 nodes x 2, each stage on 2 nodes): "
                                               "set cluster=1x2 parallel.dp=auto")),
@@ -117,6 +126,9 @@ def test_selected_hosts_are_checked_against_the_hostfile(words: str, line: str, 
             "launch.hostfile={}/none: no such file: name one that exists, or set launch=local to use this machine only",
         ),
         ("launch.hostfile={}", "launch.hostfile={} is a folder: name a file with a line per host: host1 slots=8"),
+        ("launch=local launch.spares=1", "launch.spares=1 is not read by launch=local: set launch=deepspeed"),
+        ("launch=slurm launch.spares=1", "launch.spares=1 is not read by launch=slurm: set launch=deepspeed"),
+        ("launch=torchrun launch.hostfile={}/none launch.spares=1", "launch.spares=1 is not read by launch=torchrun: set launch=deepspeed"),
         ("launch=local launch.hostfile={}/none", "launch.hostfile={}/none is not read by launch=local: set launch=deepspeed"),
         (
             "launch=slurm launch.include=h1",
@@ -178,10 +190,11 @@ def test_hosts_keep_the_order_of_the_file(tmp_path: Path) -> None:
     counts=some.lists(some.integers(1, 4), min_size=1, max_size=5),
     nodes=some.integers(1, 4),
     gpus=some.integers(1, 4),
+    spares=some.none() | some.integers(0, 3),
     out=some.lists(some.tuples(some.integers(0, 4), some.integers(0, 3)), max_size=3, unique=True),
 )
 def test_every_suggested_fix_works(
-    counts: list[int], nodes: int, gpus: int, out: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+    counts: list[int], nodes: int, gpus: int, spares: int | None, out: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = tmp_path_factory.mktemp("hosts") / "hosts"
     file.write_text("".join(f"h{at} slots={count}\n" for at, count in enumerate(counts)))
@@ -191,12 +204,13 @@ def test_every_suggested_fix_works(
             drop.setdefault(host, []).append(slot)
     exclude = "@".join(f"h{host}:{','.join(map(str, slots))}" for host, slots in drop.items()) or None
     try:
-        found = selected_hosts(str(file), nodes=nodes, gpus=gpus, exclude=exclude)
+        found = selected_hosts(str(file), nodes=nodes, gpus=gpus, spares=spares, exclude=exclude)
     except Unreadable as error:
         (problem,) = error.problems
     else:
-        assert [len(host.slots) for host in found] == [gpus] * nodes
+        assert [len(host.slots) for host in found] == [gpus] * (nodes + (spares or 0))
         return
+    assert spares is not None or "launch.spares" not in str(problem), "a launch without spares is not offered any"
     for mend in problem.mend.removeprefix("set ").split(" or "):
         if not mend.startswith(("launch", "cluster")):
             continue
@@ -204,8 +218,10 @@ def test_every_suggested_fix_works(
         size = re.fullmatch(r"(\d+)x(\d+)", words.get("cluster", f"{nodes}x{gpus}"))
         assert size
         kept = None if words.get("launch.exclude") == "null" else exclude
-        left = selected_hosts(str(file), nodes=int(size[1]), gpus=int(size[2]), include=words.get("launch.include"), exclude=kept)
-        assert {host.name: len(host.slots) for host in left} == {host.name: int(size[2]) for host in left}
+        spared = None if spares is None else int(words.get("launch.spares", spares))
+        chosen = words.get("launch.include")
+        left = selected_hosts(str(file), nodes=int(size[1]), gpus=int(size[2]), spares=spared, include=chosen, exclude=kept)
+        assert [len(host.slots) for host in left] == [int(size[2])] * (int(size[1]) + (spared or 0))
 
 
 @given(some.lists(some.frozensets(some.integers(0, 7), min_size=1), min_size=1, max_size=4))

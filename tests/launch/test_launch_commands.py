@@ -138,6 +138,13 @@ def test_deepspeeds_launcher_gets_its_files(here: Path, capsys: pytest.CaptureFi
     assert line.endswith(" --module distrain.trainer.launch.agent.bootstrap /runs/quickstart/run.json")
 
 
+def test_the_script_starts_no_rank_on_a_spare(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here.write_text("h1 slots=2\nh2 slots=2\nh3 slots=2\n")
+    said = show(["cluster=1x2", "launch=deepspeed", f"launch.hostfile={here}", "launch.spares=2", "--launch"], capsys)
+    assert "# spares, which only fit uses: h2, h3\n" in said
+    assert "launch/hosts.$$ <<'END'\nh1 slots=2\nEND\n" in said
+
+
 @pytest.mark.parametrize("runner", ["openmpi", "slurm"])
 def test_variables_of_the_join_token_are_not_in_the_environment_of_mpirun_and_srun(
     runner: str, here: Path, monkeypatch: pytest.MonkeyPatch
@@ -145,7 +152,7 @@ def test_variables_of_the_join_token_are_not_in_the_environment_of_mpirun_and_sr
     monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     run = load_recipe("quickstart", [*SMALL, "cluster=2x1", "launch=deepspeed", f"launch.hostfile={here}", f"launch.runner={runner}"])
-    (launcher,) = launch_commands(run, resolve_hosts(run)).commands
+    (launcher,) = launch_commands(run, resolve_hosts(run).hosts).commands
     known = launcher.full_environment(os.environ)
     assert not {"WANDB_API_KEY", "NCCL_DEBUG"} & set(known)
     assert {"PATH", "HOME"} & set(os.environ) <= set(known)

@@ -21,6 +21,7 @@ from distrain.trainer.launch.preflight import host_probe
 from distrain.trainer.launch.preflight import preflight as rounds
 from distrain.trainer.launch.preflight.checks import HostRequirements, HostState, host_notes, host_problems
 from distrain.trainer.launch.preflight.preflight import run_preflight
+from distrain.trainer.launch.preflight.spares import choose_hosts
 from distrain.trainer.system.child_process import end_child
 
 NAMES = ("h0", "h1", "h2")
@@ -143,6 +144,57 @@ def test_minor_findings_are_notes(answer: dict[str, Any]) -> None:
     ]
 
 
+# Spares: h0 and h1 are a run's hosts, h2 is its spare
+
+TORCH = f"has torch 2.0.0, this machine {host_probe.package_versions()['torch']}"
+# fmt: off
+CHOICES: dict[str, tuple[str, str, str, dict[str, str], dict[str, str]]] = {
+    # hosts with another torch; pairs without a link; pairs without a shared folder; who is left out, and which spare is useless, and why
+    "nothing is wrong":                       ("",      "",      "",      {},                    {}),
+    "a host has other versions":              ("h1",    "",      "",      {"h1": TORCH},         {}),
+    "the first host has other versions":      ("h0",    "",      "",      {"h0": TORCH},         {}),
+    "a spare has other versions":             ("h2",    "",      "",      {},                    {"h2": TORCH}),
+    "a host and the spare have":              ("h1 h2", "",      "",      {"h1": TORCH},         {"h2": TORCH}),
+    "of two hosts that don't reach each other the later goes": ("", "01", "", {"h1": "h0 does not reach h1"}, {}),
+    "the one that reaches no spare either goes": ("", "01 02",   "",      {"h0": "h0 does not reach h1"}, {}),
+    "a spare does not reach a host":          ("",      "12",    "",      {},                    {"h2": "h1 does not reach h2"}),
+    "a host that is left out needs no link":  ("h1",    "12 21", "",      {"h1": TORCH},         {}),
+    "a spare that a needed host can't reach": ("h1",    "02",    "",      {"h1": TORCH},         {"h2": "h0 does not reach h2"}),
+    "a host has a disk of its own":           ("",      "",      "01 12", {"h1": "h0 does not see what h1 writes to /runs"}, {}),
+    "a spare has a disk of its own":          ("",      "",      "02 12", {},                    {"h2": "h0 does not see what h2"}),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_spares_take_the_place_of_hosts_that_are_unusable(name: str, answer: dict[str, Any]) -> None:
+    other, unlinked, unshared, left_out, useless = CHOICES[name]
+    states = host_states(answer)
+    for each in states:
+        assert each.facts
+        assert each.links
+        if each.name in other:
+            each.facts["versions"] = each.facts["versions"] | {"torch": "2.0.0"}
+        for pair in unlinked.split():
+            if each.name == f"h{pair[0]}":
+                each.links["failed"][f"h{pair[1]}"] = "timed out"
+        for pair in unshared.split():
+            if each.name == f"h{pair[0]}":
+                each.links["unseen"].append(f"h{pair[1]}")
+    choice = choose_hosts(states[:2], states[2:], requirements(Path("/runs")))
+    sound = [host for host in NAMES if host not in {**left_out, **useless}]
+    assert [host.name for host in choice.used] == sound[:2]
+    for found, expected in ((choice.left_out, left_out), (choice.useless, useless)):
+        assert found.keys() == expected.keys()
+        assert all(why in found[host] for host, why in expected.items())
+
+
+def test_two_names_of_one_machine_are_not_used_together(answer: dict[str, Any]) -> None:
+    states = host_states(answer, lambda facts: facts.update(home=["h2", "boot"]))
+    choice = choose_hosts(states[:2], states[2:], requirements(Path("/runs")))
+    assert ([host.name for host in choice.used], choice.useless) == (["h0", "h1"], {"h2": "h0 and h2 are the same machine"})
+
+
 # The rounds, over the fake ssh
 
 
@@ -201,6 +253,52 @@ def test_a_host_that_is_not_reached_is_named(ssh: FakeCommands, tmp_path: Path) 
     assert "h0 and h1 are the same machine: take one of them out of the hostfile" in says
     assert any(each.startswith("h0 does not reach h1: ") for each in says)
     assert [each.name for each in (tmp_path / "run").iterdir()] == []
+
+
+REFUSES = "sys.exit('No route to host')"
+
+
+def test_a_spare_takes_the_place_of_a_host_that_does_not_answer(ssh: FakeCommands, tmp_path: Path) -> None:
+    ssh.host("h0", REFUSES)
+    found = run_preflight(hosts(1), requirements(tmp_path), hosts(2)[1:])
+    assert (found.problems, [host.name for host in found.hosts]) == ((), ["h1"])
+    assert found.notes == ("h0 is left out (h0 can't be asked: No route to host): spare h1 takes its place",)
+    lines = list(preflight_lines(found, {"h1"}))
+    assert [line.split("  ")[0] for line in lines[1:3]] == ["h0", "h1 (spare)"]
+    assert " ".join(" ".join(lines[3:]).split()) == f"note: {found.notes[0]}"
+
+
+def test_a_spare_that_can_not_be_used_is_a_note(ssh: FakeCommands, tmp_path: Path) -> None:
+    """Both names are this machine."""
+    found = run_preflight(hosts(1), requirements(tmp_path), hosts(2)[1:])
+    assert (found.problems, [host.name for host in found.hosts]) == ((), ["h0"])
+    assert found.notes == ("spare h1 can't be used: h0 and h1 are the same machine",)
+
+
+def test_without_a_usable_spare_the_problems_of_the_hosts_alone_refuse_the_run(ssh: FakeCommands, tmp_path: Path) -> None:
+    ssh.host("h0", REFUSES)
+    ssh.host("h1", REFUSES)
+    found = run_preflight(hosts(1), requirements(tmp_path), hosts(2)[1:])
+    assert [each.says for each in found.problems] == ["h0 can't be asked: No route to host"]
+    assert found.notes == ("spare h1 can't be used: h1 can't be asked: No route to host",)
+    assert [host.name for host in found.hosts] == ["h0"]
+
+
+LIMITED = """
+import sys
+from pathlib import Path
+from distrain.trainer.launch.hosts.hostfile import Host
+from distrain.trainer.launch.preflight.checks import HostRequirements
+from distrain.trainer.launch.preflight.preflight import run_preflight
+needs = HostRequirements(python=sys.executable, folder=None, kind="cpu", save=0, keep=1)
+found = run_preflight([Host(name="h0", slots=(0,))], needs, [Host(name="h1", slots=(0,))])
+print(*[each.rule for each in found.problems], *[host.name for host in found.hosts], *found.notes)
+"""
+
+
+def test_a_limit_on_open_files_is_a_problem_with_spares_too(ssh: FakeCommands) -> None:
+    limited = subprocess.run(["bash", "-c", 'ulimit -n 100; exec "$@"', "-", sys.executable, "-c", LIMITED], capture_output=True, text=True)
+    assert (limited.stdout, ssh.calls) == ("files h0\n", []), limited.stderr
 
 
 def children(pid: int) -> list[int]:

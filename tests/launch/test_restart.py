@@ -8,18 +8,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from distrain.tests.fakes.attempts import Attempts, attempt_run, write_checkpoint
-from distrain.tests.fakes.path_commands import SSH, FakeCommands
 from distrain.trainer.launch import watchdog_times
 from distrain.trainer.launch.goodput import GoodputMeter
+from distrain.trainer.launch.next_attempt import HostFaults
 from distrain.trainer.launch.rank.log import RemoteLog
 from distrain.trainer.launch.restart import is_machine_failure, no_restart_reason
-from distrain.trainer.launch.shrink import HostFaults, TooFewHosts, shrink_run
 from distrain.trainer.launch.supervisor.outcome import Fate, Outcome, RankOutcome
 from distrain.trainer.launch.supervisor.watchdog import Watchdog
 from distrain.trainer.launch.train_run import train_run
@@ -27,7 +25,6 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.files import run_folder
 from distrain.trainer.rundir.lock import RunFolderInUse, hold_run_folder
 from distrain.trainer.spec.changed_run import with_changes
-from distrain.trainer.spec.run import Run
 from distrain.trainer.system.child_process import end_child
 
 HERE = socket.gethostname()
@@ -298,40 +295,3 @@ def test_a_host_at_fault_twice_is_avoided(ends: list[Outcome], avoided: dict[str
     for ended in ends:
         faults.count(ended)
     assert faults.hosts_to_avoid(ends[-1]) == avoided
-
-
-@pytest.fixture
-def over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run over hosts a, b and c, one rank each; an ssh to `gone` fails."""
-    made = FakeCommands(tmp_path / "stand_ins")
-    made.put("ssh", SSH)
-    made.put("pdsh", SSH)
-    monkeypatch.setenv("PATH", made.path())
-    (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\nc slots=1\n")
-    return with_changes(attempt_run("cluster=3x1"), [("launch.name", "deepspeed"), ("launch.hostfile", str(tmp_path / "hostfile"))])
-
-
-def shrunk(run: Run, avoid: dict[str, str]) -> tuple[Run, str]:
-    attempt = shrink_run(run, make_plan(run), avoid)
-    assert attempt.plan.world == attempt.run.cluster.nodes == len(attempt.hosts)
-    return attempt.run, attempt.change
-
-
-def test_an_avoided_host_is_left_out_and_so_is_the_rendezvous_address_on_it(over_hosts: Run) -> None:
-    run = with_changes(over_hosts, [("launch.address", "10.0.0.1")])
-    smaller, change = shrunk(run, {"b": "at fault 2 times"})
-    assert (smaller.launch.include, smaller.launch.address, smaller.checkpoint.resume) == ("a@c", "10.0.0.1", "auto")
-    assert change == ", on a, c: dp 3 -> 2, the same 12 sequences a step; without b (at fault 2 times)"
-    smaller, _ = shrunk(run, {"a": "it could not be used"})
-    assert (smaller.launch.include, smaller.launch.address) == ("b@c", None)
-
-
-def test_an_avoided_host_is_used_where_the_run_needs_it(over_hosts: Run) -> None:
-    run = with_changes(over_hosts, [("parallel", replace(over_hosts.parallel, dp=1, pp=3)), ("model.layers", 3)])
-    same, change = shrunk(run, {"b": "at fault 2 times"})
-    assert (same, change) == (with_changes(run, [("checkpoint.resume", "auto")]), "")
-
-
-def test_no_host_is_called_once_a_stop_was_requested(over_hosts: Run) -> None:
-    with pytest.raises(TooFewHosts):
-        shrink_run(over_hosts, make_plan(over_hosts), {}, [(signal.SIGTERM, 0.0)])

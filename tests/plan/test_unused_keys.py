@@ -139,6 +139,8 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("launch.port", 29500, "launch.name=local", {}, {"launch.name": "slurm"}),
     ("launch.environment", ("A",), "launch.name=local", {}, HOSTS),
     ("launch.restarts", 3, "launch.name=torchrun", {"launch.name": "torchrun"}, {}),
+    ("launch.spares", 2, "launch.name=torchrun", {"launch.name": "torchrun"}, HOSTS),
+    ("launch.spares", 2, "launch.restarts=0 and launch.preflight=false", {**HOSTS, "launch.preflight": False}, HOSTS),
     ("launch.patience", 60.0, "launch.name=slurm", {"launch.name": "slurm"}, {}),
     ("launch.preflight", False, "launch.name=local", {}, HOSTS),
 ]

@@ -21,25 +21,26 @@ from ..system.cpu import cpu_count
 from .commands.deepspeed import RUNNER_PROGRAMS
 from .hosts.hostfile import Host
 from .hosts.slurm_nodes import slurm_job
-from .hosts_and_commands import resolve_hosts
+from .hosts_and_commands import RunHosts, resolve_hosts
 
 SINK_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # log sink -> the package that it needs
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartCheck:
-    """The problems that prevent a start, and the run's hosts (none for launch=local, or where they are a problem)."""
+    """The problems that prevent a start, and the run's hosts and spares (none for launch=local, or where they are a problem)."""
 
     problems: tuple[Problem, ...]
     hosts: tuple[Host, ...] = ()
+    spares: tuple[Host, ...] = ()
 
 
 def check_start(run: Run, plan: Plan) -> StartCheck:
     """Resolve the run's hosts, and find what prevents a start: in the plan, the engine, the launcher, this machine."""
     problems = [*plan.problems, *engine_problems(run)]
-    hosts: tuple[Host, ...] = ()
+    found = RunHosts()
     try:
-        hosts = resolve_hosts(run)
+        found = resolve_hosts(run)
     except Unreadable as error:
         problems += error.problems
     problems += _launcher_problems(run)
@@ -48,7 +49,7 @@ def check_start(run: Run, plan: Plan) -> StartCheck:
         says = "train.precision=fp16 does not run on a CPU: DeepSpeed accepts it only on the few that multiply in fp16"
         problems.append(Problem(rule="precision", says=says, mend="set train.precision to fp32 or bf16, or engine=native"))
     problems += _machine_problems(run, plan)
-    return StartCheck(problems=tuple(problems), hosts=hosts)
+    return StartCheck(problems=tuple(problems), hosts=found.hosts, spares=found.spares)
 
 
 def start_warnings(run: Run, plan: Plan) -> Iterator[Problem]:

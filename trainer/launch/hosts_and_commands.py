@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..rundir.files import run_folder
 from ..spec.format_numbers import plural
@@ -21,25 +21,36 @@ from .hosts.slurm_nodes import allocated_hosts, slurm_job
 
 RANK_MODULE = "distrain.trainer.loop.rank"  # what every rank runs, whichever launcher starts it
 BOOTSTRAP_MODULE = "distrain.trainer.launch.agent.bootstrap"  # what DeepSpeed's launcher starts for each slot
-HOST_KEYS = ("hostfile", "include", "exclude", "address")
-HOST_KEYS_BY_LAUNCH = {"local": (), "slurm": (), "torchrun": HOST_KEYS, "deepspeed": HOST_KEYS}
+SPARES_KEY = "spares"
+HOST_KEYS = ("hostfile", "include", "exclude", "address", SPARES_KEY)
+HOST_KEYS_BY_LAUNCH = {"local": (), "slurm": (), "torchrun": HOST_KEYS[:-1], "deepspeed": HOST_KEYS}  # no torchrun replaces a host
 
 
-def resolve_hosts(run: Run) -> tuple[Host, ...]:
-    """Return the hosts of a run with their slots, () for launch=local and slurm; raises Unreadable with all that is wrong."""
+@dataclass(frozen=True, kw_only=True)
+class RunHosts:
+    """A run's hosts, one per node, and its spares, both in the order of the hostfile; none for launch=local and slurm."""
+
+    hosts: tuple[Host, ...] = ()
+    spares: tuple[Host, ...] = ()
+
+
+def resolve_hosts(run: Run) -> RunHosts:
+    """Return the hosts of a run with their slots; raises Unreadable with all that is wrong."""
     launch, cluster = run.launch, run.cluster
     _refuse_unread_keys(run)
     if not HOST_KEYS_BY_LAUNCH[launch.name]:
-        return ()
-    return select_hosts(
+        return RunHosts()
+    found = select_hosts(
         available_hosts(run),
         launch.hostfile or slurm_job(os.environ),
         nodes=cluster.nodes,
         gpus=cluster.gpus,
+        spares=launch.spares if SPARES_KEY in HOST_KEYS_BY_LAUNCH[launch.name] else None,
         include=launch.include,
         exclude=launch.exclude,
         reading=run.reading,
     )
+    return RunHosts(hosts=found[: cluster.nodes], spares=found[cluster.nodes :])
 
 
 def hosts_to_measure(run: Run, devices: int | None) -> tuple[Host, ...]:
@@ -73,6 +84,11 @@ def hosts_to_measure(run: Run, devices: int | None) -> tuple[Host, ...]:
     return tuple(first_slots(each, devices or len(each.slots)) for each in hosts)
 
 
+def for_first_host(run: Run, named: Host, first: Host) -> Run:
+    """Return the run for attempts whose first host is `first`: launch.address belongs to `named`, the first one of the hostfile."""
+    return run if first.name == named.name else replace(run, launch=replace(run.launch, address=None))
+
+
 def _refuse_unread_keys(run: Run) -> None:
     launch = run.launch
     unread = [key for key in HOST_KEYS if getattr(launch, key) and key not in HOST_KEYS_BY_LAUNCH[launch.name]]
@@ -92,7 +108,8 @@ def available_hosts(run: Run) -> tuple[Host, ...]:
 
 def _unread_key_problem(run: Run, key: str) -> Problem:
     launch = run.launch
-    mend = "name hosts on sbatch's command line: --nodelist, --exclude" if launch.name == "slurm" else "set launch=deepspeed"
+    by_sbatch = launch.name == "slurm" and key != SPARES_KEY
+    mend = "name hosts on sbatch's command line: --nodelist, --exclude" if by_sbatch else "set launch=deepspeed"
     return Problem(rule="launch", says=f"launch.{key}={getattr(launch, key)} is not read by launch={launch.name}", mend=mend)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
@@ -26,7 +27,11 @@ def launch_script(run: Run) -> str:
     if plan.mesh is None:
         raise Unreadable(plan.problems)
     notice = stop_seconds(run, plan.time.step if plan.time else None, plan.saving.seconds if plan.saving else None)
-    return "\n".join(script_lines(run, plan, launch_commands(run, resolve_hosts(run), notice=notice)))
+    found = resolve_hosts(run)
+    spares = ", ".join(host.name for host in found.spares)
+    remark = (f"spares, which only fit uses: {spares}",) if spares else ()
+    launch = launch_commands(run, found.hosts, notice=notice)
+    return "\n".join(script_lines(run, plan, replace(launch, remarks=(*launch.remarks, *remark))))
 
 
 def resume_warnings(run: Run) -> Iterator[str]:

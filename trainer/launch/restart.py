@@ -17,8 +17,8 @@ from ..system.stop_requests import StopRequests, collect_stop_requests
 from .attempt import Show, run_attempt
 from .goodput import GoodputMeter
 from .hosts.hostfile import Host
+from .next_attempt import HostedRun, HostFaults, TooFewHosts, next_attempt
 from .rank.channel import STOPPED
-from .shrink import HostFaults, TooFewHosts, shrink_run
 from .supervisor.outcome import FAILED, Outcome
 from .watchdog_times import load_watchdog, save_phase_times
 
@@ -38,13 +38,14 @@ def run_attempts(
 
     A run of which no attempt has reached a first step is not restarted: another attempt most likely would fail too. A stop request ends
     it at any time, also between two attempts. `command` is what each rank runs, by default the trainer. `stop_requests` is the list
-    of a `collect_stop_requests` around this call.
+    of a `collect_stop_requests` around this call. `hosts` are those of the first attempt; a later one has others, or fewer, as it must.
     """
     command = command or [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
     goodput, faults = GoodputMeter(folder=folder), HostFaults()
+    whole = last = HostedRun(run=run, plan=plan, hosts=tuple(hosts))
     with collect_stop_requests(stop_requests) as requests:
         while True:
-            outcome = _run_watched_attempt(run, plan, hosts, folder, command, show, live, goodput, requests)
+            outcome = _run_watched_attempt(last, folder, command, show, live, goodput, requests)
             if outcome.is_refused:  # no rank did anything, so there is nothing to record
                 return outcome
             faults.count(outcome)
@@ -56,16 +57,16 @@ def run_attempts(
                     show(f"no restart: {why}")
                 break
             try:
-                attempt = shrink_run(run, plan, faults.hosts_to_avoid(outcome), requests)
-                write_launch_files(attempt.run, attempt.plan, folder)
+                following = next_attempt(whole, last, faults.hosts_to_avoid(outcome), requests)
+                write_launch_files(following.run, following.plan, folder)
             except (TooFewHosts, OSError, Unreadable) as error:
                 if not requests:
                     show(f"no restart: {error}")
                     break
             else:
-                run, plan, hosts = attempt.run, attempt.plan, attempt.hosts
+                last = following
                 goodput.note_restart(outcome)
-                show(f"{outcome.says}\nrestart {goodput.restarts} of {run.launch.restarts}, from the newest checkpoint{attempt.change}")
+                show(f"{outcome.says}\nrestart {goodput.restarts} of {run.launch.restarts}, from the newest checkpoint{last.change}")
             if requests:
                 outcome = _outcome_between_attempts(run, outcome, folder, requests)
                 break
@@ -77,9 +78,7 @@ def run_attempts(
 
 
 def _run_watched_attempt(
-    run: Run,
-    plan: Plan,
-    hosts: Sequence[Host],
+    hosted: HostedRun,
     folder: Path,
     command: Sequence[str],
     show: Show,
@@ -88,12 +87,13 @@ def _run_watched_attempt(
     requests: StopRequests,
 ) -> Outcome:
     """Run one attempt, measure it, and save the phase times that the watchdog learned."""
+    run = hosted.run
     resumed = run.checkpoint.resume != "never" and any(folder.glob("checkpoints/step_*"))
     watchdog = load_watchdog(run, folder)
     outcome = run_attempt(
         run,
-        plan,
-        hosts,
+        hosted.plan,
+        hosted.hosts,
         folder,
         command,
         show=show,

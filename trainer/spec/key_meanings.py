@@ -219,6 +219,7 @@ KEYS = {
     "launch.port":                  Key("port where ranks meet", null="a free one, or one that the run folder's name gives"),
     "launch.environment":           Key("names of further variables that are passed to ranks on other hosts"),
     "launch.restarts":              Key("times that a run restarts from its newest checkpoint after a machine's fault"),
+    "launch.spares":                Key("last hosts, beyond the cluster's nodes, that take the place of hosts that fail"),
     "launch.patience":              Key("least time without progress that means hung; ten times it in a new phase", "seconds"),
     "launch.preflight":             Key("check every host before anything starts"),
 

@@ -64,6 +64,7 @@ UNITS: dict[str, str] = {
     "checkpoint.every":         "steps",
     "checkpoint.keep":          "checkpoints",
     "launch.restarts":          "times",
+    "launch.spares":            "hosts",
     "search.rows":              "meshes",
     "search.headroom":          "share of the memory",
 }

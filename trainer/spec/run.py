@@ -280,6 +280,7 @@ class Launch:
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
     environment: tuple[str, ...] = ()
     restarts: Natural = 0
+    spares: Natural = 0
     patience: Positive = 120.0
     preflight: bool = True
 

@@ -32,25 +32,42 @@ class Host:
         return self.slots == tuple(range(len(self.slots)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostCount:
+    """How many hosts a run needs: one per node, each with a slot per GPU, and its spares; None where the launch has no spares."""
+
+    nodes: int
+    gpus: int
+    spares: int | None
+
+    @property
+    def hosts(self) -> int:
+        """All hosts, spares too."""
+        return self.nodes + (self.spares or 0)
+
+
 def select_hosts(
     available: Sequence[Host],
     path: str,
     *,
     nodes: int,
     gpus: int,
+    spares: int | None = None,
     include: str | None = None,
     exclude: str | None = None,
     reading: str | None = None,
 ) -> tuple[Host, ...]:
     """Return the hosts that `include` or `exclude` leave of those in the hostfile `path`, in its order; they must match the cluster.
 
-    Both are in DeepSpeed's format, `host1@host2:0,2`: hosts separated by @, each with the slots that are meant after a colon, or
-    with all. Raises Unreadable with all that is wrong.
+    The cluster has `nodes` hosts, and `spares` more follow them; None where the launch has no spares. `include` and `exclude` are in
+    DeepSpeed's format, `host1@host2:0,2`: hosts separated by @, each with the slots that are meant after a colon, or with all. Raises
+    Unreadable with all that is wrong.
     """
     hosts, problems = filter_hosts(available, path, include, exclude)
     if not problems:
         cluster = f"{plural(nodes, 'node')} x {gpus}{f' ({reading})' if reading else ''}"
-        problems = [*_cluster_problems(hosts, available, nodes, gpus, path, cluster, excluded=bool(exclude))]
+        needed = HostCount(nodes=nodes, gpus=gpus, spares=spares)
+        problems = [*_cluster_problems(hosts, available, needed, path, cluster, excluded=bool(exclude))]
     if problems:
         raise Unreadable(problems)
     return hosts
@@ -194,20 +211,19 @@ def _slot_count_problems(value: str) -> Iterator[tuple[str, str]]:
 
 
 def _cluster_problems(
-    hosts: Sequence[Host], available: Sequence[Host], nodes: int, gpus: int, path: str, cluster: str, *, excluded: bool
+    hosts: Sequence[Host], available: Sequence[Host], needed: HostCount, path: str, cluster: str, *, excluded: bool
 ) -> Iterator[Problem]:
-    """Yield the problem of hosts that do not match the cluster: one per node, with a slot per GPU."""
+    """Yield the problem of hosts that do not match the cluster: one per node and spare, with a slot per GPU."""
     counts = [len(host.slots) for host in hosts]
-    if len(counts) == nodes and set(counts) == {gpus}:
+    if len(counts) == needed.hosts and set(counts) == {needed.gpus}:
         return
     slots = "slot" if counts[-1] == 1 else "slots"
     each = f"{counts[0]} {slots}{' each' if len(counts) > 1 else ''}" if len(set(counts)) == 1 else f"{_count_list(counts)} {slots}"
     number = plural(len(hosts), "host")
     left = f"launch.exclude leaves {number} of {path}" if excluded else f"{path} has {number}"
-    says = f"{left} with {each}, but the cluster is {cluster}"
-    yield Problem(
-        rule="hostfile", says=says, mend=f"set {' or '.join(_fitting_overrides(hosts, available, nodes, gpus, excluded=excluded))}"
-    )
+    spares = f" and launch.spares={needed.spares}" if needed.spares else ""
+    says = f"{left} with {each}, but the cluster is {cluster}{spares}"
+    yield Problem(rule="hostfile", says=says, mend=f"set {' or '.join(_fitting_overrides(hosts, available, needed, excluded=excluded))}")
 
 
 def _count_list(counts: Sequence[int]) -> str:
@@ -217,16 +233,22 @@ def _count_list(counts: Sequence[int]) -> str:
     return f"{min(counts)} to {max(counts)}"
 
 
-def _fitting_overrides(hosts: Sequence[Host], available: Sequence[Host], nodes: int, gpus: int, *, excluded: bool) -> Iterator[str]:
+def _fitting_overrides(hosts: Sequence[Host], available: Sequence[Host], needed: HostCount, *, excluded: bool) -> Iterator[str]:
     """Yield overrides under which the hosts match the cluster."""
     drop = "launch.exclude=null " if excluded else ""
-    enough = [first_slots(host, gpus) for host in hosts if len(host.slots) >= gpus][:nodes]
-    if len(enough) == nodes:
-        yield f"{drop}launch.include={include_text(enough, available)}"
+    enough = [first_slots(host, needed.gpus) for host in hosts if len(host.slots) >= needed.gpus]
+    if len(enough) >= needed.hosts:
+        yield f"{drop}launch.include={include_text(enough[: needed.hosts], available)}"
+    more = len(enough) - needed.nodes
+    if needed.spares is not None and more >= 0 and more != needed.spares:
+        cut = f" {drop}launch.include={include_text(enough, available)}" if enough != list(hosts) else ""
+        yield f"launch.spares={more}{cut}"
     least = min(len(host.slots) for host in hosts)
     uneven = any(len(host.slots) > least for host in hosts)
     cut = f" {drop}launch.include={include_text([first_slots(host, least) for host in hosts], available)}" if uneven else ""
-    yield f"cluster={len(hosts)}x{least} parallel.dp=auto{cut}"
+    spares = needed.spares or 0
+    none = " launch.spares=0" if spares >= len(hosts) else ""
+    yield f"cluster={len(hosts) if none else len(hosts) - spares}x{least} parallel.dp=auto{none}{cut}"
 
 
 def first_slots(host: Host, slots: int) -> Host:

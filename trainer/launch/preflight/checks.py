@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +52,11 @@ class HostState:
         return self.host.name
 
     @property
+    def is_asked(self) -> bool:
+        """Whether it has answered, or it is known why it did not."""
+        return self.facts is not None or bool(self.problems)
+
+    @property
     def address(self) -> str:
         """Its address for the other hosts: the one that ssh connected to."""
         return str((self.facts or {}).get("address") or self.name)
@@ -74,13 +79,32 @@ def host_problems(seen: Sequence[HostState], needs: HostRequirements) -> Iterato
     """Yield all that prevents the run, from the first two rounds."""
     own = host_probe.package_versions()
     for each in seen:
-        yield from each.problems
-        if each.facts is not None:
-            yield from _version_problems(each, own)
-            yield from _folder_problems(each, needs)
-            yield from _device_problems(each, needs)
-    yield from _same_machine_problems([each for each in seen if each.facts is not None])
+        yield from own_problems(each, needs, own)
+    for one, other in _same_machines(seen):
+        says = f"{one} and {other} are the same machine"
+        yield Problem(rule="preflight", says=says, mend="take one of them out of the hostfile")
     yield from _link_problems(seen, needs)
+
+
+def own_problems(each: HostState, needs: HostRequirements, own: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield what a host lacks by itself; `own` are this machine's versions."""
+    yield from each.problems
+    if each.facts is not None:
+        yield from _version_problems(each, own)
+        yield from _folder_problems(each, needs)
+        yield from _device_problems(each, needs)
+
+
+def broken_pairs(seen: Sequence[HostState], needs: HostRequirements) -> Iterator[tuple[frozenset[str], str]]:
+    """Yield the names of two hosts that can't be in one run, and why, for each reason."""
+    names = {each.name for each in seen}
+    for one, other in _same_machines(seen):
+        yield frozenset((one, other)), f"{one} and {other} are the same machine"
+    for each in seen:
+        for name, why in _failed_links(each, names).items():
+            yield frozenset((each.name, name)), f"{each.name} does not reach {name}: {why}"
+        for name in _unseen_hosts(each, names):
+            yield frozenset((each.name, name)), f"{each.name} does not see what {name} writes to {needs.folder}"
 
 
 def _version_problems(each: HostState, own: Mapping[str, str]) -> Iterator[Problem]:
@@ -136,36 +160,48 @@ def _device_problems(each: HostState, needs: HostRequirements) -> Iterator[Probl
             yield Problem(rule="preflight", says=says, mend=f"end what runs there, or set launch.exclude={each.name}:{slot}")
 
 
-def _same_machine_problems(there: Sequence[HostState]) -> Iterator[Problem]:
+def _same_machines(seen: Sequence[HostState]) -> Iterator[tuple[str, str]]:
     """Yield pairs of names that are one machine."""
     names: dict[str, str] = {}
-    for each in there:
-        home = json.dumps((each.facts or {})["home"])
+    for each in seen:
+        if each.facts is None:
+            continue
+        home = json.dumps(each.facts["home"])
         if home in names:
-            says = f"{names[home]} and {each.name} are the same machine"
-            yield Problem(rule="preflight", says=says, mend="take one of them out of the hostfile")
+            yield names[home], each.name
         names.setdefault(home, each.name)
+
+
+def _failed_links(each: HostState, names: Container[str]) -> dict[str, str]:
+    """Those of the hosts `names` that a host does not reach, and why."""
+    return {name: why for name, why in (each.links or {"failed": {}})["failed"].items() if name in names}
+
+
+def _unseen_hosts(each: HostState, names: Container[str]) -> list[str]:
+    """Those of the hosts `names` whose files a host does not see."""
+    return [name for name in (each.links or {"unseen": ()})["unseen"] if name in names]
 
 
 def _link_problems(seen: Sequence[HostState], needs: HostRequirements) -> Iterator[Problem]:
     """Yield hosts that don't reach each other, or don't share the run folder; a host that no other reaches is named once."""
     linked = [each for each in seen if each.links is not None]
-    failures = Counter(name for each in linked for name in (each.links or {})["failed"])
+    names = {each.name for each in seen}
+    failures = Counter(name for each in linked for name in _failed_links(each, names))
     unreached = {name for name, count in failures.items() if count == len(linked) - 1 and count > 1}
     for name in sorted(unreached):
         says = f"{name} is reached by no other host"
         yield Problem(rule="preflight", says=says, mend="open its firewall to the other hosts, all ports")
     for each in linked:
-        failed = {name: why for name, why in (each.links or {})["failed"].items() if name not in unreached}
+        failed = {name: why for name, why in _failed_links(each, names).items() if name not in unreached}
         if failed:
             name, why = next(iter(failed.items()))
             more = f", nor {len(failed) - 1} more" if len(failed) > 1 else ""
             says = f"{each.name} does not reach {name}{more}: {why}"
             yield Problem(rule="preflight", says=says, mend="open the firewall between the hosts, all ports")
-    unshared = [each for each in linked if (each.links or {})["unseen"]]
+    unshared = [(each, unseen) for each in linked if (unseen := _unseen_hosts(each, names))]
     if unshared:
-        first = unshared[0]
-        says = f"{first.name} does not see what {(first.links or {})['unseen'][0]} writes to {needs.folder}"
+        first, unseen = unshared[0]
+        says = f"{first.name} does not see what {unseen[0]} writes to {needs.folder}"
         yield Problem(rule="preflight", says=says, mend="set log.dir to a folder that all hosts share")
 
 

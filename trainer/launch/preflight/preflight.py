@@ -25,6 +25,7 @@ from ..hosts.shell_safe import SAFE_CHARACTERS, require_shell_safe
 from ..hosts.ssh import Ssh, SshInterrupted, run_concurrently
 from . import host_probe
 from .checks import ELEMENTS, HostRequirements, HostState, all_reduce_problems, device_kind, host_notes, host_problems, unreachable_problem
+from .spares import choose_hosts, reasons_against
 
 LINK_VARIABLES = ("NCCL_", "GLOO_")  # prefixes of the variables that choose the links between hosts
 FACTS_SECONDS, LINKS_SECONDS, ALL_REDUCE_SECONDS = 30.0, 20.0, 120.0  # time limits of the rounds; the last imports torch
@@ -34,11 +35,13 @@ SSH_SECONDS = 5.0  # beyond these limits, for ssh itself
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightReport:
-    """The hosts' answers; the problems, which prevent the run; notes, which do not; `rate`, bytes/s of the all-reduce on a host's link."""
+    """The hosts' answers, those of spares last; the problems, which prevent the run; notes, which do not; `hosts`, on which it can start;
+    `rate`, bytes/s of the all-reduce on a host's link."""
 
     seen: tuple[HostState, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    hosts: tuple[Host, ...]
     rate: float | None = None
 
 
@@ -56,17 +59,55 @@ def host_requirements(run: Run, plan: Plan) -> HostRequirements:
     )
 
 
-def run_preflight(hosts: Sequence[Host], needs: HostRequirements) -> PreflightReport:
-    """Ask all hosts; only the run's folder is left on them. Raises SshInterrupted once a stop is requested."""
+def run_preflight(hosts: Sequence[Host], needs: HostRequirements, spares: Sequence[Host] = ()) -> PreflightReport:
+    """Ask all hosts and spares; a usable spare takes the place of a host that is not. Only the run's folder is left on them.
+
+    Raises SshInterrupted once a stop is requested.
+    """
     with collect_stop_requests() as requests:
-        seen, found = check_hosts(hosts, needs, requests)
+        seen, found = check_hosts([*hosts, *spares], needs, requests)
+        notes: list[str] = []
+        used = tuple(hosts)
+        if spares and all(each.is_asked for each in seen):
+            used, found, notes = _place_spares(seen[: len(hosts)], seen[len(hosts) :], needs)
         rate = None
-        if len(seen) > 1 and not found:
-            rate = _time_all_reduce(seen, needs, HostCalls(needs.python, requests))
-            found += all_reduce_problems(seen, needs)
+        starting = [each for each in seen if each.host in used]
+        if len(used) > 1 and not found:
+            rate = _time_all_reduce(starting, needs, HostCalls(needs.python, requests))
+            found += all_reduce_problems(starting, needs)
         if requests:
             raise SshInterrupted(requests[0][0])
-    return PreflightReport(seen=tuple(seen), problems=tuple(found), notes=tuple(host_notes(seen, needs, rate)), rate=rate)
+    notes += host_notes(seen, needs, rate)
+    return PreflightReport(seen=tuple(seen), problems=tuple(found), notes=tuple(notes), hosts=used, rate=rate)
+
+
+def _place_spares(
+    hosts: Sequence[HostState], spares: Sequence[HostState], needs: HostRequirements
+) -> tuple[tuple[Host, ...], list[Problem], list[str]]:
+    """Return the hosts to start on, the problems if the spares are too few, and a note for each spare that is used or can't be."""
+    choice = choose_hosts(hosts, spares, needs)
+    useless = [f"spare {name} can't be used: {why}" for name, why in choice.useless.items()]
+    if len(choice.used) < len(hosts):
+        return tuple(each.host for each in hosts), [*host_problems(hosts, needs)], useless
+    joined = [each.name for each in spares if each.host in choice.used]
+    replaced = [
+        f"{name} is left out ({why}): spare {spare} takes its place"
+        for (name, why), spare in zip(choice.left_out.items(), joined, strict=True)
+    ]
+    return choice.used, [], [*replaced, *useless]
+
+
+def joining_problems(used: Sequence[Host], joining: Sequence[Host], needs: HostRequirements, stop_requests: StopRequests) -> dict[str, str]:
+    """Ask the hosts of a run and some that are to join them; return why some of these can't, by name."""
+    seen, _ = check_hosts([*used, *joining], needs, stop_requests)
+    own = host_probe.package_versions()
+    kept, problems = seen[: len(used)], dict[str, str]()
+    for each in seen[len(used) :]:
+        if why := next(reasons_against(each, kept, needs, own), ""):
+            problems[each.name] = why
+        else:
+            kept.append(each)
+    return problems
 
 
 def check_hosts(hosts: Sequence[Host], needs: HostRequirements, stop_requests: StopRequests) -> tuple[list[HostState], list[Problem]]:

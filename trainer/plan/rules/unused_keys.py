@@ -52,6 +52,11 @@ def _any(*several: Condition) -> Condition:
     return lambda run, mesh: next((why for condition in several if (why := condition(run, mesh))), "")
 
 
+def _never_replaced(run: Run, mesh: Mesh) -> str:
+    """No host is asked before the first start, and there is no other start."""
+    return "launch.restarts=0 and launch.preflight=false" if not run.launch.restarts and not run.launch.preflight else ""
+
+
 def _one_data_rank(run: Run, mesh: Mesh) -> str:
     return "one data-parallel rank" if mesh.dp * mesh.cp == 1 else ""
 
@@ -185,6 +190,7 @@ IDLE: dict[str, Condition] = {
     "launch.port":             _is("launch.name", "local"),
     "launch.environment":      _is_not("launch.name", "deepspeed"),
     "launch.restarts":         _is("launch.name", "torchrun", "slurm"),
+    "launch.spares":           _any(_is_not("launch.name", "deepspeed"), _never_replaced),
     "launch.patience":         _is("launch.name", "torchrun", "slurm"),
     "launch.preflight":        _is_not("launch.name", "deepspeed"),
 }
