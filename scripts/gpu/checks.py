@@ -61,8 +61,8 @@ def _baseline(name: str) -> GpuCheck:
     )
 
 
-def _untimed_check(name: str, function: str) -> GpuCheck:
-    return GpuCheck(name=name, seconds=180, function=f"{ROOM}.{function}", alone=False)
+def _untimed_check(name: str, function: str, **arguments: str) -> GpuCheck:
+    return GpuCheck(name=name, seconds=180, function=f"{ROOM}.{function}", arguments=arguments, alone=False)
 
 
 MACHINE = "machine"
@@ -74,6 +74,7 @@ CHECKS = (
     _untimed_check("zero", "losses:train_zero_stages"),
     _untimed_check("resume", "resume:kill_and_resume"),
     _untimed_check("two ranks", "two_ranks.prove_two_ranks:prove_two_ranks"),
+    _untimed_check("two ranks bf16", "two_ranks.prove_two_ranks:prove_two_ranks", precision="bf16"),
     _untimed_check("generate", "generation:generate_text"),
     _untimed_check("trace", "profiled_steps:trace_steps"),
     _plan("gpt2_124m"),
