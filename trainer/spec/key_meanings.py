@@ -221,6 +221,7 @@ KEYS = {
     "launch.restarts":              Key("times that a run restarts from its newest checkpoint after a machine's fault"),
     "launch.patience":              Key("least time without progress that means hung; ten times it in a new phase", "seconds"),
     "launch.preflight":             Key("check every host before anything starts"),
+    "launch.device_check":          Key("interval of checks of all devices, also at the start; start: there alone; 0: none", "steps"),
 
     "search.by":                    Key("what the best layout has least of; tokens_per_dollar: most of"),
     "search.runnable":              Key("only layouts that an engine here trains"),

@@ -64,6 +64,7 @@ UNITS: dict[str, str] = {
     "checkpoint.every":         "steps",
     "checkpoint.keep":          "checkpoints",
     "launch.restarts":          "times",
+    "launch.device_check":      "steps",
     "search.rows":              "meshes",
     "search.headroom":          "share of the memory",
 }
