@@ -60,8 +60,8 @@ def test_a_device_that_does_not_repeat_itself_is_wrong_without_any_other() -> No
 SECONDS: tuple[tuple[Sequence[float], str, str, dict[int, float]], ...] = (  # seconds, kinds, torch's type of device, slow ranks
     ((1.0, 1.0, 1.24, 1.0),      "aaaa",  "cuda", {}),
     ((1.0, 1.0, 1.5, 1.0),       "aaaa",  "cuda", {2: 1.5}),
-    ((1.0, 1.0, 1.9, 1.0),       "aaaa",  "cpu",  {}),
-    ((1.0, 1.0, 3.0, 1.0),       "aaaa",  "cpu",  {2: 3.0}),
+    ((1.0, 1.0, 2.9, 1.0),       "aaaa",  "cpu",  {}),
+    ((1.0, 1.0, 4.0, 1.0),       "aaaa",  "cpu",  {2: 4.0}),
     ((1.0, 20.0),                "aa",    "cpu",  {1: 20.0}),   # of two the quicker is the median
     ((1.0, 1.0, 1.0, 2.0),       "aaab",  "cuda", {}),
     ((1.0, 2.0, 2.0, 2.0, 8.0),  "aaaaa", "cuda", {4: 4.0}),
