@@ -13,7 +13,6 @@ from ...spec.format_numbers import plural
 # fleet was measured). Cores of a CPU share caches and may be two threads of one: with eight processes on two cores, of 870 readings one in a
 # hundred took up to 1.7 times the median of its process, and the longest 2.1 times.
 SLOW_FACTORS = {"cuda": 1.25, "cpu": 3.0}
-MIN_MAJORITY = 3  # devices of one kind, of which a strict majority has the right bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ def wrong_devices(readings: Sequence[DeviceReading]) -> dict[int, str]:
     found = {each.rank: "it gives other bits than before for the same work" for each in readings if not each.repeats}
     for alike in _by_kind(readings):
         (bits, agree), *_ = Counter(each.bits for each in alike).most_common(1)
-        if len(alike) >= MIN_MAJORITY and 2 * agree > len(alike):
+        if 2 * agree > len(alike):  # where one departs, of three or more
             why = f"its bits differ from those of {agree} of {plural(len(alike), 'device')} of its kind for the same work"
             found |= {each.rank: why for each in alike if each.bits != bits and each.rank not in found}
     return found
@@ -50,7 +49,7 @@ def differing_devices(readings: Sequence[DeviceReading]) -> list[tuple[DeviceRea
     pairs = []
     for alike in _by_kind(readings):
         (_, agree), *_ = Counter(each.bits for each in alike).most_common(1)
-        if agree < len(alike) and not (len(alike) >= MIN_MAJORITY and 2 * agree > len(alike)):
+        if 2 * agree <= len(alike):
             other = next(each for each in alike if each.bits != alike[0].bits)
             pairs.append((alike[0], other))
     return pairs

@@ -15,7 +15,6 @@ from ...layers.counter_rng import hash64
 from ...plan.layout.schedule_of_run import delay_of
 from ...spec.run import Run
 from .checksum import checksum
-from .device_reading import MIN_MAJORITY
 
 GROUPS = {False: "worker_data", True: "expert_worker_data"}  # of the ranks with the same weights, by whether these are experts
 
@@ -80,7 +79,7 @@ def first_departure(everyone: Sequence[GroupRows]) -> Departure | None:
         for rows in zip(*copies, strict=True):  # (name, checksum) of one weight on each rank
             (most, agree), *_ = Counter(rows).most_common(1)
             if agree < len(rows):
-                is_known = len(rows) >= MIN_MAJORITY and 2 * agree > len(rows)
+                is_known = 2 * agree > len(rows)
                 usual = most if is_known else rows[0]
                 odd = next(at for at, each in enumerate(rows) if each != usual)
                 return Departure(name=usual[0], rank=ranks[odd], other=ranks[rows.index(usual)], is_known=is_known)
