@@ -42,7 +42,7 @@ def fit(ranks: RankPool, folder: Path, *words: str, check: int | str = 2, **faul
 
 # fmt: off
 LAYOUTS = (
-    "cluster=1x3 engine=native parallel.zero=0", "cluster=1x2 engine=native parallel.zero=2 train.precision=bf16",
+    "cluster=1x3 engine=native parallel.zero=0", "cluster=1x2 engine=native parallel.zero=3",
     "cluster=1x2 engine=zero parallel.zero=0", "cluster=1x4 engine=pipe parallel.pp=2",
     "cluster=1x4 engine=native parallel.tp=2 parallel.cp=2 parallel.zero=0", "cluster=1x4 engine=native model=tiny_moe parallel.ep=2",
     "cluster=2x2 engine=native parallel.zero=0 parallel.reduce=hierarchical",

@@ -10,8 +10,8 @@ from statistics import median_low
 from ...spec.format_numbers import plural
 
 # Times the median of its kind from which a device is slow. Clocks of GPUs of one kind differ by less unless one is throttled (a guess: no
-# fleet was measured). Cores of a CPU share caches and may be two threads of one: with eight processes on two cores, of 870 readings one in a
-# hundred took up to 1.7 times the median of its process, and the longest 2.1 times.
+# fleet was measured). Cores of a CPU share caches and may be two threads of one: with eight processes on two cores, of 870 readings one in
+# a hundred took up to 1.7 times the median of its process, and the longest 2.1 times.
 SLOW_FACTORS = {"cuda": 1.25, "cpu": 3.0}
 
 
