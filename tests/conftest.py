@@ -39,7 +39,7 @@ SLOW = (
     "test_rejected_arguments", "test_damaged_runs", "test_verbs", "test_doctor_run", "test_fit_sweep", "test_keys_of_other_trainers",
     "test_resume_changes", "test_lora", "test_lm_eval", "test_pairs", "test_placement", "test_controller", "test_quantities",
     "test_doctor", "test_generate", "test_stops", "test_mutations", "test_trace_cuda", "test_acceptance", "test_compile",
-    "test_fit_saves", "test_sinks", "test_prove_layouts", "test_context", "test_ledger", "test_split_linear",
+    "test_device_checks", "test_fit_saves", "test_sinks", "test_prove_layouts", "test_context", "test_ledger", "test_split_linear",
     "test_layers", "test_modules", "test_formulas", "test_fit_problems", "test_memory_properties", "test_shell_injection", "test_windows",
     "test_outcome", "test_config_keys", "test_rope_scaling", "test_hf_weights", "test_sources", "test_survey_process",
     "test_fit_pairs", "test_controller_output", "test_chat_template", "test_search", "test_search_written", "test_search_bounds",

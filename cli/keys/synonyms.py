@@ -194,6 +194,8 @@ ROWS: tuple[Synonym, ...] = (
     _row("save_total_limit keep_latest_k keep_last_n", "checkpoint.keep"),
     _row("resume_from_checkpoint load_checkpoint auto_resume", "checkpoint.resume", "auto, must or never",
          {"true": "must", "false": "never"}),
+    _row("log_straggler straggler_detection enable_straggler_detection rerun_mode check_weight_hash_across_dp_replicas_interval",
+         "launch.device_check", "start, or steps between two checks of all devices", {}),
     _row("eval_steps eval_interval eval_freq val_check_interval evaluation_interval eval_every validation_freq",
          "train.evaluate.every", "steps"),
     _row("eval_iters limit_val_batches eval_batches max_eval_batches", "train.evaluate.batches"),

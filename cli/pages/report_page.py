@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured
+from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured, SlowDevice
 from ...trainer.spec.format_numbers import count_text, plural, seconds_range_text, seconds_text, share_text, size_text
 from ...trainer.spec.problem import one_line
 from .loss_chart import loss_label, run_chart
@@ -129,12 +129,20 @@ def history_sentences(run: MeasuredRun) -> list[str]:
         good = f"; goodput {share_text(run.goodput)}" if run.goodput is not None else ""
         says.append(f"{plural(len(run.restarts), 'restart')} after faults{after}{good}")
     says += incident_lines(replace(run, restarts=()))
+    says += [slow_device_text(each) for each in run.slow]
     if run.saved:
         says.append(f"checkpoints: step {', '.join(map(str, run.saved))}")
     if run.validation:
         points = evenly_spaced(run.validation, 8)
         says.append("validation loss " + ", ".join(f"{loss:.3f} at step {step}" for step, loss in points))
     return says
+
+
+def slow_device_text(slow: SlowDevice) -> str:
+    """A slow device, how slow it was, and when it was found so."""
+    when = f"at step {slow.first:,}" if slow.first == slow.last else f"from step {slow.first:,} to {slow.last:,}"
+    where = one_line(f"rank {slow.rank} ({slow.host}, {slow.device})")
+    return f"slow device {when}: {where}, {slow.factor:.2f} times the median: up to {share_text(slow.step_share)} of a step"
 
 
 def figure_text(each: PlannedMeasured, value: float | None) -> str:

@@ -57,9 +57,11 @@ class RankPool:
     def fit(self, folder: Path, *words: str, signals: Sequence[tuple[int, int, int]] = ()) -> PoolJob:
         """Train conf=`words[0]` with the other words as `distrain fit` would, with `folder` as RUN_DIR; ranks may exit with any status.
 
-        `signals` are (step, rank, signal): each is sent to its rank at that step. The test fails if the job passes its deadline.
+        Devices are not checked unless a word says so. `signals` are (step, rank, signal): each is sent to its rank at that step. The test
+        fails if the job passes its deadline.
         """
-        run = load_recipe(words[0], [*words[1:], f"log.dir={folder.parent}", f"name={folder.name}"])
+        given = words if any(word.startswith("launch.device_check=") for word in words) else (*words, "launch.device_check=0")
+        run = load_recipe(given[0], [*given[1:], f"log.dir={folder.parent}", f"name={folder.name}"])
         plan = make_plan(run)
         assert not check_start(run, plan).problems
         folder.mkdir(parents=True, exist_ok=True)

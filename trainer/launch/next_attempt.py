@@ -26,10 +26,11 @@ class HostFaults:
     count_by_host: Counter[str] = field(default_factory=Counter)
 
     def count(self, outcome: Outcome) -> None:
-        """Count the fault of a failed attempt. A rank that only lost its peer does not count; one stuck in the kernel holds its device."""
+        """Count the fault of a failed attempt. A rank that only lost its peer, or whose device need not be the one at fault, does not
+        count; one stuck in the kernel holds its device, and a device that computes wrong spoils all weights."""
         cause = outcome.root_cause
-        if cause is not None and cause.host and not cause.has_lost_peer:
-            self.count_by_host[cause.host] += MOST_FAULTS if cause.fate == "stuck" else 1
+        if cause is not None and cause.host and not cause.has_lost_peer and cause.fault != "machine":
+            self.count_by_host[cause.host] += MOST_FAULTS if cause.fate == "stuck" or cause.fault == "device" else 1
 
     def hosts_to_avoid(self, outcome: Outcome) -> dict[str, str]:
         """Return the hosts that the attempt after `outcome` should not use, and why."""

@@ -20,6 +20,7 @@ from .hosts.hostfile import Host
 from .next_attempt import HostedRun, HostFaults, TooFewHosts, next_attempt
 from .rank.channel import STOPPED
 from .supervisor.outcome import FAILED, Outcome
+from .suspect_checkpoints import SuspectCheckpoints
 from .watchdog_times import load_watchdog, save_phase_times
 
 
@@ -36,12 +37,13 @@ def run_attempts(
 ) -> Outcome:
     """Run RUN_DIR's run, and again after each machine fault, at most launch.restarts times; return the last outcome.
 
-    A run of which no attempt has reached a first step is not restarted: another attempt most likely would fail too. A stop request ends
-    it at any time, also between two attempts. `command` is what each rank runs, by default the trainer. `stop_requests` is the list
-    of a `collect_stop_requests` around this call. `hosts` are those of the first attempt; a later one has others, or fewer, as it must.
+    A run of which no attempt has reached a first step is not restarted: another attempt most likely would fail too, unless a device is at
+    fault. A stop request ends it at any time, also between two attempts. `command` is what each rank runs, by default the trainer.
+    `stop_requests` is the list of a `collect_stop_requests` around this call. `hosts` are those of the first attempt; a later one has
+    others, or fewer, as it must.
     """
     command = command or [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
-    goodput, faults = GoodputMeter(folder=folder), HostFaults()
+    goodput, faults, suspects = GoodputMeter(folder=folder), HostFaults(), SuspectCheckpoints(folder=folder / "checkpoints")
     whole = last = HostedRun(run=run, plan=plan, hosts=tuple(hosts))
     with collect_stop_requests(stop_requests) as requests:
         while True:
@@ -49,6 +51,8 @@ def run_attempts(
             if outcome.is_refused:  # no rank did anything, so there is nothing to record
                 return outcome
             faults.count(outcome)
+            if line := suspects.set_aside(outcome):
+                show(line)
             why = no_restart_reason(
                 run, outcome, restarts=goodput.restarts, has_stepped=goodput.has_stepped, saved_step=_newest_step(folder)
             )
@@ -124,7 +128,8 @@ def no_restart_reason(run: Run, outcome: Outcome, *, restarts: int, has_stepped:
     most, onward = run.launch.restarts, "from the beginning" if saved_step is None else f"from step {saved_step}"
     if outcome.status != FAILED or outcome.stop_requested:
         return ""
-    if not (has_stepped and is_machine_failure(outcome)):
+    is_device = outcome.root_cause is not None and outcome.root_cause.fault != ""  # which the check before the first step found
+    if not ((has_stepped or is_device) and is_machine_failure(outcome)):
         if not most:
             return ""
         why = "the program failed, not the machine" if has_stepped else "no attempt reached its first step"

@@ -11,6 +11,7 @@ from ..spec.lr_schedule import learning_rate
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
 from .data.samples.batches import Batch, microbatch_samples, prefetch
+from .devices.device_checks import DeviceChecks
 from .failures.anomalies import Anomalies
 from .failures.failure import AllRanksFailed
 from .measure.instrumentation import Instruments
@@ -33,7 +34,8 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
     """Train to the last step, or to the last one that a trace needs, and return True. Return False after a stop request: once a checkpoint
     is saved, or before the first step of a run that resumed.
 
-    Raises TooManySkippedSteps or LastStepNotSaved on all ranks, and SystemExit if the checkpoint of a stop request can't be saved.
+    Raises TooManySkippedSteps, DeviceFault or LastStepNotSaved on all ranks, and SystemExit if the checkpoint of a stop request can't be
+    saved.
     """
     first, last = setup.start.step, setup.start.last_step(run)
     if first >= last:
@@ -45,6 +47,9 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
     if instruments.samples:
         micro_batches = instruments.samples.record(micro_batches)
     results = StepResults()
+    devices = DeviceChecks(run, setup)
+    if first < last:
+        devices.check_start(first)
     stop_vote = StopVote(setup.world.device, late=setup.engine.late_steps > 0)
     with Saver(run, setup) as saver:
         for step in range(first, last):
@@ -72,6 +77,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
                 log_step(run, setup, each, anomalies, instruments.meter, logs=logs, evaluates=evaluates and each.done == done)
                 anomalies.raise_if_too_many(each.result, each.done)
 
+            devices.check_after(done)
             if saves:
                 saver.save(setup.start.after(run, done))
             if stopping and not is_last:

@@ -91,10 +91,11 @@ class SavedStep:
     kinds: frozenset[str]
 
 
-def newest_saved(folder: Path) -> tuple[SavedStep | None, tuple[str, ...]]:
-    """Return the newest checkpoint whose manifest and file sizes are intact, and why each newer one was passed over."""
+def newest_saved(folder: Path, most: int | None = None) -> tuple[SavedStep | None, tuple[str, ...]]:
+    """Return the newest checkpoint, of those up to step `most`, whose manifest and file sizes are intact, and why each newer one was
+    passed over."""
     passed: list[str] = []
-    for step in checkpoint_steps(folder):
+    for step in (each for each in checkpoint_steps(folder) if most is None or each <= most):
         path = step_path(folder, step)
         try:
             return _read_saved_step(path, step), tuple(passed)

@@ -17,6 +17,7 @@ from .run_summary import newest_checkpoint, planned_steps
 
 Unit = Literal["bytes", "seconds", "rate", "share"]
 SNAPSHOT = "snapshot"  # of what a plan has on the host; no step holds it
+SLOW_KEY = "slow_devices"  # of the rows of metrics.jsonl that name slow devices
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -33,6 +34,20 @@ class PlannedMeasured:
     def drift(self) -> float | None:
         """By what share of the planned figure the measured one is higher."""
         return self.measured / self.planned - 1 if self.planned and self.measured is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowDevice:
+    """A device that checks found slow: how many times as long as its kind's median it took at most, and the share of a step that it may
+    have cost then; the first and the last step at which it was found."""
+
+    rank: int
+    host: str
+    device: str
+    factor: float
+    step_share: float
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +77,7 @@ class MeasuredRun:
     lost: int = 0  # logged steps with a loss that was not finite, besides skipped ones
     damaged: tuple[str, ...] = ()  # files that can't be read as `fit` writes them
     tokens_per_second: tuple[tuple[int, float], ...] = ()  # by step
+    slow: tuple[SlowDevice, ...] = ()
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
@@ -74,9 +90,10 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     if unreadable > 0:
         damaged.append(f"{plural(unreadable, 'line')} of metrics.jsonl" if written else "metrics.jsonl")
     damaged += [f"checkpoint {reason}" for reason in newest_checkpoint(folder)[1]]
-    logged = [row for row in map(_numbers, written) if "step" in row and "restart" not in row]
+    of_steps = [row for row in written if not {"restart", SLOW_KEY} & row.keys()]
+    logged = [row for row in map(_numbers, of_steps) if "step" in row]
     rows = list({int(row["step"]): row for row in logged}.values())  # of a step done twice, the last time
-    last = list({step: row for row in written if (step := whole_number(row.get("step"))) is not None and "restart" not in row}.values())
+    last = list({step: row for row in of_steps if (step := whole_number(row.get("step"))) is not None}.values())
     timed = [row for row in rows if "seconds" in row]
     steady = timed[1:] or timed  # without the first, which includes warming up
     name, again = run.get("name"), pairwise(int(row["step"]) for row in logged)
@@ -103,6 +120,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         is_warm=len(timed) != 1,
         lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
         damaged=tuple(damaged),
+        slow=tuple(_slow_devices(written)),
         tokens_per_second=tuple((int(row["step"]), row["tokens_per_second"]) for row in rows if "tokens_per_second" in row),
     )
 
@@ -127,6 +145,25 @@ def _restarts(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
         step, lost = whole_number(row.get("step")), whole_number(row.get("lost_steps"))
         if "restart" in row and step is not None and lost is not None:
             yield step, lost
+
+
+def _slow_devices(rows: Sequence[Mapping[str, Any]]) -> Iterator[SlowDevice]:
+    """The slow devices, each once, in the order in which they were found."""
+    found: dict[tuple[int, str, str], list[tuple[int, float, float]]] = {}
+    for row in rows:
+        step, devices = whole_number(row.get("step")), row.get(SLOW_KEY)
+        for each in devices if isinstance(devices, list) else ():
+            rank, host, device = (nested_value(each, key) for key in ("rank", "host", "device"))
+            factor, share = (finite_number(nested_value(each, key)) for key in ("factor", "step_share"))
+            if step is None or factor is None or share is None:
+                continue
+            if isinstance(rank, int) and isinstance(host, str) and isinstance(device, str):
+                found.setdefault((rank, host, device), []).append((step, factor, share))
+    for (rank, host, device), times in found.items():
+        steps, factors, shares = zip(*times, strict=True)
+        yield SlowDevice(
+            rank=rank, host=host, device=device, factor=max(factors), step_share=max(shares), first=min(steps), last=max(steps)
+        )
 
 
 def _memory(plan: Mapping[str, Any], counted: Mapping[str, Any]) -> Iterator[PlannedMeasured]:

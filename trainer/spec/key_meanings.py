@@ -222,6 +222,7 @@ KEYS = {
     "launch.spares":                Key("last hosts, beyond the cluster's nodes, that take the place of hosts that fail"),
     "launch.patience":              Key("least time without progress that means hung; ten times it in a new phase", "seconds"),
     "launch.preflight":             Key("check every host before anything starts"),
+    "launch.device_check":          Key("interval of checks of all devices, also at the start; start: there alone; 0: none", "steps"),
 
     "search.by":                    Key("what the best layout has least of; tokens_per_dollar: most of"),
     "search.runnable":              Key("only layouts that an engine here trains"),

@@ -65,6 +65,7 @@ UNITS: dict[str, str] = {
     "checkpoint.keep":          "checkpoints",
     "launch.restarts":          "times",
     "launch.spares":            "hosts",
+    "launch.device_check":      "steps",
     "search.rows":              "meshes",
     "search.headroom":          "share of the memory",
 }

@@ -283,6 +283,7 @@ class Launch:
     spares: Natural = 0
     patience: Positive = 120.0
     preflight: bool = True
+    device_check: Natural | Literal["start"] = "start"
 
 
 @dataclass(frozen=True, kw_only=True)

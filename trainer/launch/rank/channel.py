@@ -4,8 +4,10 @@
     {"status": text}     the live line, which replaces the previous one (shown for rank 0)
     {"step": step}       the rank begins this step
     {"phase": name}      the rank does something other than a step, which may take longer: evaluate, save, write, publish, end; at its
-                         start hash, read, compare. Sent again, it reports progress.
+                         start hash, read, compare; check (of the devices). Sent again, it reports progress.
+    {"checked": steps}   a check of all devices after so many steps of the run found no fault
     {"problem": text}    why the rank is about to end, in one line
+    {"fault": name}      the problem that follows is a fault of this rank's device ("device"), or of a machine, perhaps another ("machine")
     {"refused": true}    the problem that follows is an error of the user's, not a fault of the rank
     {"done": true}       the rank has finished its work
 
@@ -23,12 +25,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TextIO
+from typing import Literal, TextIO
 
 CHANNEL_VARIABLE = "DISTRAIN_CONTROL_FD"
 PRINTED = ("say", "problem")  # messages that are printed where there is no pipe
 PROGRESS_INTERVAL = 1.0  # least seconds between two progress messages of one phase
 STOPPED = 75  # exit status of a rank that was asked to stop and has saved a checkpoint (sysexits.h: EX_TEMPFAIL, try again later)
+
+Fault = Literal["", "device", "machine"]
 
 OnProgress = Callable[[str], None]  # called with the phase, as often as there is progress
 
@@ -74,11 +78,17 @@ class Channel:
             self._last_progress = (name, now)
             self.report_phase(name)
 
-    def report_problem(self, text: str, *, refused: bool = False) -> None:
+    def report_checked(self, steps: int) -> None:
+        """Report that a check of all devices, after so many steps of the run, found no fault."""
+        self._send("checked", steps)
+
+    def report_problem(self, text: str, *, refused: bool = False, fault: Fault = "") -> None:
         """Report why this rank is about to end. This ends the run: the other ranks are asked to stop.
 
-        `refused`: the user asked for something that can't be done, and the rank is not at fault.
+        `refused`: the user asked for something that can't be done, and the rank is not at fault. `fault`: a device or a machine is.
         """
+        if fault:
+            self._send("fault", fault)
         if refused:
             self._send("refused", True)
         self._send("problem", text)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..rank.channel import STOPPED
+from ..rank.channel import STOPPED, Fault
 from ..rank.log import SEARCHED_LINES, RankLog, RemoteLog, exception_line
 
 TRAINED, FAILED = 0, 1
@@ -59,6 +59,8 @@ class RankOutcome:
     last_step_at: float | None = None  # when, on this machine's monotonic clock
     problem: str = ""  # that it reported
     refused: bool = False  # the problem is the user's, not the rank's
+    fault: Fault = ""  # "device": the problem is that its device computes wrong; "machine": some rank's device, or a link, does
+    checked: int | None = None  # steps of the run that were done at the last check of all devices without a fault
     stop_requested: bool = False  # it ended after SIGTERM had been sent to it
     killed: bool = False  # it ended after it was to be killed
     fate: Fate = "ended"  # "agent died": the code is the agent's; "lost": the code is unknown
@@ -87,7 +89,7 @@ class RankOutcome:
     @property
     def is_machine_fault(self) -> bool:
         """Whether a machine failed rather than the program, so that a restart from the last checkpoint may succeed."""
-        if self.fate != "ended" or (self.code < 0 and not self.problem):
+        if self.fault or self.fate != "ended" or (self.code < 0 and not self.problem):
             return True
         return bool(_MACHINE_FAULT.search(self.cause)) or self.has_lost_peer
 

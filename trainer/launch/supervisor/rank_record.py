@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ..rank.channel import Fault
 from ..rank.log import RankLog, RemoteLog
 from .outcome import Fate, RankOutcome
 
@@ -33,6 +34,8 @@ class RankRecord:
         self.longest: dict[str, float] = {}  # seconds without progress, the most in each phase
         self.done = False
         self.refused = False
+        self.fault: Fault = ""
+        self.checked: int | None = None  # as RankOutcome.checked
         self.stop_requested = False
         self.killed = False
         self.fate: Fate = "ended"
@@ -64,6 +67,8 @@ class RankRecord:
             last_step_at=self.last_step_at,
             problem=self.problem,
             refused=self.refused,
+            fault=self.fault,
+            checked=self.checked,
             stop_requested=self.stop_requested,
             killed=self.killed,
             fate=self.fate,
@@ -88,6 +93,10 @@ class RankRecord:
                 self._note_progress(content)
             case "problem", _:
                 self.problem = self.problem or str(content)
+            case "fault", "device" | "machine":
+                self.fault = content
+            case "checked", int():
+                self.checked = content
             case "refused", True:
                 self.refused = True
             case "done", True:

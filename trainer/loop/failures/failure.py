@@ -6,12 +6,14 @@ import sys
 import traceback
 from contextlib import suppress
 
-from ...launch.rank.channel import Channel
+from ...launch.rank.channel import Channel, Fault
 from ...spec.problem import Unreadable
 
 
 class AllRanksFailed(Exception):
-    """All ranks have failed together, for the reason given in one line, which `rank` reports."""
+    """All ranks have failed together, for the reason given in one line, which `rank` reports; `fault` as RankOutcome.fault."""
+
+    fault: Fault = ""
 
     def __init__(self, says: str, rank: int = 0) -> None:
         super().__init__(says)
@@ -26,7 +28,8 @@ def report_failure(error: BaseException, channel: Channel, rank: int = 0) -> Non
         else:
             traceback.print_exception(error)
     if not isinstance(error, AllRanksFailed) or error.rank == rank:
-        channel.report_problem(first_line(error), refused=isinstance(error, Unreadable) or isinstance(error.__cause__, Unreadable))
+        refused = isinstance(error, Unreadable) or isinstance(error.__cause__, Unreadable)
+        channel.report_problem(first_line(error), refused=refused, fault=error.fault if isinstance(error, AllRanksFailed) else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ...plan.result import Plan
+from ...rundir.measured import SLOW_KEY
 from ...spec.read import value_text
 from ...spec.run import Run
 from ...system.atomic_file import append_line, write_atomically
@@ -205,8 +206,9 @@ class Console:
         self.context = context
 
     def write(self, row: Row) -> None:
-        """Show a row."""
-        self.context.say(console_line(row, self.context.last))
+        """Show a row; slow devices have been named."""
+        if SLOW_KEY not in row:
+            self.context.say(console_line(row, self.context.last))
 
     def close(self, summary: Row) -> None:
         """Do nothing: every row has been shown."""

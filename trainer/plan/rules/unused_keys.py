@@ -215,7 +215,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
     "data":            ("name", "documents", "validation"),
     "log":             ("every", "sinks", "dir", "ledger"),
     "checkpoint":      ("every", "final", "keep", "resume", "accept"),  # the ends of runs that go on are saves, of which some are kept
-    "launch":          ("name",),
+    "launch":          ("name", "device_check"),
     "":                ("name", "engine", "reading"),
 }
 # fmt: on

@@ -196,6 +196,7 @@ def shortened_run(run: Run, steps: int, folder: str) -> Run:
         optim=replace(run.optim, warmup=min(run.optim.warmup, steps // 2)),
         log=Log(every=1, sinks=("jsonl",), ledger=True, dir=str(expand_home(run.log.dir) / folder)),
         checkpoint=Checkpoint(every=0, keep=1, resume="never"),
+        launch=replace(run.launch, device_check=0),
     )
 
 

@@ -1,0 +1,45 @@
+"""Checkpoints that a device which computes wrong may have spoiled: set aside, so that the run resumes from an older one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from ..rundir.checkpoints import checkpoint_steps, newest_saved, step_path
+from .supervisor.outcome import Outcome
+
+ASIDE = "suspect_"  # in front of the name of a checkpoint that was set aside; no run resumes from it, and none removes it
+
+
+@dataclass(kw_only=True)
+class SuspectCheckpoints:
+    """The checkpoints in `folder` that were saved since the last good check of the devices in this `fit`."""
+
+    folder: Path
+    checked: int | None = None  # the step of the last good check
+
+    def set_aside(self, outcome: Outcome) -> str:
+        """After a fault of a device rename the checkpoints saved since the last good check, if there is a whole one that is older. Return a
+        line for the user; "" where there is nothing to say."""
+        self.checked = max((each.checked for each in outcome.ranks if each.checked is not None), default=self.checked)
+        if self.checked is None or outcome.root_cause is None or not outcome.root_cause.fault:
+            return ""
+        suspects = [step for step in checkpoint_steps(self.folder) if step > self.checked]
+        if not suspects:
+            return ""
+        since = f"saved since the last good check of the devices, after step {self.checked}, and may hold wrong weights"
+        steps = ", ".join(map(str, sorted(suspects)))
+        older, _ = newest_saved(self.folder, most=self.checked)
+        if older is None:
+            return f"warning: all checkpoints (of step {steps}) were {since}; there is no older one to resume from"
+        try:
+            for step in suspects:
+                step_path(self.folder, step).rename(self._new_name(step))
+        except OSError as error:
+            return f"warning: checkpoints of step {steps} were {since}, and can't be renamed: {error.strerror or error}"
+        return f"set aside as {ASIDE}step_N the checkpoints of step {steps}: {since}; the one of step {older.step} is older"
+
+    def _new_name(self, step: int) -> Path:
+        names = (self.folder / f"{ASIDE}step_{step}{f'.{number}' if number else ''}" for number in count())
+        return next(name for name in names if not name.exists())
