@@ -69,18 +69,20 @@ def test_a_check_changes_no_bit_of_the_training_and_0_is_none(ranks: RankPool, t
 
 # A device that computes wrong
 
+OFF = "; launch.device_check=0 trains with it all the same"
+
 
 def test_a_device_that_departs_from_the_majority_ends_the_run_before_its_first_step(ranks: RankPool, tmp_path: Path) -> None:
     job = fit(ranks, tmp_path / "run", *THREE, check="start", other_bits=(1, 0))
     when = "(in the check at step 0, before this start's first step)"
-    assert (job.codes, job.problems) == ((1, 1, 1), (f"rank 1 ({HOST}, cpu) computes wrong: {OTHERS} {when}",))
+    assert (job.codes, job.problems) == ((1, 1, 1), (f"rank 1 ({HOST}, cpu) computes wrong: {OTHERS} {when}{OFF}",))
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 def test_a_device_that_no_longer_repeats_itself_ends_the_run_and_the_suspect_checkpoints_are_named(ranks: RankPool, tmp_path: Path) -> None:
     job = fit(ranks, tmp_path / "run", *TWO, "checkpoint.every=1", "checkpoint.keep=9", other_bits=(1, 2))  # the third, after step 4
     since = "(in the check after step 4; the last good check was after step 2; checkpoints saved since are suspect: step 3)"
-    assert (job.codes, job.problems) == ((1, 1), (f"rank 1 ({HOST}, cpu) computes wrong: {ITSELF} {since}",))
+    assert (job.codes, job.problems) == ((1, 1), (f"rank 1 ({HOST}, cpu) computes wrong: {ITSELF} {since}{OFF}",))
     assert job.rows[-1]["step"] == 4
     assert not (tmp_path / "run" / "checkpoints" / "step_4").exists(), "what a wrong device computed is not saved"
 
