@@ -154,6 +154,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("hidden_act activation_function activation hidden_activation", "model.act", "",
          {each: each for each in ("gelu", "relu", "silu", "swiglu", "geglu")} | {"gelu_new": "gelu_tanh"}),
     _row("qk_layernorm use_qk_norm", "model.qk_norm", "", YES),
+    _row("norm_after use_post_norm use_sandwich_norm", "model.norm_place", "before, after or both", {}),
     _row("normalization norm_type", "model.norm", "",
          {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm", "rmsnorm": "rmsnorm", "layernorm": "layernorm"}),
     _row("rms_norm_eps layernorm_epsilon layer_norm_eps norm_epsilon layer_norm_epsilon", "model.norm_eps"),

@@ -366,3 +366,39 @@ KIMI_K2: dict[str, Any] = DEEPSEEK_V3 | {  # moonshotai/Kimi-K2-Base; all other 
     "topk_group": 1,
     "vocab_size": 163840,
 }
+OLMO2_7B: dict[str, Any] = {  # allenai/OLMo-2-1124-7B
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.47.0.dev0",
+    "use_cache": True,
+    "vocab_size": 100352,
+}
+OLMO2_13B: dict[str, Any] = OLMO2_7B | {  # allenai/OLMo-2-1124-13B; all other keys are those of the 7B
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 40,
+}
+OLMO2_32B: dict[str, Any] = OLMO2_13B | {  # allenai/OLMo-2-0325-32B; all other keys are those of the 13B
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+}

@@ -46,11 +46,16 @@ def written_out(model: Model, w: dict[str, Any], tokens: Any, drop: Drop = no_dr
     x = drop(x, -1, "embedding")
     for index in range(model.layers):
         layer = {name.removeprefix(f"layers.{index}."): each for name, each in w.items() if name.startswith(f"layers.{index}.")}
-        attended = attention_written_out(model, layer, norm_written_out(model, layer, "norm1", x), partial(drop_in_layer, drop, index))
+        y = norm_written_out(model, layer, "norm1", x) if model.norm_place != "after" else x
+        attended = attention_written_out(model, layer, y, partial(drop_in_layer, drop, index))
+        if model.norm_place != "before":
+            attended = norm_written_out(model, layer, "post_norm1", attended)
         x = x + drop(attended, index, "attention.residual")
-        y = norm_written_out(model, layer, "norm2", x)
+        y = norm_written_out(model, layer, "norm2", x) if model.norm_place != "after" else x
         wide = ACTS[model.act](affine(layer, "mlp.gate" if model.act == "swiglu" else "mlp.up", y))
         fed = affine(layer, "mlp.down", wide * affine(layer, "mlp.up", y) if model.act == "swiglu" else wide)
+        if model.norm_place != "before":
+            fed = norm_written_out(model, layer, "post_norm2", fed)
         x = x + drop(fed, index, "mlp.residual")
     x = norm_written_out(model, w, "norm", x)
     table = w["embedding.weight"].T if model.tied else w["head.weight"]
@@ -77,12 +82,15 @@ def norm_written_out(model: Model, w: dict[str, Any], name: str, x: Any) -> Any:
 
 def attention_written_out(model: Model, w: dict[str, Any], x: Any, drop: Drop) -> Any:
     size, dim = len(x), model.head_dim or model.hidden // model.heads
-    query, key, value = (affine(w, f"attention.{part}", x).view(size, -1, dim) for part in ("query", "key", "value"))
+    query, key, value = (affine(w, f"attention.{part}", x) for part in ("query", "key", "value"))
+    if model.qk_norm and model.qk_norm_over == "all":
+        query, key = (norm_written_out(model, w, f"attention.{part}_norm", each) for part, each in (("query", query), ("key", key)))
+    query, key, value = (each.view(size, -1, dim) for each in (query, key, value))
     group = query.shape[1] // key.shape[1]
     out = torch.zeros_like(query)
     for head in range(query.shape[1]):
         q, k, v = query[:, head], key[:, head // group], value[:, head // group]
-        if model.qk_norm:
+        if model.qk_norm and model.qk_norm_over == "head":
             q, k = (norm_written_out(model, w, f"attention.{part}_norm", each) for part, each in (("query", q), ("key", k)))
         if model.positions == "rope":
             turned = round(dim * model.rope_share)

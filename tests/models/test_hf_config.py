@@ -22,6 +22,9 @@ from distrain.tests.fakes.public_configs import (
     MINISTRAL_8B,
     MISTRAL_7B,
     MIXTRAL_8X7B,
+    OLMO2_7B,
+    OLMO2_13B,
+    OLMO2_32B,
     QWEN3_8B,
     QWEN3_30B_A3B,
     QWEN25_7B,
@@ -50,6 +53,9 @@ PUBLIC = {
     "deepseek_v2_lite": (DEEPSEEK_V2_LITE, 15_706_484_224),
     "deepseek_v3": (DEEPSEEK_V3, 671_026_419_200 - 58 * 256),  # without the biases of its routers, which no loss trains
     # The safetensors also hold a layer for the token after the next, with tables of its own: tests/models/test_op_tables.py.
+    "olmo2_7b": (OLMO2_7B, 7_298_617_344),
+    "olmo2_13b": (OLMO2_13B, 13_716_198_400),
+    "olmo2_32b": (OLMO2_32B, 32_234_279_936),
     "glm45": (GLM45, 352_797_829_024 - 89 * 160),
     "glm45_air": (GLM45_AIR, 106_852_251_264 - 45 * 128),
     "kimi_k2": (KIMI_K2, 1_026_408_232_448 - 60 * 384),
@@ -206,7 +212,17 @@ def test_the_rotated_share_of_a_head_is_read_wherever_transformers_writes_it(tmp
     assert read_hf_config(write_config(tmp_path, GLM45 | {"rope_parameters": inside}))["rope_share"] == 0.25
 
 
-@pytest.mark.parametrize(("name", "config"), [("glm45_355b", GLM45), ("glm45_air_106b", GLM45_AIR), ("kimi_k2_1t", KIMI_K2)])
+OF_OURS = {
+    "glm45_355b": GLM45,
+    "glm45_air_106b": GLM45_AIR,
+    "kimi_k2_1t": KIMI_K2,
+    "olmo2_7b": OLMO2_7B,
+    "olmo2_13b": OLMO2_13B,
+    "olmo2_32b": OLMO2_32B,
+}
+
+
+@pytest.mark.parametrize(("name", "config"), OF_OURS.items(), ids=OF_OURS)
 def test_a_model_of_ours_has_the_sizes_of_its_public_file(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     """All but the weight of the balance loss, which no file states, and rotary scaling for longer sequences."""
     ours = load_recipe("mixtral_8x7b", [f"model={name}", "engine=papers"]).model
@@ -338,7 +354,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "deepseek_v32", 7])
 def test_the_refusal_of_an_unknown_model_type_lists_the_known_ones(name: object, tmp_path: Path) -> None:
     says = refusal(write_config(tmp_path, {"model_type": name}))
-    assert f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2, qwen3, qwen3_moe" in says
+    assert f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2, qwen3, olmo2, qwen3_moe" in says
     assert "kimi_k2; any other model type of transformers is family hf" in says
 
 

@@ -27,6 +27,7 @@ from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Tra
 CPU = torch.device("cpu")
 S = 24
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+OLMO2: dict[str, Any] = {"qk_norm": True, "qk_norm_over": "all", "norm_place": "after"}
 DEEPSEEK: dict[str, Any] = {
     "layers": 2,
     "hidden": 32,
@@ -50,6 +51,7 @@ OURS = {
     "llama with biases": Model(family="llama", layers=1, hidden=32, heads=4, ffn=56, vocab=64, bias=True, tied=True, **LLAMA),
     "mixtral": Model(family="moe", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, experts=4, top_k=2, **LLAMA),
     "qwen3": Model(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, qk_norm=True, **LLAMA),
+    "olmo2": Model(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, **OLMO2, **LLAMA),
     "qwen3 moe": Model(**MIXTURE, layers=2, router=Router(normalize=False)),
     "qwen3 moe, dense layers": Model(**MIXTURE, layers=3, ffn=40, dense_layers=2),
     "glm4 moe": Model(
@@ -123,6 +125,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral":          ("MixtralConfig", ROPE | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 3}),
     "qwen2":            ("Qwen2Config",   ROPE | {"num_key_value_heads": 2}),
     "qwen3":            ("Qwen3Config",   ROPE | {"num_key_value_heads": 2, "head_dim": 12}),
+    "olmo2":            ("Olmo2Config",   ROPE | {"num_key_value_heads": 2}),
     "qwen3, windows":   ("Qwen3Config",   ROPE | {"num_key_value_heads": 4, "head_dim": 8, "use_sliding_window": True, "sliding_window": 6,
                                           "max_window_layers": 1}),
     "qwen3 moe":        ("Qwen3MoeConfig", ROPE | MOE | {"norm_topk_prob": True}),
@@ -197,7 +200,7 @@ def test_weights_of_transformers_give_the_same_logits_here(name: str, tmp_path: 
         torch.testing.assert_close(ours.logits(tokens_of(run)), theirs(tokens_of(run)).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith(("glm4", "qwen3 moe", "deepseek v3"))])
+@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith(("olmo2", "glm4", "qwen3 moe", "deepseek v3"))])
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, transformers: Any) -> None:
     """transformers' gradients are saved as a model's weights, and read under our names."""
     theirs = model_of_transformers(transformers, name)
@@ -377,6 +380,17 @@ def test_existing_weights_are_not_overwritten(tmp_path: Path) -> None:
         ("qwen3 moe", ("model.qkv_bias", True)),
         ("mixtral", ("model.dense_layers", 1)),
         ("llama", ("model.rope_share", 0.5)),
+        ("llama", ("model.norm_place", "after")),
+        ("gpt", ("model.norm_place", "both")),
+        ("mixtral", ("model.norm_place", "after")),
+        ("deepseek v3", ("model.norm_place", "after")),
+        ("qwen3", ("model.qk_norm_over", "all")),
+        ("olmo2", ("model.qk_norm", False)),
+        ("olmo2", ("model.qk_norm_over", "head")),
+        ("olmo2", ("model.norm_place", "both")),
+        ("olmo2", ("model.qkv_bias", True)),
+        ("olmo2", ("model.rope_share", 0.5)),
+        ("olmo2", ("model.window", 6)),
         ("qwen3", ("model.rope_share", 0.5)),
         ("glm4 moe", ("model.shared_experts", 0)),
         ("glm4 moe", ("model.router.bias", False)),

@@ -129,6 +129,16 @@ GLM = (  # a dense layer and one with experts, of whose heads a half turns
 )
 # fmt: on
 GLM_JOBS = [TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *GLM, *LAYOUTS["sequence"], "parallel.recompute=none"))]
+# fmt: off
+OLMO = (  # norms after each half, and of all heads together
+    "model=olmo2_7b", "model.layers=3", "train.seq=2048", "model.hidden=1024", "model.heads=8", "model.kv_heads=4", "model.head_dim=128",
+    "model.ffn=3584", "model.vocab=8192", "train.precision=bf16",
+)
+# fmt: on
+OLMO_JOBS = [
+    TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *OLMO, *LAYOUTS[layout], f"parallel.recompute={recompute}"))
+    for layout, recompute in (("one rank", "none"), ("sequence", "none"), ("tp", "full"))
+]
 FP8_JOBS = [
     TraceJob(recipe=MODELS[model][0], words=(*GPU, *PLAIN, *MODELS[model][1:], *LAYOUTS[layout], *BF16[:-1], *words, "train.precision=fp8"))
     for model, layout, words in (
@@ -145,6 +155,7 @@ JOBS = [
     *COMPILED,
     *LATENT_JOBS,
     *GLM_JOBS,
+    *OLMO_JOBS,
     *FP8_JOBS,
     *drawn_jobs(14, 9),
 ]

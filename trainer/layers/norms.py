@@ -11,10 +11,12 @@ from torch.autograd.function import once_differentiable
 
 from ..spec.run import Model
 from .dtypes import at_least_float32
+from .group import Group
+from .group_messages import all_reduce
 from .parameters_by_prefix import Parameters
 from .tensor_parallel import TensorParallel, gather_inputs
 
-# B batch, S sequence, H hidden
+# B batch, S sequence, H hidden, A heads, N key and value heads, D head_dim
 
 
 class LayerNorm(nn.Module):
@@ -56,6 +58,80 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = gather_inputs(self.weight, self.tp) if self.tp and not self.tp.sequence else self.weight
         return rms_norm(x, weight, self.eps)
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm of all heads of x [B, S, A D] together, with a scale for each element (arXiv:2501.00656 section 2).
+
+    `width` is the number of elements of a whole token. Tensor-parallel ranks, which have some heads each, norm queries and keys by
+    `norm_all_heads`.
+    """
+
+    def __init__(self, parameters: Parameters, eps: float, width: int) -> None:
+        super().__init__()
+        self.weight = parameters["weight"]
+        self.eps, self.width = eps, width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def norm_all_heads(
+    query: Tensor, key: Tensor, query_norm: AllHeadsNorm, key_norm: AllHeadsNorm, tp: TensorParallel
+) -> tuple[Tensor, Tensor]:
+    """Return the normed queries [B, S, A D] and keys [B, S, N D] of this rank's heads; ranks add up both sums of squares in one message.
+
+    A key head that several ranks hold is in their sum as often, and each of them has the part of its gradient that its own queries make.
+    """
+    widths = query_norm.width, key_norm.width * tp.kv_copies
+    outputs: tuple[Tensor, Tensor] = _AllHeadsNorm.apply(  # type: ignore[no-untyped-call]
+        query, key, query_norm.weight, key_norm.weight, query_norm.eps, widths, tp.group
+    )
+    return outputs
+
+
+class _AllHeadsNorm(torch.autograd.Function):
+    """Saves queries and keys in their own dtype and one float32 a token of each. Backward computes what is normed twice, so that float32
+    copies of queries and of keys are never held together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float, widths: tuple[int, int], group: Group
+    ) -> tuple[Tensor, Tensor]:
+        pairs = ((query, query_weight), (key, key_weight))
+        squares = [at_least_float32(x).square().sum(-1, keepdim=True) / width for (x, _), width in zip(pairs, widths, strict=True)]
+        inverse = torch.rsqrt(all_reduce(torch.stack(squares), group) + eps)  # [2, B, S, 1]
+        ctx.save_for_backward(query, key, query_weight, key_weight, inverse)
+        ctx.widths, ctx.group = widths, group
+        query, key = ((at_least_float32(x) * scale).to(x.dtype) * weight for (x, weight), scale in zip(pairs, inverse, strict=True))
+        return query, key
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, query_weight, key_weight, inverse = ctx.saved_tensors
+        rows = tuple(zip(grads, (query, key), (query_weight, key_weight), inverse, strict=True))
+        sums = [_scale_gradient(grad, x, inverse) for grad, x, _, inverse in rows]  # [A D] of each
+        parts = [_projections(*row) / width for row, width in zip(rows, ctx.widths, strict=True)]
+        means = all_reduce(torch.stack(parts), ctx.group)
+        input_grads = (_input_gradient(*row, mean) for row, mean in zip(rows, means, strict=True))
+        return *input_grads, *(total.to(query_weight.dtype) for total in sums), None, None, None
+
+
+def _scale_gradient(grad: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
+    """Return the gradient [A D] of a norm's scale, in float32."""
+    return (at_least_float32(x) * inverse).mul_(grad).flatten(0, -2).sum(0)
+
+
+def _projections(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    """Return the sum over a rank's elements of the normed x times the gradient of what is normed, [B, S, 1]."""
+    return (at_least_float32(x) * inverse).mul_(grad).mul_(weight).sum(-1, keepdim=True)
+
+
+def _input_gradient(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, mean: Tensor) -> Tensor:
+    """Return the gradient [B, S, A D] of a norm's input, from the mean of `_projections` over all elements."""
+    normed = (at_least_float32(x) * inverse).mul_(-mean)
+    return normed.add_(at_least_float32(grad) * weight).mul_(inverse).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

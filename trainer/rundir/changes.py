@@ -253,6 +253,7 @@ def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
         "expert_ffn": (model.expert_ffn or ffn) if mixture else None,
         "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
         "context": (model.context or seq) if model.positions == "learned" else None,
+        "qk_norm_over": model.qk_norm_over if model.qk_norm else None,
         "rope_base": model.rope_base if model.positions == "rope" else None,
         "rope_share": model.rope_share if model.positions == "rope" and model.family != "mla" else None,
         "window": window,

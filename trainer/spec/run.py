@@ -48,7 +48,9 @@ class Model:
     bias: bool = False
     qkv_bias: bool | None = None
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "all"] = "head"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_place: Literal["before", "after", "both"] = "before"
     norm_eps: Positive = 1e-5
     act: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"] = "gelu"
     positions: Literal["learned", "rope", "none"] = "learned"

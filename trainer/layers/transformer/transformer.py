@@ -1,4 +1,4 @@
-"""A causal transformer in torch, with a norm before each half of a layer. Its parts follow from `model.*` and the op table's parameters."""
+"""A causal transformer in torch, with norms around each half of a layer. Its parts follow from `model.*` and the op table's parameters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class LayerInputs:
 
 
 class AttentionHalf(nn.Module):
-    """The first half of a layer, x + attention(norm1(x)); with the second half's norm and dropout, which all families share."""
+    """The first half of a layer, x + post_norm1(attention(norm1(x))), with the norms that `model.norm_place` names; with the second half's
+    norms and dropout, which all families share."""
 
     def __init__(
         self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, attention_class: type[Attention] = Attention
@@ -54,21 +55,35 @@ class AttentionHalf(nn.Module):
         model, train = run.model, run.train
         selective = run.parallel.recompute == "selective"
         attention = sub_parameters(parameters, "attention")
-        self.norm1 = make_norm(model, sub_parameters(parameters, "norm1"))
+        before, after = model.norm_place != "after", model.norm_place != "before"
+        self.norm1 = make_norm(model, sub_parameters(parameters, "norm1")) if before else None
         self.attention = attention_class(attention, model, layer, train.attention, tp, recompute_core=selective)
+        self.post_norm1 = make_norm(model, sub_parameters(parameters, "post_norm1")) if after else None
         self.dropout1 = Dropout(model.dropout, layer, "attention.residual")
-        self.norm2 = make_norm(model, sub_parameters(parameters, "norm2"))
+        self.norm2 = make_norm(model, sub_parameters(parameters, "norm2")) if before else None
+        self.post_norm2 = make_norm(model, sub_parameters(parameters, "post_norm2")) if after else None
         self.dropout2 = Dropout(model.dropout, layer, "mlp.residual")
 
     def attend(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        """x [B, S, H] -> x + attention(norm1(x))."""
-        output = self.attention(self.norm1(x), inputs.angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band)
-        hidden: Tensor = x + self.dropout1(output, inputs.sharded_dropout_states)  # [B, S, H]
+        """x [B, S, H] -> x + post_norm1(attention(norm1(x)))."""
+        normed = x if self.norm1 is None else self.norm1(x)
+        output = self.attention(normed, inputs.angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band)
+        return self.add(x, output, self.post_norm1, self.dropout1, inputs)
+
+    def add(self, x: Tensor, output: Tensor, post_norm: nn.Module | None, dropout: Dropout, inputs: LayerInputs) -> Tensor:
+        """Return the hidden states x [B, S, H] with a half's output."""
+        output = output if post_norm is None else post_norm(output)
+        hidden: Tensor = x + dropout(output, inputs.sharded_dropout_states)
         return hidden
+
+    def second_input(self, x: Tensor) -> Tensor:
+        """Return what the second half reads of the hidden states x [B, S, H]."""
+        normed: Tensor = x if self.norm2 is None else self.norm2(x)
+        return normed
 
 
 class TransformerLayer(AttentionHalf):
-    """x + attention(norm1(x)), then x + mlp(norm2(x))."""
+    """x + post_norm1(attention(norm1(x))), then x + post_norm2(mlp(norm2(x))), with the norms that the model has."""
 
     def __init__(
         self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, attention_class: type[Attention] = Attention
@@ -78,8 +93,7 @@ class TransformerLayer(AttentionHalf):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         x = self.attend(x, inputs)
-        hidden: Tensor = x + self.dropout2(self.mlp(self.norm2(x)), inputs.sharded_dropout_states)  # [B, S, H]
-        return hidden
+        return self.add(x, self.mlp(self.second_input(x)), self.post_norm2, self.dropout2, inputs)
 
 
 class Transformer(nn.Module):

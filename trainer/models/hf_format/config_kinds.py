@@ -68,6 +68,7 @@ class ConfigKind:
 
 
 ROPE = {"norm": "rmsnorm", "positions": "rope", "dropout": 0.0}
+OLMO2 = {"bias": False, "qk_norm": True, "qk_norm_over": "all", "norm_place": "after"}
 GATED = {"silu": "swiglu"}
 
 SIZE_KEYS = (
@@ -93,6 +94,11 @@ MISTRAL = (
 QWEN2 = (
     ConfigRow("kv_heads",  ("num_key_value_heads",), int,   32, nullable=True),
     ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-6),
+    ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
+)  # fmt: skip
+OLMO2_KEYS = (
+    ConfigRow("kv_heads",  ("num_key_value_heads",), int,   None),
+    ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-5),
     ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
 )  # fmt: skip
 MIXTRAL_KEYS = (
@@ -244,6 +250,14 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         acts=GATED,
         allowed=(*NO_DROPOUT, AllowedValues("attention_bias", (False,))),
         window=WindowKeys(4096, by_layer=True, switched=True),
+    ),
+    "olmo2": ConfigKind(
+        architecture="Olmo2ForCausalLM",
+        fixed=ROPE | OLMO2,
+        rows=SIZE_KEYS + OLMO2_KEYS,
+        act="hidden_act",
+        acts=GATED,
+        allowed=(*NO_DROPOUT, AllowedValues("attention_bias", (False,))),
     ),
     "qwen3_moe": ConfigKind(
         architecture="Qwen3MoeForCausalLM",

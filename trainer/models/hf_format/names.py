@@ -73,6 +73,10 @@ QWEN3_TENSORS = LLAMA_TENSORS | {
     "attention.query_norm": HfTensor("model.layers.#.self_attn.q_norm"),
     "attention.key_norm":   HfTensor("model.layers.#.self_attn.k_norm"),
 }
+OLMO2_TENSORS = {name: tensor for name, tensor in QWEN3_TENSORS.items() if name not in ("norm1", "norm2")} | {
+    "post_norm1":           HfTensor("model.layers.#.post_attention_layernorm"),
+    "post_norm2":           HfTensor("model.layers.#.post_feedforward_layernorm"),
+}
 MIXTRAL_TENSORS = {name: tensor for name, tensor in LLAMA_TENSORS.items() if not name.startswith("mlp.")} | {
     "router":          HfTensor("model.layers.#.block_sparse_moe.gate",         transposed=True),
     "experts.gate":    HfTensor("model.layers.#.block_sparse_moe.experts.@.w1", transposed=True),
@@ -114,6 +118,7 @@ HF_TENSORS = {
     "mixtral": MIXTRAL_TENSORS,
     "qwen2": LLAMA_TENSORS,
     "qwen3": QWEN3_TENSORS,
+    "olmo2": OLMO2_TENSORS,
     "qwen3_moe": QWEN3_MOE_TENSORS,
     "glm4_moe": GLM4_MOE_TENSORS,
     "deepseek_v2": DEEPSEEK_TENSORS,
@@ -203,7 +208,9 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
             "bias": model.bias,
             "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
             "qk_norm": model.qk_norm,
+            "qk_norm_over": model.qk_norm_over if model.qk_norm else None,
             "norm": model.norm,
+            "norm_place": model.norm_place,
             "norm_eps": model.norm_eps,
             "act": model.act,
             "positions": model.positions,
@@ -220,26 +227,26 @@ def hf_model_type(run: Run) -> str:
     if run.model.family == "mla":
         model_type = _latent_model_type(run.model) if form == ("rmsnorm", "rope") and keys["act"] == "swiglu" else ""
     elif form == ("layernorm", "learned") and plain_heads and same_bias and keys["act"] in CONFIG_KINDS["gpt2"].acts.values():
-        model_type = "" if run.model.windowed_layers or run.model.qk_norm else "gpt2"
+        model_type = "" if run.model.windowed_layers or run.model.qk_norm or run.model.norm_place != "before" else "gpt2"
     elif form == ("rmsnorm", "rope") and keys["act"] == "swiglu":
         model_type = _rotary_model_type(run.model, bias=bool(keys["bias"]), qkv_bias=bool(keys["qkv_bias"]))
     else:
         model_type = ""
     if model_type:
         return model_type
-    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, GLM-4.5 and DeepSeek computes this model"
+    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo 2, Mixtral, GLM-4.5 and DeepSeek computes this model"
     fix = (
         "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
         "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window; GLM-4.5 and "
         "DeepSeek have shared experts and sigmoid scores with a bias, DeepSeek-V2 softmax scores that are not normalized; GLM-4.5 "
-        "alone rotates a part of each head"
+        "alone rotates a part of each head; OLMo 2 alone norms what is added, and all heads together"
     )
     raise Unreadable([Problem(rule="weights", says=says, mend=fix)])
 
 
 def _latent_model_type(model: Model) -> str:
     """Return the model_type of a model with latent attention, RMSNorm, rope and swiglu; "" where there is none."""
-    if model.windowed_layers or model.capacity or not model.shared_experts:
+    if model.windowed_layers or model.capacity or not model.shared_experts or model.norm_place != "before":
         return ""
     router = model.router
     if router.score == "sigmoid":
@@ -250,6 +257,11 @@ def _latent_model_type(model: Model) -> str:
 def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:
     """Return the model_type of a model with RMSNorm, rope and swiglu; "" where there is none."""
     some_windowed, all_windowed = model.windowed_layers > 0, model.windowed_layers == model.layers
+    norms = (model.norm_place, model.qk_norm_over if model.qk_norm else "")
+    if norms == ("after", "all"):
+        return "" if model.experts or bias or qkv_bias or some_windowed or model.rope_share != 1 else "olmo2"
+    if norms not in (("before", ""), ("before", "head")):
+        return ""
     if model.experts:
         return "" if bias or model.capacity or some_windowed != all_windowed else _mixture_model_type(model, qkv_bias=qkv_bias)
     if model.rope_share != 1:

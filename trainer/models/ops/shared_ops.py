@@ -1,4 +1,4 @@
-"""Ops that families share: attention, feed-forward, mixture of experts, norms, embedding and head, with the activations that each saves.
+"""Ops that families share: attention, feed-forward, norms, embedding and head, with the activations that each saves.
 
 `saves_megatron` follows Korthikanti et al. 2022 (arXiv:2205.05198 section 4.1): one GPT layer saves s b h (34 + 5 a s / h) bytes, at 2
 bytes per element and 1 per element of a mask. `saves_torch` is what trainer/layers/ saves. Without dropout the first is
@@ -69,10 +69,32 @@ def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, .
     turn = Op(name="attention.rope", moves=(query, query, key, key), eager_passes=4 * share + copies, own_passes=16 * share + copies)
     return (
         replace(linear("attention", ("hidden",), parts, bias=bias, saves=(STREAM, query, key, value)), gathers=(key, value)),
-        *((head_norm("attention.query_norm", QUERY), head_norm("attention.key_norm", KEY)) if model.qk_norm else ()),
+        *(_query_and_key_norms(model) if model.qk_norm else ()),
         *((turn,) if model.positions == "rope" else ()),
         *attention_core(model, train, causal=causal),
         linear("attention.out", QUERY, (("", ("hidden",)),), bias=model.bias, saves=(query,)),
+    )
+
+
+def _query_and_key_norms(model: Model) -> tuple[Op, ...]:
+    if model.qk_norm_over == "head":
+        return head_norm("attention.query_norm", QUERY), head_norm("attention.key_norm", KEY)
+    return (norm_of_all_heads(),)
+
+
+def norm_of_all_heads() -> Op:
+    """RMSNorms of the queries and of the keys of all heads together; each saves its input and one float32 a token (arXiv:2501.00656 section
+    2). Tensor-parallel ranks add up both sums of squares in one message, and what each makes of their gradient."""
+    query, key = Tensor(TOKENS + QUERY), Tensor(TOKENS + KEY)
+    return Op(
+        name="attention.qk_norm",
+        weights=(Weight("attention.query_norm.weight", QUERY, flat=True), Weight("attention.key_norm.weight", KEY, flat=True)),
+        moves=(query, query, key, key),
+        saves_megatron=(query, key),
+        saves_torch=(query, key, Tensor(("tokens", "batch"), 8)),
+        sums=(Tensor(("tokens", "batch"), 8),),
+        kernels=2,
+        eager_passes=4.0,
     )
 
 
@@ -193,85 +215,6 @@ def feed_forward(model: Model, *, name: str = "mlp", dim: str = "ffn") -> tuple[
     )
 
 
-def mixture(model: Model) -> tuple[Op, ...]:
-    """Top-k routed experts, no token dropped: each token travels to top_k experts and back (arXiv:2401.04088).
-
-    Tensor-parallel ranks need the tokens and logits whole, and add up the output; of the routed copies nothing travels between them.
-    Every tensor rank of our modules saves the full routed copies, so their sequence dim is named `tokens`, which tensor parallelism
-    does not split.
-    """
-    rows: Dims = (*TOKENS, "top_k")
-    sent = Tensor((*rows, "hidden"))
-    logits = Tensor((*TOKENS, "choices"), 4)
-    copies: Dims = ("tokens", "batch", "top_k")
-    copy_rows = Tensor((*copies, "hidden"))
-    router = Op(
-        name="router",
-        weights=(Weight("router.weight", ("hidden", "choices")),),
-        product=Product(rows=TOKENS, inner=("hidden",), outers=(("choices",),)),
-        saves_megatron=(STREAM, logits),
-        saves_torch=(STREAM, *_routing_saves(model, copies)),
-        enters=(logits,),
-        kernels=8 + _routing_kernels(model),  # the product, softmax, the choice, its weights, the counts of each expert
-        constants=(Weight("router.bias", ("choices",), frozen=True),) if model.router.bias else (),
-    )
-    dispatch = Op(
-        name="dispatch",
-        moves=(STREAM, sent, sent, sent),  # sorted by rank for the exchange, and by expert after it
-        kernels=4,
-        saves_torch=(copy_rows, Tensor(copies, 8), Tensor(("experts",), 8)),  # the last: the end of each expert's copies
-        exchanges=(sent,),
-        enters=(STREAM,),
-    )
-    combine = Op(
-        name="combine",
-        moves=(sent, sent, sent, STREAM),
-        kernels=4,
-        saves_megatron=(sent,),
-        saves_torch=(copy_rows,),
-        exchanges=(sent,),
-        reduces=(("expert_ffn", STREAM),),
-    )
-    return router, dispatch, *_expert_ops(model, rows, sent), combine, *(_shared_experts(model) if model.shared_experts else ())
-
-
-def _routing_saves(model: Model, copies: Dims) -> tuple[Tensor, ...]:
-    """What our modules save of a choice (trainer/models/moe/routing.py): each copy's expert and weight, and what these are made from."""
-    router = model.router
-    choice, weight, of_token = Tensor(copies, 8), Tensor(copies, 4), Tensor(copies[:-1], 4)
-    scores, share = Tensor((*copies[:-1], "choices"), 4), Tensor(("batch", "choices"), 4)
-    has_sum = router.score == "sigmoid" and router.normalize
-    before_scale = (weight,) if has_sum or (router.scale != 1 and not router.has_shared_scores) else ()
-    sums = (of_token,) * (has_sum + (router.score == "sigmoid" and model.aux_loss > 0))
-    balance = (scores, share) if model.aux_loss else (scores,) if router.has_shared_scores else ()
-    return choice, weight, *before_scale, *sums, *balance
-
-
-def _routing_kernels(model: Model) -> int:
-    """The kernels of a choice beyond those of Mixtral's: of weights, of a bias, and of groups: their values, the best, the mask."""
-    router = model.router
-    weights = (router.scale != 1) + router.has_shared_scores + 2 * (router.score == "sigmoid" and router.normalize)
-    return weights + (3 if router.bias else 0) + (6 if router.top_groups < router.groups else 0)
-
-
-def _expert_ops(model: Model, rows: Dims, sent: Tensor) -> tuple[Op, ...]:
-    """The feed-forward of each expert over the copies that are sent to it."""
-    wide = Tensor((*rows, "expert_ffn"))
-    parts: tuple[tuple[str, Dims], ...] = ((".gate", ("expert_ffn",)), (".up", ("expert_ffn",)))
-    activated = (wide, wide) if model.act == "relu" else (wide, wide, wide)  # of a ReLU autograd saves only the result
-    return (
-        replace(linear("experts", ("hidden",), parts, bias=False, saves=(sent,), rows=rows, groups=("experts",)), saves_torch=()),
-        Op(name="experts.act", moves=(wide, wide, wide), saves_megatron=(wide, wide), saves_torch=activated, eager_passes=1.7),
-        linear("experts.down", ("expert_ffn",), (("", ("hidden",)),), bias=False, saves=(wide,), rows=rows, groups=("experts",)),
-    )
-
-
-def _shared_experts(model: Model) -> tuple[Op, ...]:
-    """The experts of all tokens. Their input is the router's, which saves it."""
-    first, *others = feed_forward(model, name="shared", dim="shared_ffn")
-    return replace(first, saves_megatron=(), saves_torch=()), *others
-
-
 def embedding(model: Model, train: Train, *, types: bool = False) -> tuple[Op, ...]:
     """The token, position and segment tables; saves the dropout mask, sbh.
 
@@ -318,33 +261,30 @@ def head(model: Model, *, bias: bool = False) -> tuple[Op, ...]:
     )
 
 
-def pre_norm_table(
+def decoder_table(
     model: Model, train: Train, attention: tuple[Op, ...], feed_forward: tuple[Op, ...], sizes: Mapping[str, int] | None = None
 ) -> OpTable:
-    """The op table of a model whose layers normalize before attention and before the feed-forward. `sizes`: of further logical dims."""
+    """The op table of a model whose layers normalize what attention and the feed-forward read, what they return, or both, inside of the
+    residual sums. `sizes`: of further logical dims."""
     return OpTable(
         sizes={**logical_sizes(model, train), **(sizes or {})},
         embedding=embedding(model, train),
-        layer=_pre_norm_layer(model, attention, feed_forward),
+        layer=layer_ops(model, attention, feed_forward),
         head=(norm("norm", model), *head(model)),
         tied=model.tied,
     )
 
 
-def mixture_table(model: Model, train: Train, attention: tuple[Op, ...], sizes: Mapping[str, int] | None = None) -> OpTable:
-    """The op table of a model whose feed-forward is a mixture of experts, but for the first `model.dense_layers` layers."""
-    table = pre_norm_table(model, train, attention, mixture(model), sizes)
-    if not model.dense_layers:
-        return table
-    return replace(table, dense_layers=model.dense_layers, dense_layer=_pre_norm_layer(model, attention, feed_forward(model)))
-
-
-def _pre_norm_layer(model: Model, attention: tuple[Op, ...], feed_forward: tuple[Op, ...]) -> tuple[Op, ...]:
+def layer_ops(model: Model, attention: tuple[Op, ...], feed_forward: tuple[Op, ...]) -> tuple[Op, ...]:
+    """The ops of a layer, with its norms where `model.norm_place` has them."""
+    before, after = model.norm_place != "after", model.norm_place != "before"
     return (
-        norm("norm1", model),
+        *((norm("norm1", model),) if before else ()),
         *attention,
+        *((norm("post_norm1", model),) if after else ()),
         residual("attention.residual", model),
-        norm("norm2", model),
+        *((norm("norm2", model),) if before else ()),
         *feed_forward,
+        *((norm("post_norm2", model),) if after else ()),
         residual("mlp.residual", model),
     )

@@ -120,6 +120,8 @@ IDLE: dict[str, Condition] = {
     "model.ffn":               _expert_ffn,
     "model.window":            _made_by_transformers,
     "model.layer_types":       _any(_made_by_transformers, _is("model.window", None)),
+    "model.qk_norm_over":      _is("model.qk_norm", False),
+    "model.norm_place":        _any(_made_by_transformers, _is("model.family", "bert")),
     "model.rope_base":         _is_not("model.positions", "rope"),
     "model.rope_share":        _any(_is_not("model.positions", "rope"), _is("model.family", "mla")),
     "model.rope.type":         _is_not("model.positions", "rope"),
