@@ -33,6 +33,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**DEEPSEEK, "norm_topk_prob": False, "topk_method": "group_limited_greedy"},
     "qwen3_moe":   {**MIXTURE, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
     "olmo2":       {"num_key_value_heads": 2},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8,
+                    "sliding_window_pattern": 2},
     "glm4_moe":    {**MIXTURE, "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 8, "use_qk_norm": True,
                     "attention_bias": True, "routed_scaling_factor": 2.5},
 }
@@ -41,6 +43,7 @@ LAYOUTS = {
     "deepseek_v2": ("cluster.gpus=2", "parallel={tp: 2, sequence: true}", "train.microbatch=2"),
     "qwen3_moe":   ("cluster.gpus=2", "parallel={cp: 2, zero: 3}", "engine=native", "train.microbatch=2"),
     "olmo2":       ("cluster.gpus=4", "parallel={tp: 4, sequence: true, recompute: selective}", "engine=native", "train.microbatch=2"),
+    "gemma3_text": ("cluster.gpus=4", "parallel={tp: 2, pp: 2}", "train.microbatch=1"),
     "glm4_moe":    ("cluster.gpus=2", "parallel={tp: 2, sequence: true}", "train.microbatch=2"),
 }
 WORDS = (

@@ -28,6 +28,9 @@ CPU = torch.device("cpu")
 S = 24
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
 OLMO2: dict[str, Any] = {"qk_norm": True, "qk_norm_over": "all", "norm_place": "after"}
+GEMMA3: dict[str, Any] = {"qk_norm": True, "norm_place": "both", "norm": "rmsnorm1p", "act": "geglu_tanh", "positions": "rope"}
+GEMMA3 |= {"scale_embedding": True, "query_pre_attn_scalar": 9, "rope_base": 1e6, "rope_local_base": 500.0, "window": 6}
+GEMMA3 |= {"layer_types": ("sliding_attention", "full_attention")}
 DEEPSEEK: dict[str, Any] = {
     "layers": 2,
     "hidden": 32,
@@ -52,6 +55,10 @@ OURS = {
     "mixtral": Model(family="moe", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, experts=4, top_k=2, **LLAMA),
     "qwen3": Model(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, qk_norm=True, **LLAMA),
     "olmo2": Model(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, **OLMO2, **LLAMA),
+    "gemma3": Model(family="llama", layers=3, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, tied=True, **GEMMA3),
+    "gemma3, stretched": Model(
+        family="llama", layers=2, hidden=32, heads=4, head_dim=12, ffn=56, vocab=64, **GEMMA3 | {"rope": Rope(type="linear", factor=8.0)}
+    ),
     "qwen3 moe": Model(**MIXTURE, layers=2, router=Router(normalize=False)),
     "qwen3 moe, dense layers": Model(**MIXTURE, layers=3, ffn=40, dense_layers=2),
     "glm4 moe": Model(
@@ -112,6 +119,8 @@ GLM = {
     "num_key_value_heads": 2, "head_dim": 12, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
     "n_shared_experts": 2,
 }  # fmt: skip
+GEMMA = {"num_key_value_heads": 2, "head_dim": 12}
+TWO_ROPES = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e3}, "sliding_attention": {"rope_theta": 100.0}}
 LONGER = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 8}
 FAR = {"rope_type": "default", "rope_theta": 5e5}
 # fmt: off
@@ -126,6 +135,9 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2":            ("Qwen2Config",   ROPE | {"num_key_value_heads": 2}),
     "qwen3":            ("Qwen3Config",   ROPE | {"num_key_value_heads": 2, "head_dim": 12}),
     "olmo2":            ("Olmo2Config",   ROPE | {"num_key_value_heads": 2}),
+    "gemma3":           ("Gemma3TextConfig", ROPE | GEMMA | {"query_pre_attn_scalar": 9, "sliding_window": 6, "sliding_window_pattern": 3}),
+    "gemma3, stretched": ("Gemma3TextConfig", ROPE | GEMMA | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 99,
+                                          "tie_word_embeddings": False, "rope_parameters": TWO_ROPES}),
     "qwen3, windows":   ("Qwen3Config",   ROPE | {"num_key_value_heads": 4, "head_dim": 8, "use_sliding_window": True, "sliding_window": 6,
                                           "max_window_layers": 1}),
     "qwen3 moe":        ("Qwen3MoeConfig", ROPE | MOE | {"norm_topk_prob": True}),
@@ -200,7 +212,7 @@ def test_weights_of_transformers_give_the_same_logits_here(name: str, tmp_path: 
         torch.testing.assert_close(ours.logits(tokens_of(run)), theirs(tokens_of(run)).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith(("olmo2", "glm4", "qwen3 moe", "deepseek v3"))])
+@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith(("olmo2", "gemma3", "glm4", "qwen3 moe", "deepseek v3"))])
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, transformers: Any) -> None:
     """transformers' gradients are saved as a model's weights, and read under our names."""
     theirs = model_of_transformers(transformers, name)
@@ -385,6 +397,22 @@ def test_existing_weights_are_not_overwritten(tmp_path: Path) -> None:
         ("mixtral", ("model.norm_place", "after")),
         ("deepseek v3", ("model.norm_place", "after")),
         ("qwen3", ("model.qk_norm_over", "all")),
+        *(
+            ("gemma3", each)
+            for each in (
+                ("model.norm", "rmsnorm"),
+                ("model.norm_place", "before"),
+                ("model.qk_norm", False),
+                ("model.act", "geglu"),
+                ("model.scale_embedding", False),
+                ("model.rope_local_base", None),
+                ("model.window", None),
+                ("model.qkv_bias", True),
+                ("model.rope_share", 0.5),
+            )
+        ),
+        ("llama", ("model.scale_embedding", True)),
+        ("llama", ("model.query_pre_attn_scalar", 9)),
         ("olmo2", ("model.qk_norm", False)),
         ("olmo2", ("model.qk_norm_over", "head")),
         ("olmo2", ("model.norm_place", "both")),

@@ -43,6 +43,18 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class RMSNorm1p(nn.Module):
+    """RMSNorm that scales by 1 + its weight, in float32, as Gemma does and Megatron-LM's apply_layernorm_1p."""
+
+    def __init__(self, parameters: Parameters, eps: float) -> None:
+        super().__init__()
+        self.weight = parameters["weight"]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm_1p(x, self.weight, self.eps)
+
+
 class HeadNorm(nn.Module):
     """RMSNorm of each head of x [B, S, A, D], with one scale [D] for all heads; before rope in Qwen3 (arXiv:2505.09388 section 2).
 
@@ -50,14 +62,14 @@ class HeadNorm(nn.Module):
     parallelism they do so once a step, with the gradients of all weights that each rank holds whole.
     """
 
-    def __init__(self, parameters: Parameters, eps: float, tp: TensorParallel | None) -> None:
+    def __init__(self, parameters: Parameters, model: Model, tp: TensorParallel | None) -> None:
         super().__init__()
         self.weight = parameters["weight"]
-        self.eps, self.tp = eps, tp
+        self.eps, self.tp, self.adds_one = model.norm_eps, tp, model.norm == "rmsnorm1p"
 
     def forward(self, x: Tensor) -> Tensor:
         weight = gather_inputs(self.weight, self.tp) if self.tp and not self.tp.sequence else self.weight
-        return rms_norm(x, weight, self.eps)
+        return (rms_norm_1p if self.adds_one else rms_norm)(x, weight, self.eps)
 
 
 class AllHeadsNorm(nn.Module):
@@ -163,6 +175,37 @@ class _RMSNorm(torch.autograd.Function):
         return x_grad.to(x.dtype), weight_grad, None
 
 
+def rms_norm_1p(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / its root mean square along the last dim, scaled by 1 + `weight`; rounded once."""
+    normed: Tensor = _RMSNorm1p.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _RMSNorm1p(torch.autograd.Function):
+    """Saves what `_RMSNorm` saves. torch's kernel would scale by 1 + a weight that is rounded to the weight's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = at_least_float32(x)  # [B, S, H]
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [B, S, 1]
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).mul_(1 + at_least_float32(weight)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        scale = 1 + at_least_float32(weight)
+        normed = at_least_float32(x) * inverse
+        products = normed * grad
+        weight_grad = products.flatten(0, -2).sum(0).to(weight.dtype)
+        normed.mul_(products.mul_(scale).mean(-1, keepdim=True))
+        del products  # of three tensors in float32 two are held together
+        wide_grad = (scale * grad).sub_(normed)
+        del normed
+        return wide_grad.mul_(inverse).to(x.dtype), weight_grad, None
+
+
 def make_norm(model: Model, parameters: Parameters) -> nn.Module:
     """Make the norm that `model.norm` names."""
     match model.norm:
@@ -170,3 +213,5 @@ def make_norm(model: Model, parameters: Parameters) -> nn.Module:
             return LayerNorm(parameters, model.norm_eps)
         case "rmsnorm":
             return RMSNorm(parameters, model.norm_eps)
+        case "rmsnorm1p":
+            return RMSNorm1p(parameters, model.norm_eps)

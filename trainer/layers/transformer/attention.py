@@ -50,7 +50,8 @@ class Attention(nn.Module):
         recompute_core: bool,
     ) -> None:
         super().__init__()
-        self.scale: float | None = None  # of scores; None: 1 / sqrt(D)
+        scalar = model.query_pre_attn_scalar
+        self.scale: float | None = None if scalar is None else scalar**-0.5  # of scores; None: 1 / sqrt(D)
         self.first_head, self.padded_heads = (tp.first_head, tp.padded_heads) if tp else (0, 0)
         self.make_projections(parameters, model, tp)
         self.out = RowLinear(sub_parameters(parameters, "out"), tp, model.lora.scale)
@@ -72,7 +73,7 @@ class Attention(nn.Module):
     def make_head_norm(self, parameters: Parameters, model: Model, part: str) -> HeadNorm | AllHeadsNorm:
         """Make the norm of each query or key, or of those of all heads together."""
         if model.qk_norm_over == "head":
-            return HeadNorm(parameters, model.norm_eps, self.tp)
+            return HeadNorm(parameters, model, self.tp)
         heads = model.heads if part == "query" else model.kv_heads or model.heads
         return AllHeadsNorm(parameters, model.norm_eps, heads * self.head_dim)
 

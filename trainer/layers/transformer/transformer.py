@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ...spec.run import Run
 from ..counter_rng import DropoutKeys
 from ..cross_entropy import IGNORED, cross_entropy
 from ..dropout import Dropout
+from ..dtypes import rounded
 from ..group import Group
 from ..norms import make_norm
 from ..parameters_by_prefix import Parameters, sub_parameters
@@ -22,7 +24,7 @@ from .context_parallel import ContextParallel
 from .core_attention import window_band
 from .embedding_and_head import Embedding, LMHead, VocabEmbedding
 from .feed_forward import FeedForward
-from .rotary import rotary_angles
+from .rotary import local_rotary, rotary_angles
 
 # B batch, S sequence, H hidden, D head_dim, V vocabulary; under context parallelism S are this rank's tokens
 
@@ -36,6 +38,7 @@ class LayerInputs:
     """
 
     angles: Tensor | None  # [2, S, D/2] rotary angles
+    local_angles: Tensor | None  # of the layers that have the window, where those are other ones
     mask: Tensor | None  # [B, 1, S, all keys] of attention
     starts: Tensor | None  # [B, S] where each token's document starts
     dropout_states: Tensor | None  # [B, S]
@@ -67,7 +70,8 @@ class AttentionHalf(nn.Module):
     def attend(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [B, S, H] -> x + post_norm1(attention(norm1(x)))."""
         normed = x if self.norm1 is None else self.norm1(x)
-        output = self.attention(normed, inputs.angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band)
+        angles = inputs.local_angles if self.attention.window and inputs.local_angles is not None else inputs.angles
+        output = self.attention(normed, angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band)
         return self.add(x, output, self.post_norm1, self.dropout1, inputs)
 
     def add(self, x: Tensor, output: Tensor, post_norm: nn.Module | None, dropout: Dropout, inputs: LayerInputs) -> Tensor:
@@ -194,14 +198,17 @@ class Transformer(nn.Module):
     def run_layer(self, layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Any:
         """Return a layer's output; under full recomputation backward runs the layer again."""
         if self.recompute:
-            return recompute(_call_layer, layer, x, inputs, inputs.angles, inputs.mask, inputs.dropout_states, inputs.band)
+            tensors = inputs.angles, inputs.local_angles, inputs.mask, inputs.dropout_states, inputs.band
+            return recompute(_call_layer, layer, x, inputs, *tensors)
         return layer(x, inputs)
 
     def _layer_inputs(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None) -> LayerInputs:
         model, dtype = self.model, self.compute_type or next(self.parameters()).dtype
-        angles, positions = None, self._positions(tokens)
+        angles, local_angles, positions = None, None, self._positions(tokens)
         if model.positions == "rope":
-            angles = rotary_angles(model, positions, tokens.shape[1] * (self.cp.group.size if self.cp else 1), dtype)
+            size = tokens.shape[1] * (self.cp.group.size if self.cp else 1)
+            angles = rotary_angles(model, positions, size, dtype)
+            local_angles = rotary_angles(local_rotary(model), positions, size, dtype) if model.has_local_rope else None
         mask = starts = None
         if documents is not None:
             starts = document_starts(documents)[:, positions]
@@ -212,6 +219,7 @@ class Transformer(nn.Module):
         states = None if keys is None else keys.states
         return LayerInputs(
             angles=angles,
+            local_angles=local_angles,
             mask=mask,
             band=band,
             starts=starts,
@@ -229,6 +237,8 @@ class Transformer(nn.Module):
 
     def _embed(self, tokens: Tensor, inputs: LayerInputs) -> Tensor:
         x = self.embedding(tokens)  # [B, S, H]; under sequence parallelism this rank's part of S
+        if self.model.scale_embedding:
+            x = x * rounded(sqrt(self.model.hidden), self.compute_type or x.dtype)
         if self.positions is not None:
             positions = self._positions(tokens).unsqueeze(0)  # [1, S]
             rows = positions if inputs.starts is None else positions - inputs.starts

@@ -171,8 +171,19 @@ def logical_sizes(model: Model, train: Train) -> dict[str, int]:
         "shared_ffn": expert_ffn * model.shared_experts,
         "types": 2,
         "window": model.window or 0,
+        **window_sizes(model, train.seq),
         "lora": model.lora.rank,
     }
+
+
+def window_sizes(model: Model, seq: int) -> dict[str, int]:
+    """Return, on average over layers, the tokens of layers with a window that does not cover the sequence, and the keys of their blocks
+    that have a mask: all but the first, each of which sees two blocks of keys (trainer/layers/transformer/core_attention.py)."""
+    window, layers = model.effective_window(seq) or 0, model.windowed_layers
+    if not window:
+        return {"windowed_tokens": 0, "masked_keys": 0}
+    masked = sum(min(begin + window, seq) - (begin - window) for begin in range(window, seq, window))
+    return {"windowed_tokens": round(seq * layers / model.layers), "masked_keys": round(masked * layers / model.layers)}
 
 
 def element_count(dims: Dims, sizes: Mapping[str, int]) -> int:

@@ -22,6 +22,7 @@ KEY: Dims = ("kv_heads", "head_dim")
 # On a CPU, GELU by tanh takes 4.8 times as long as moving its tensors. Measured with torch 2.13 on a core of a Xeon with AVX-512, among a
 # layer's other kernels: 8.7 ns an element, forward and backward; its 20 bytes in float32 are moved in 1.8 ns.
 TANH_PASSES = 4.8
+OWN_1P_PASSES = 10.0  # in bf16: 40 bytes an element for the 4 of one kernel
 SCORES: Dims = ("batch", "heads", "seq", "keys")
 
 
@@ -30,7 +31,8 @@ def norm(name: str, model: Model) -> Op:
     scale = (Weight(f"{name}.weight", ("hidden",)),)
     shift = (Weight(f"{name}.bias", ("hidden",)),) if model.norm == "layernorm" else ()
     # torch's LayerNorm is one kernel, in float32 under autocast; its RMSNorm is a cast, a square, a mean and two products.
-    passes, own_passes = (2.0, 2.6) if model.norm == "layernorm" else (4.0, 2.0)  # those of our modules are measured on an H200
+    # Those of our modules are measured on an H200; those of a scale 1 + weight are counted, which our modules compute kernel by kernel.
+    passes, own_passes = {"layernorm": (2.0, 2.6), "rmsnorm": (4.0, 2.0), "rmsnorm1p": (4.0, OWN_1P_PASSES)}[model.norm]
     per_token = (Tensor(TOKENS), Tensor(TOKENS)) if model.norm == "layernorm" else (Tensor(TOKENS, 4),)
     return Op(
         name=name,
@@ -78,7 +80,7 @@ def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, .
 
 def _query_and_key_norms(model: Model) -> tuple[Op, ...]:
     if model.qk_norm_over == "head":
-        return head_norm("attention.query_norm", QUERY), head_norm("attention.key_norm", KEY)
+        return tuple(head_norm(f"attention.{part}_norm", head, model) for part, head in (("query", QUERY), ("key", KEY)))
     return (norm_of_all_heads(),)
 
 
@@ -98,7 +100,7 @@ def norm_of_all_heads() -> Op:
     )
 
 
-def head_norm(name: str, head: Dims) -> Op:
+def head_norm(name: str, head: Dims, model: Model) -> Op:
     """RMSNorm of each head, with one scale for all heads; saves its input and one float32 a head and token (arXiv:2505.09388 section 2)."""
     tensor, scale = Tensor(TOKENS + head), Weight(f"{name}.weight", ("head_dim",))
     return Op(
@@ -109,6 +111,7 @@ def head_norm(name: str, head: Dims) -> Op:
         saves_torch=(tensor, Tensor((*TOKENS, head[0]), 4)),
         partial=(Tensor(scale.dims),),
         eager_passes=4.0,
+        own_passes=OWN_1P_PASSES if model.norm == "rmsnorm1p" else None,
     )
 
 
@@ -123,7 +126,7 @@ def _flash_core(model: Model, train: Train, causal: bool, mean_dim: str) -> tupl
     """FlashAttention-2 (arXiv:2307.08691): saves a float32 log-sum-exp; backward costs 2.5 forwards.
 
     Its dropout can't be keyed: with dropout our modules take the path of separate kernels, and save what that saves. A layer with a
-    window saves the values of its blocks besides; a model in which only some layers have one is counted as if all had.
+    window saves the values of its blocks besides: every layer is counted with their average.
     """
     share, window, seq = _windowed_share(model, train.seq), model.window or 0, train.seq
     blocks, rest = divmod(seq, window) if share else (0, 0)
@@ -138,7 +141,7 @@ def _flash_core(model: Model, train: Train, causal: bool, mean_dim: str) -> tupl
         backward=2.5,
         fused=True,
     )
-    in_blocks_saves = (Tensor(TOKENS + QUERY),) if share else ()
+    in_blocks_saves = (Tensor(("windowed_tokens", "batch", *QUERY)),) if share else ()
     torch_saves = _softmax_saves(model) if model.dropout else (LOG_SUMS, *in_blocks_saves)
     return (Op(name="attention.core", product=product, saves_megatron=(LOG_SUMS,), saves_torch=torch_saves, core=True),)
 
@@ -195,7 +198,7 @@ def residual(name: str, model: Model) -> Op:
 def feed_forward(model: Model, *, name: str = "mlp", dim: str = "ffn") -> tuple[Op, ...]:
     """The two (gated: three) products around an activation: saves 18sbh of the paper's 19 at ffn = 4h."""
     wide = Tensor((*TOKENS, dim))
-    gated = model.act in ("swiglu", "geglu")
+    gated = model.has_gate
     parts: tuple[tuple[str, Dims], ...] = ((".gate", (dim,)), (".up", (dim,))) if gated else ((".up", (dim,)),)
     inputs = (wide,) * len(parts)
     # Autograd also saves the activated gate. Of a ReLU it saves only the result, which the next product saves.
@@ -206,7 +209,7 @@ def feed_forward(model: Model, *, name: str = "mlp", dim: str = "ffn") -> tuple[
         saves_megatron=inputs,
         saves_torch=torch_saves,
         eager_passes=1.7 if gated else 1.0,
-        cpu_passes=TANH_PASSES if model.act == "gelu_tanh" else None,
+        cpu_passes=TANH_PASSES if model.act in ("gelu_tanh", "geglu_tanh") else None,
     )
     return (
         linear(name, ("hidden",), parts, bias=model.bias, saves=(STREAM,)),
@@ -226,14 +229,15 @@ def embedding(model: Model, train: Train, *, types: bool = False) -> tuple[Op, .
     if types:
         tables.append(Weight("types.weight", ("types", "hidden")))
     masks = (MASK,) if model.dropout else ()
-    positions = {"learned": (Tensor(("tokens",), 8),), "rope": (Tensor(("tokens", "rotary_dim"), 4),), "none": ()}[model.positions]
+    angles = (Tensor(("tokens", "rotary_dim"), 4),) * (2 if model.has_local_rope else 1)
+    positions = {"learned": (Tensor(("tokens",), 8),), "rope": angles, "none": ()}[model.positions]
     has_mask = model.effective_window(train.seq) and train.attention == "flash" and not model.dropout
     window_mask = (Tensor(("window", "window")), Tensor(("window", "window"))) if has_mask else ()
     return (
         Op(
             name="embedding",
             weights=tuple(tables),
-            moves=(STREAM,) * (len(tables) + 1) + masks,
+            moves=(STREAM,) * (len(tables) + 1 + 2 * model.scale_embedding) + masks,
             saves_megatron=masks,
             saves_torch=masks + positions + window_mask,
             reduces=(("vocab", STREAM),),
