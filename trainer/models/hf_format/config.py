@@ -56,7 +56,7 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
         values |= {"router.groups": 1, "router.top_groups": 1}
     act = kind.acts[str(flat.get(kind.act) or next(iter(kind.acts)))]
     positions: dict[str, object] = {"rope": read_rope(config)} if is_rotary(kind) else {}
-    positions |= read_window(config, kind.window) if kind.window else {}
+    positions |= read_window({**config, "num_hidden_layers": values["layers"]}, kind.window) if kind.window else {}
     dense = read_dense_layers(config, kind.dense) if kind.dense else {}
     keys: dict[str, object] = {"family": family, **values, **dense, **kind.fixed, **positions, "act": act, "hf": str(path)}
     router = {key.removeprefix(ROUTER): value for key, value in keys.items() if value is not None and key.startswith(ROUTER)}
