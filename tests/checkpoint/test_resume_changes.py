@@ -82,9 +82,23 @@ def test_a_different_mixture_is_refused(key: str, value: object) -> None:
     assert [problem.says.split()[0] for problem in changes(before, (key, value)).problems] == [key]
 
 
-def test_what_a_norm_of_queries_and_keys_spans_cannot_change() -> None:
-    before = load_recipe("quickstart", ["model=tiny_llama", "model.qk_norm=true"])
-    assert [problem.says.split()[0] for problem in changes(before, ("model.qk_norm_over", "all")).problems] == ["model.qk_norm_over"]
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("model.qk_norm_over", "all"),
+        ("model.rope_local_base", 5e4),
+        ("model.layer_types", ("sliding_attention", "full_attention")),
+        ("model.query_pre_attn_scalar", 8),
+        ("model.scale_embedding", True),
+    ],
+)
+def test_norms_local_positions_and_scales_cannot_change(change: tuple[str, Any]) -> None:
+    """Also where the window covers the sequence: layers that have one rotate by a base of their own."""
+    words = ["model.qk_norm=true", "model.window=1024", "model.rope_local_base=1000"]
+    before = load_recipe("quickstart", ["model=tiny_llama", *words, "model.layer_types=[full_attention, sliding_attention]"])
+    assert [problem.says.split()[0] for problem in changes(before, change).problems] == [change[0]]
+    same = ("model.layer_types", ("full_attention", "sliding_attention") * 2)
+    assert changes(before, same, ("model.query_pre_attn_scalar", 16)) == Changes()
 
 
 def test_latent_attention_reads_no_share_of_a_head() -> None:

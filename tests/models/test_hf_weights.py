@@ -312,6 +312,21 @@ def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
     assert "model.tied=false" in said
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value", "has"),
+    [
+        ("olmo2", "norm_place", "both", "after"),
+        ("olmo2", "qk_norm_over", "head", "all"),
+        ("gemma3", "scale_embedding", False, "true"),
+        ("gemma3", "query_pre_attn_scalar", None, "9"),
+        ("gemma3", "rope_local_base", 1e4, "500.0"),
+    ],
+)
+def test_a_folder_with_other_norms_or_scales_is_refused(name: str, key: str, value: Any, has: str, tmp_path: Path) -> None:
+    run = save_weights(tmp_path, name)
+    assert f"{tmp_path} has model.{key}={has}, this run" in problems(tmp_path, with_changes(run, [(f"model.{key}", value)]))
+
+
 def test_another_family_is_reported_as_a_single_problem(tmp_path: Path) -> None:
     save_weights(tmp_path, "llama")
     assert problems(tmp_path, run_of(OURS["gpt"])) == (
