@@ -100,7 +100,7 @@ class Campaign:
         at_step = self._last_step() + 1 + int(fault.moment * (self.runs.steps - self._last_step() - 1))
         if fault.kind == "nan":
             rank = int(fault.whom * 2)
-            target, nan_at = f"rank {rank}", f"{at_step} {rank}"
+            target, nan_at = f"rank {rank}", f"{min(at_step, self.runs.steps - 1)} {rank}"  # which counts from 0
         background = f"checkpoint.background={'true' if fault.number % 2 else 'false'}"
         fit = self.runs.start(self.folder, f"launch.restarts={fault.restarts}", background, nan_at=nan_at)
         at = fit.began

@@ -27,7 +27,7 @@ def gpu_kernels(routed: int, *, compiled: bool = False) -> Iterator[None]:
 
     - Attention in bf16 or fp16 without a mask: FlashAttention-2, which takes grouped heads, and values as wide as keys. Otherwise the
       memory-efficient kernel.
-    - RMSNorm: one kernel, which saves its input and one float32 a row, as `_RMSNorm` does.
+    - RMSNorm: one kernel a pass, which saves its input and one float32 a row, as `_RMSNorm` does, and makes its results alone.
     - The loss: a kernel for each pass, which torch's compiler makes where it finds triton.
     - SiLU's backward: one kernel, which a compiled layer does not call.
     - Between the ranks of experts each rank sends as many of its `routed` rows to every other.
@@ -37,12 +37,27 @@ def gpu_kernels(routed: int, *, compiled: bool = False) -> Iterator[None]:
         patch.object(core_attention, "flash_attention", fused_attention),
         patch.object(core_attention, "causal_lower_right", LowerRight),
         patch.object(core_attention, "has_flash_attention", lambda: True),
-        patch.object(norms, "rms_norm", norms._RMSNorm.apply),
+        patch.object(norms, "rms_norm", norms._RMSNorm.apply if compiled else FusedRMSNorm.apply),
         patch.dict(feed_forward.ACTIVATIONS, {} if compiled else dict.fromkeys(("silu", "swiglu"), SiLU.apply)),
         patch.object(loss_kernels, "has_loss_kernels", lambda device: device.type == "cuda"),
         patch.object(moe, "plan_exchange", partial(even_exchange, routed=routed)),
     ):
         yield
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """RMSNorm whose passes each make their results alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), None
 
 
 class SiLU(torch.autograd.Function):

@@ -49,7 +49,8 @@ def test_layout_engine_launch_log_and_checkpoint_are_free(key: str) -> None:
 OTHERS: dict[str, Any] = {
     "model.family": "llama", "model.layers": 5, "model.hidden": 512, "model.heads": 4, "model.vocab": 300, "model.kv_heads": 2,
     "model.head_dim": 64, "model.ffn": 512, "model.context": 256, "model.tied": False, "model.bias": False, "model.qkv_bias": False,
-    "model.norm": "rmsnorm", "model.norm_eps": 1e-6, "model.act": "relu", "model.positions": "rope",
+    "model.norm": "rmsnorm", "model.norm_eps": 1e-6, "model.norm_place": "after", "model.qk_norm": True,
+    "model.act": "relu", "model.positions": "rope",
 }
 # fmt: on
 
@@ -81,6 +82,25 @@ def test_a_different_mixture_is_refused(key: str, value: object) -> None:
     assert [problem.says.split()[0] for problem in changes(before, (key, value)).problems] == [key]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("model.qk_norm_over", "all"),
+        ("model.rope_local_base", 5e4),
+        ("model.layer_types", ("sliding_attention", "full_attention")),
+        ("model.query_pre_attn_scalar", 8),
+        ("model.scale_embedding", True),
+    ],
+)
+def test_norms_local_positions_and_scales_cannot_change(change: tuple[str, Any]) -> None:
+    """Also where the window covers the sequence: layers that have one rotate by a base of their own."""
+    words = ["model.qk_norm=true", "model.window=1024", "model.rope_local_base=1000"]
+    before = load_recipe("quickstart", ["model=tiny_llama", *words, "model.layer_types=[full_attention, sliding_attention]"])
+    assert [problem.says.split()[0] for problem in changes(before, change).problems] == [change[0]]
+    same = ("model.layer_types", ("full_attention", "sliding_attention") * 2)
+    assert changes(before, same, ("model.query_pre_attn_scalar", 16)) == Changes()
+
+
 def test_latent_attention_reads_no_share_of_a_head() -> None:
     assert changes(load_recipe("quickstart", ["model=tiny_mla"]), ("model.rope_share", 0.5)) == Changes()
 
@@ -102,6 +122,7 @@ def test_another_rate_of_a_routers_bias_is_reported() -> None:
     [
         ("model.rope_base", 5e5),
         ("model.rope_share", 0.5),
+        ("model.qk_norm_over", "all"),
         ("model.kv_heads", 8),
         ("model.ffn", 1024),
         ("model.top_k", 3),

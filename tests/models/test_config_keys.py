@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from distrain.trainer.models.hf_format.config import needs_family_hf, read_hf_config
-from distrain.trainer.models.hf_format.config_kinds import CONFIG_KINDS, REQUIRED
+from distrain.trainer.models.hf_format.config_kinds import CONFIG_KINDS
+from distrain.trainer.models.hf_format.config_rows import REQUIRED
 from distrain.trainer.models.hf_format.harmless_keys import HARMLESS_KEYS, is_harmless
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read

@@ -28,6 +28,7 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "relu": lambda x: x * (x > 0),
     "swiglu": lambda x: x / (1 + torch.exp(-x)),
 }
+ACTS["geglu_tanh"] = ACTS["gelu_tanh"]
 
 
 Drop = Callable[..., Any]  # (x [S, E], layer, site, [head]) -> x with dropout
@@ -40,17 +41,23 @@ def no_drop(x: Any, *address: Any) -> Any:
 def written_out(model: Model, w: dict[str, Any], tokens: Any, drop: Drop = no_drop) -> Any:
     """Return the logits [S, V] of one sequence."""
     size = len(tokens)
-    x = torch.stack([w["embedding.weight"][token] for token in tokens])
+    x = torch.stack([w["embedding.weight"][token] for token in tokens]) * (math.sqrt(model.hidden) if model.scale_embedding else 1)
     if model.positions == "learned":
         x = x + w["positions.weight"][:size]
     x = drop(x, -1, "embedding")
     for index in range(model.layers):
         layer = {name.removeprefix(f"layers.{index}."): each for name, each in w.items() if name.startswith(f"layers.{index}.")}
-        attended = attention_written_out(model, layer, norm_written_out(model, layer, "norm1", x), partial(drop_in_layer, drop, index))
+        y = norm_written_out(model, layer, "norm1", x) if model.norm_place != "after" else x
+        attended = attention_written_out(model, layer, y, partial(drop_in_layer, drop, index), index)
+        if model.norm_place != "before":
+            attended = norm_written_out(model, layer, "post_norm1", attended)
         x = x + drop(attended, index, "attention.residual")
-        y = norm_written_out(model, layer, "norm2", x)
-        wide = ACTS[model.act](affine(layer, "mlp.gate" if model.act == "swiglu" else "mlp.up", y))
-        fed = affine(layer, "mlp.down", wide * affine(layer, "mlp.up", y) if model.act == "swiglu" else wide)
+        y = norm_written_out(model, layer, "norm2", x) if model.norm_place != "after" else x
+        has_gate = model.act in ("swiglu", "geglu_tanh")
+        wide = ACTS[model.act](affine(layer, "mlp.gate" if has_gate else "mlp.up", y))
+        fed = affine(layer, "mlp.down", wide * affine(layer, "mlp.up", y) if has_gate else wide)
+        if model.norm_place != "before":
+            fed = norm_written_out(model, layer, "post_norm2", fed)
         x = x + drop(fed, index, "mlp.residual")
     x = norm_written_out(model, w, "norm", x)
     table = w["embedding.weight"].T if model.tied else w["head.weight"]
@@ -69,34 +76,41 @@ def affine(w: dict[str, Any], name: str, x: Any) -> Any:
 
 
 def norm_written_out(model: Model, w: dict[str, Any], name: str, x: Any) -> Any:
-    if model.norm == "rmsnorm":
-        return x / torch.sqrt((x**2).mean(1, keepdim=True) + model.norm_eps) * w[f"{name}.weight"]
+    if model.norm != "layernorm":
+        scale = w[f"{name}.weight"] + (model.norm == "rmsnorm1p")
+        return x / torch.sqrt((x**2).mean(1, keepdim=True) + model.norm_eps) * scale
     centred = x - x.mean(1, keepdim=True)
     return centred / torch.sqrt((centred**2).mean(1, keepdim=True) + model.norm_eps) * w[f"{name}.weight"] + w[f"{name}.bias"]
 
 
-def attention_written_out(model: Model, w: dict[str, Any], x: Any, drop: Drop) -> Any:
+def attention_written_out(model: Model, w: dict[str, Any], x: Any, drop: Drop, index: int) -> Any:
     size, dim = len(x), model.head_dim or model.hidden // model.heads
-    query, key, value = (affine(w, f"attention.{part}", x).view(size, -1, dim) for part in ("query", "key", "value"))
+    query, key, value = (affine(w, f"attention.{part}", x) for part in ("query", "key", "value"))
+    if model.qk_norm and model.qk_norm_over == "all":
+        query, key = (norm_written_out(model, w, f"attention.{part}_norm", each) for part, each in (("query", query), ("key", key)))
+    query, key, value = (each.view(size, -1, dim) for each in (query, key, value))
     group = query.shape[1] // key.shape[1]
     out = torch.zeros_like(query)
     for head in range(query.shape[1]):
         q, k, v = query[:, head], key[:, head // group], value[:, head // group]
-        if model.qk_norm:
+        if model.qk_norm and model.qk_norm_over == "head":
             q, k = (norm_written_out(model, w, f"attention.{part}_norm", each) for part, each in (("query", q), ("key", k)))
         if model.positions == "rope":
-            turned = round(dim * model.rope_share)
-            q, k = (torch.cat((rotate_written_out(each[:, :turned], model.rope_base), each[:, turned:]), dim=1) for each in (q, k))
+            turned, base, factor = round(dim * model.rope_share), model.rope_base, model.rope.factor
+            if model.rope_local_base and index % 2 == 0:  # the first of each two layers, of layer_types
+                base, factor = model.rope_local_base, 1.0
+            q, k = (torch.cat((rotate_written_out(each[:, :turned], base, factor), each[:, turned:]), dim=1) for each in (q, k))
         shares = torch.zeros(size, size, dtype=x.dtype)
         for position in range(size):
-            shares[position, : position + 1] = torch.softmax(k[: position + 1] @ q[position] / math.sqrt(dim), 0)
+            scores = k[: position + 1] @ q[position] / math.sqrt(model.query_pre_attn_scalar or dim)
+            shares[position, : position + 1] = torch.softmax(scores, 0)
         out[:, head] = drop(shares, "attention", head) @ v
     return affine(w, "attention.out", out.flatten(1))
 
 
-def rotate_written_out(x: Any, base: float) -> Any:
+def rotate_written_out(x: Any, base: float, factor: float) -> Any:
     size, dim = x.shape
-    angle = torch.arange(size, dtype=x.dtype)[:, None] * base ** (-2 * torch.arange(dim // 2, dtype=x.dtype) / dim)
+    angle = torch.arange(size, dtype=x.dtype)[:, None] / factor * base ** (-2 * torch.arange(dim // 2, dtype=x.dtype) / dim)
     turned = torch.complex(x[:, : dim // 2], x[:, dim // 2 :]) * torch.exp(1j * angle)
     return torch.cat((turned.real, turned.imag), dim=1)
 

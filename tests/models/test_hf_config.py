@@ -13,6 +13,10 @@ from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.public_configs import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
+    GEMMA3_1B,
+    GEMMA3_4B,
+    GEMMA3_12B,
+    GEMMA3_27B,
     GLM45,
     GLM45_AIR,
     GPT2,
@@ -22,6 +26,9 @@ from distrain.tests.fakes.public_configs import (
     MINISTRAL_8B,
     MISTRAL_7B,
     MIXTRAL_8X7B,
+    OLMO2_7B,
+    OLMO2_13B,
+    OLMO2_32B,
     QWEN3_8B,
     QWEN3_30B_A3B,
     QWEN25_7B,
@@ -50,6 +57,14 @@ PUBLIC = {
     "deepseek_v2_lite": (DEEPSEEK_V2_LITE, 15_706_484_224),
     "deepseek_v3": (DEEPSEEK_V3, 671_026_419_200 - 58 * 256),  # without the biases of its routers, which no loss trains
     # The safetensors also hold a layer for the token after the next, with tables of its own: tests/models/test_op_tables.py.
+    "olmo2_7b": (OLMO2_7B, 7_298_617_344),
+    "olmo2_13b": (OLMO2_13B, 13_716_198_400),
+    "olmo2_32b": (OLMO2_32B, 32_234_279_936),
+    "gemma3_1b": (GEMMA3_1B, 999_885_952),
+    # arXiv:2503.19786 table 1 has 3,209, 10,759 and 25,600 million beside the embedding.
+    "gemma3_4b": (GEMMA3_4B, 3_209_010_688 + 262_208 * 2560),
+    "gemma3_12b": (GEMMA3_12B, 10_759_155_456 + 262_208 * 3840),
+    "gemma3_27b": (GEMMA3_27B, 25_599_716_096 + 262_208 * 5376),
     "glm45": (GLM45, 352_797_829_024 - 89 * 160),
     "glm45_air": (GLM45_AIR, 106_852_251_264 - 45 * 128),
     "kimi_k2": (KIMI_K2, 1_026_408_232_448 - 60 * 384),
@@ -206,12 +221,27 @@ def test_the_rotated_share_of_a_head_is_read_wherever_transformers_writes_it(tmp
     assert read_hf_config(write_config(tmp_path, GLM45 | {"rope_parameters": inside}))["rope_share"] == 0.25
 
 
-@pytest.mark.parametrize(("name", "config"), [("glm45_355b", GLM45), ("glm45_air_106b", GLM45_AIR), ("kimi_k2_1t", KIMI_K2)])
+OF_OURS = {
+    "glm45_355b": GLM45,
+    "glm45_air_106b": GLM45_AIR,
+    "kimi_k2_1t": KIMI_K2,
+    "gemma3_1b": GEMMA3_1B,
+    "gemma3_4b": GEMMA3_4B,
+    "gemma3_12b": GEMMA3_12B,
+    "gemma3_27b": GEMMA3_27B,
+    "olmo2_7b": OLMO2_7B,
+    "olmo2_13b": OLMO2_13B,
+    "olmo2_32b": OLMO2_32B,
+}
+
+
+@pytest.mark.parametrize(("name", "config"), OF_OURS.items(), ids=OF_OURS)
 def test_a_model_of_ours_has_the_sizes_of_its_public_file(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     """All but the weight of the balance loss, which no file states, and rotary scaling for longer sequences."""
     ours = load_recipe("mixtral_8x7b", [f"model={name}", "engine=papers"]).model
     theirs = read(read_hf_config(write_config(tmp_path, config)), Model)
-    assert replace(ours, aux_loss=0.0, kv_heads=ours.kv_heads or ours.heads) == replace(theirs, rope=Rope(), hf=None)
+    ours = replace(ours, aux_loss=0.0, kv_heads=ours.kv_heads or ours.heads, layer_types=ours.types_of_layers)
+    assert ours == replace(theirs, rope=theirs.rope if theirs.rope.type == "linear" else Rope(), hf=None)
 
 
 def test_a_kimi_k2_is_read_as_a_deepseek_v3(tmp_path: Path) -> None:
@@ -335,10 +365,12 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "deepseek_v32", 7])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "deepseek_v32", 7])
 def test_the_refusal_of_an_unknown_model_type_lists_the_known_ones(name: object, tmp_path: Path) -> None:
     says = refusal(write_config(tmp_path, {"model_type": name}))
-    assert f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2, qwen3, qwen3_moe" in says
+    assert (
+        f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2, qwen3, olmo2, gemma3_text" in says
+    )
     assert "kimi_k2; any other model type of transformers is family hf" in says
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of transformers, trained there by plain torch, lose as much in each step as our ranks that begin from the same weights."""
+"""Models of transformers, trained there by plain torch, lose as much in each step as our ranks that begin from the same weights."""
 
 from __future__ import annotations
 
@@ -19,24 +19,31 @@ if TYPE_CHECKING:
 
 # fmt: off
 SIZES = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "moe_intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_experts_per_tok": 3, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
 }
+MIXTURE = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
 DEEPSEEK = {
+    **MIXTURE,
     "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
     "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**DEEPSEEK, "norm_topk_prob": True},
     "deepseek_v2": {**DEEPSEEK, "norm_topk_prob": False, "topk_method": "group_limited_greedy"},
-    "qwen3_moe":   {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
-    "glm4_moe":    {"num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 8, "use_qk_norm": True, "attention_bias": True,
-                    "routed_scaling_factor": 2.5},
+    "qwen3_moe":   {**MIXTURE, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "olmo2":       {"num_key_value_heads": 2},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8,
+                    "sliding_window_pattern": 2},
+    "glm4_moe":    {**MIXTURE, "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 8, "use_qk_norm": True,
+                    "attention_bias": True, "routed_scaling_factor": 2.5},
 }
 LAYOUTS = {
     "deepseek_v3": ("cluster.gpus=4", "parallel={pp: 2, ep: 2, zero: 1}", "train.microbatch=1"),
     "deepseek_v2": ("cluster.gpus=2", "parallel={tp: 2, sequence: true}", "train.microbatch=2"),
     "qwen3_moe":   ("cluster.gpus=2", "parallel={cp: 2, zero: 3}", "engine=native", "train.microbatch=2"),
+    "olmo2":       ("cluster.gpus=4", "parallel={tp: 4, sequence: true, recompute: selective}", "engine=native", "train.microbatch=2"),
+    "gemma3_text": ("cluster.gpus=4", "parallel={tp: 2, pp: 2}", "train.microbatch=1"),
     "glm4_moe":    ("cluster.gpus=2", "parallel={tp: 2, sequence: true}", "train.microbatch=2"),
 }
 WORDS = (

@@ -27,6 +27,10 @@ from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Tra
 CPU = torch.device("cpu")
 S = 24
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+OLMO2: dict[str, Any] = {"qk_norm": True, "qk_norm_over": "all", "norm_place": "after"}
+GEMMA3: dict[str, Any] = {"qk_norm": True, "norm_place": "both", "norm": "rmsnorm1p", "act": "geglu_tanh", "positions": "rope"}
+GEMMA3 |= {"scale_embedding": True, "query_pre_attn_scalar": 9, "rope_base": 1e6, "rope_local_base": 500.0, "window": 6}
+GEMMA3 |= {"layer_types": ("sliding_attention", "full_attention")}
 DEEPSEEK: dict[str, Any] = {
     "layers": 2,
     "hidden": 32,
@@ -50,6 +54,11 @@ OURS = {
     "llama with biases": Model(family="llama", layers=1, hidden=32, heads=4, ffn=56, vocab=64, bias=True, tied=True, **LLAMA),
     "mixtral": Model(family="moe", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, experts=4, top_k=2, **LLAMA),
     "qwen3": Model(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, qk_norm=True, **LLAMA),
+    "olmo2": Model(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, **OLMO2, **LLAMA),
+    "gemma3": Model(family="llama", layers=3, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, tied=True, **GEMMA3),
+    "gemma3, stretched": Model(
+        family="llama", layers=2, hidden=32, heads=4, head_dim=12, ffn=56, vocab=64, **GEMMA3 | {"rope": Rope(type="linear", factor=8.0)}
+    ),
     "qwen3 moe": Model(**MIXTURE, layers=2, router=Router(normalize=False)),
     "qwen3 moe, dense layers": Model(**MIXTURE, layers=3, ffn=40, dense_layers=2),
     "glm4 moe": Model(
@@ -110,6 +119,8 @@ GLM = {
     "num_key_value_heads": 2, "head_dim": 12, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
     "n_shared_experts": 2,
 }  # fmt: skip
+GEMMA = {"num_key_value_heads": 2, "head_dim": 12}
+TWO_ROPES = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e3}, "sliding_attention": {"rope_theta": 100.0}}
 LONGER = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 8}
 FAR = {"rope_type": "default", "rope_theta": 5e5}
 # fmt: off
@@ -123,6 +134,10 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral":          ("MixtralConfig", ROPE | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 3}),
     "qwen2":            ("Qwen2Config",   ROPE | {"num_key_value_heads": 2}),
     "qwen3":            ("Qwen3Config",   ROPE | {"num_key_value_heads": 2, "head_dim": 12}),
+    "olmo2":            ("Olmo2Config",   ROPE | {"num_key_value_heads": 2}),
+    "gemma3":           ("Gemma3TextConfig", ROPE | GEMMA | {"query_pre_attn_scalar": 9, "sliding_window": 6, "sliding_window_pattern": 3}),
+    "gemma3, stretched": ("Gemma3TextConfig", ROPE | GEMMA | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 99,
+                                          "tie_word_embeddings": False, "rope_parameters": TWO_ROPES}),
     "qwen3, windows":   ("Qwen3Config",   ROPE | {"num_key_value_heads": 4, "head_dim": 8, "use_sliding_window": True, "sliding_window": 6,
                                           "max_window_layers": 1}),
     "qwen3 moe":        ("Qwen3MoeConfig", ROPE | MOE | {"norm_topk_prob": True}),
@@ -197,7 +212,7 @@ def test_weights_of_transformers_give_the_same_logits_here(name: str, tmp_path: 
         torch.testing.assert_close(ours.logits(tokens_of(run)), theirs(tokens_of(run)).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith(("glm4", "qwen3 moe", "deepseek v3"))])
+@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith(("olmo2", "gemma3", "glm4", "qwen3 moe", "deepseek v3"))])
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, transformers: Any) -> None:
     """transformers' gradients are saved as a model's weights, and read under our names."""
     theirs = model_of_transformers(transformers, name)
@@ -297,6 +312,21 @@ def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
     assert "model.tied=false" in said
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value", "has"),
+    [
+        ("olmo2", "norm_place", "both", "after"),
+        ("olmo2", "qk_norm_over", "head", "all"),
+        ("gemma3", "scale_embedding", False, "true"),
+        ("gemma3", "query_pre_attn_scalar", None, "9"),
+        ("gemma3", "rope_local_base", 1e4, "500.0"),
+    ],
+)
+def test_a_folder_with_other_norms_or_scales_is_refused(name: str, key: str, value: Any, has: str, tmp_path: Path) -> None:
+    run = save_weights(tmp_path, name)
+    assert f"{tmp_path} has model.{key}={has}, this run" in problems(tmp_path, with_changes(run, [(f"model.{key}", value)]))
+
+
 def test_another_family_is_reported_as_a_single_problem(tmp_path: Path) -> None:
     save_weights(tmp_path, "llama")
     assert problems(tmp_path, run_of(OURS["gpt"])) == (
@@ -377,6 +407,33 @@ def test_existing_weights_are_not_overwritten(tmp_path: Path) -> None:
         ("qwen3 moe", ("model.qkv_bias", True)),
         ("mixtral", ("model.dense_layers", 1)),
         ("llama", ("model.rope_share", 0.5)),
+        ("llama", ("model.norm_place", "after")),
+        ("gpt", ("model.norm_place", "both")),
+        ("mixtral", ("model.norm_place", "after")),
+        ("deepseek v3", ("model.norm_place", "after")),
+        ("qwen3", ("model.qk_norm_over", "all")),
+        *(
+            ("gemma3", each)
+            for each in (
+                ("model.norm", "rmsnorm"),
+                ("model.norm_place", "before"),
+                ("model.qk_norm", False),
+                ("model.act", "geglu"),
+                ("model.scale_embedding", False),
+                ("model.rope_local_base", None),
+                ("model.window", None),
+                ("model.qkv_bias", True),
+                ("model.rope_share", 0.5),
+            )
+        ),
+        ("llama", ("model.scale_embedding", True)),
+        ("llama", ("model.query_pre_attn_scalar", 9)),
+        ("olmo2", ("model.qk_norm", False)),
+        ("olmo2", ("model.qk_norm_over", "head")),
+        ("olmo2", ("model.norm_place", "both")),
+        ("olmo2", ("model.qkv_bias", True)),
+        ("olmo2", ("model.rope_share", 0.5)),
+        ("olmo2", ("model.window", 6)),
         ("qwen3", ("model.rope_share", 0.5)),
         ("glm4 moe", ("model.shared_experts", 0)),
         ("glm4 moe", ("model.router.bias", False)),

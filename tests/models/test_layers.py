@@ -174,6 +174,17 @@ def test_the_gradient_of_rms_norm_matches_its_formula() -> None:
     torch.testing.assert_close(RMSNorm({"weight": weight}, 1e-3)(x), F.rms_norm(x, (8,), weight, 1e-3))
 
 
+def test_embeddings_are_scaled_by_a_root_in_their_own_type() -> None:
+    """The root of 48 is 6.9282; in bf16 it is 6.9375, in which transformers multiplies."""
+    module = module_of(run_of("gemma3"), torch.bfloat16)
+    found = []
+    hook = module.layers["0"].register_forward_pre_hook(lambda layer, inputs: found.append(inputs[0]))
+    tokens, _ = batch_of(run_of("gemma3"))
+    module.logits(tokens)
+    hook.remove()
+    assert torch.equal(found[0], module.embedding.weight[tokens] * 6.9375)
+
+
 @EVERY_MODEL
 def test_the_loss_in_bf16_is_close_to_float32(name: str) -> None:
     """The losses differ by less than bf16's precision, 2^-8 of themselves."""
@@ -185,7 +196,7 @@ def test_the_loss_in_bf16_is_close_to_float32(name: str) -> None:
 
 @EVERY_MODEL
 def test_initial_weights_follow_gpt_2(name: str) -> None:
-    """Normals of deviation 0.02, divided by sqrt(2 layers) where they add to the residual stream; norms 1, biases and padding 0.
+    """Normals of deviation 0.02, divided by sqrt(2 layers) where they add to the residual stream; norms 1 (or 1 + 0), biases and padding 0.
 
     LoRA's B is 0, so that training begins at the model without it; its A has PEFT's deviation.
     """
@@ -193,7 +204,7 @@ def test_initial_weights_follow_gpt_2(name: str) -> None:
     module = build_model(run, device=CPU, dtype=torch.float32, seed=3)
     for key, tensor in named_weights(module, run):
         if tensor.dim() == 1:
-            assert set(tensor.tolist()) == {0.0 if key.endswith(".bias") else 1.0}
+            assert set(tensor.tolist()) == {0.0 if key.endswith(".bias") or run.model.norm == "rmsnorm1p" else 1.0}
             continue
         if key.endswith(".lora_b.weight"):
             assert not tensor.any()

@@ -28,7 +28,15 @@ from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 
 STEPS = 4
 COMMON = (f"train.steps={STEPS}", "train.seq=32", "train.batch=8", "train.evaluate.every=0", "log.every=1", "train.microbatch=2")
-TUNED = ("model=tiny_llama", "model.layers=4", "model.kv_heads=2", "model.qk_norm=true", "model.lora={rank: 4, alpha: 8}")
+TUNED = (
+    "model=tiny_llama",
+    "model.layers=4",
+    "model.kv_heads=2",
+    "model.qk_norm=true",
+    "model.qk_norm_over=all",
+    "model.norm_place=both",
+    "model.lora={rank: 4, alpha: 8}",
+)
 CURVE = ("quickstart", "data=synthetic", *COMMON, *TUNED, "optim.lr=1e-2", "optim.warmup=1")
 LAYOUTS = (
     ("cluster.gpus=2", "parallel.zero=2"),

@@ -28,6 +28,8 @@ FP8 = ("train.precision=fp8", "train.gradients=fp32")
 GPT = ("model=tiny", "model.layers=2", "model.dropout=0.1")
 RELU = ("model=tiny", "model.layers=2", "model.act=relu", "train.attention=math")
 LLAMA = ("model=tiny_llama", "model.layers=2")
+OLMO = (*LLAMA, "model.qk_norm=true", "model.qk_norm_over=all", "model.norm_place=after")
+GEMMA = (*LLAMA, "model.norm=rmsnorm1p", "model.norm_place=both", "model.act=geglu_tanh", "model.scale_embedding=true", "model.tied=true")
 MOE = ("model=tiny_moe", "model.layers=2", "model.shared_experts=1", "model.expert_ffn=64", "model.dense_layers=1")
 MLA = (
     *("model=tiny_mla", "model.layers=2", "model.kv_lora_rank=32"),
@@ -39,8 +41,8 @@ LAYOUTS: list[tuple[Words, Words]] = [
     (GPT,   ("cluster.gpus=2", "parallel.tp=2")),
     (RELU,  ("cluster.gpus=2", "parallel.zero=1")),
     (LLAMA, ("cluster.gpus=4", "parallel.tp=2", "parallel.cp=2", "parallel.sequence=true", "train.seq=64")),
-    (LLAMA, ("cluster.gpus=2", "parallel.zero=3")),
-    (LLAMA, ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=zb_h1")),
+    (GEMMA, ("cluster.gpus=2", "parallel.zero=3")),
+    (OLMO,  ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=zb_h1")),
     (LLAMA, ("cluster.gpus=4", "parallel.pp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.schedule=zb_h1")),
     (LLAMA, ("cluster.gpus=2", "parallel.tp=2", "parallel.recompute=selective")),
     (MOE,   ("cluster.gpus=4", "parallel.tp=2", "parallel.ep=2")),

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from distrain.trainer.layers.experts import ExpertLinear  # noqa: E402
+from distrain.trainer.layers.norms import AllHeadsNorm  # noqa: E402
 from distrain.trainer.layers.tensor_parallel import ColumnLinear, RowLinear  # noqa: E402
 from distrain.trainer.layers.transformer.embedding_and_head import LMHead, VocabEmbedding  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
@@ -14,7 +15,7 @@ from distrain.trainer.models.families import FAMILIES, op_table  # noqa: E402
 from distrain.trainer.plan.axes.tp import AXIS, split_style  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
-STYLES = {ColumnLinear: "column", RowLinear: "row", VocabEmbedding: "vocab", LMHead: "column"}
+STYLES = {AllHeadsNorm: "heads", ColumnLinear: "column", RowLinear: "row", VocabEmbedding: "vocab", LMHead: "column"}
 OWN = [name for name, family in FAMILIES.items() if family.module and not family.made_by_transformers]
 
 
@@ -22,8 +23,8 @@ def run_of(family: str) -> Run:
     latent = dict.fromkeys(FAMILIES[family].needs, 4)
     experts = {"experts": 2, "top_k": 1, "shared_experts": 1} if FAMILIES[family].has_experts else {}
     defaults = {**FAMILIES[family].defaults, "tied": False}
-    kv_heads = None if latent else 2
-    model = Model(family=family, layers=1, hidden=8, heads=4, kv_heads=kv_heads, vocab=16, **defaults, **experts, **latent)  # type: ignore[arg-type]
+    heads = {} if latent else {"kv_heads": 2, "qk_norm": True, "qk_norm_over": "all"}
+    model = Model(family=family, layers=1, hidden=8, heads=4, vocab=16, **defaults, **experts, **latent, **heads)  # type: ignore[arg-type]
     device = Device(name="cpu", memory=1e9, kind="cpu")
     return Run(
         name=family, model=model, cluster=Cluster(nodes=1, gpus=1, device=device), parallel=Parallel(), train=Train(batch=1, seq=4, steps=1)

@@ -132,6 +132,7 @@ GPT: Words = ("model=tiny", "model.layers=2", "train.batch=4")
 STAGES: Words = ("model=tiny", "model.layers=2", "train.batch=4", "parallel.pp=2")
 FOLDED: Words = ("model.layers=4", "train.batch=8")  # two parts of the model a stage
 LLAMA: Words = ("model=tiny_llama", "model.layers=2", "model.kv_heads=2", "model.qk_norm=true", "train.batch=4")
+OLMO: Words = (*LLAMA, "model.qk_norm_over=all", "model.norm_place=after")  # of two key heads, each on two of four ranks
 HALF: Words = ("train.precision=bf16", "train.gradients=fp32")
 BF16: Words = ("train.precision=bf16",)
 MOE: Words = ("model=tiny_moe", "parallel.pp=2")
@@ -146,7 +147,7 @@ LAYOUTS: tuple[Words, ...] = (
     (*GPT, "cluster.gpus=2", "parallel.tp=2", "parallel.sequence=true", "parallel.recompute=full", "model.dropout=0.1"),
     (*GPT, "cluster.gpus=4", "parallel.tp=2", "parallel.dp=2", "parallel.sequence=true", "parallel.zero=3"),
     (*LLAMA, "cluster.gpus=4", "parallel.tp=4", "parallel.zero=1"),
-    (*LLAMA, "cluster.gpus=4", "parallel.tp=4", "parallel.sequence=true", *HALF),
+    (*OLMO, "cluster.gpus=4", "parallel.tp=4", "parallel.recompute=full", *HALF),
     (*STAGES, "model.layers=4", "cluster.gpus=4", "parallel.pp=4"),
     (*STAGES, "cluster.gpus=4", "parallel.dp=2", "parallel.zero=1", *HALF),
     (*STAGES, "cluster.gpus=4", "parallel.dp=2", "parallel.schedule=gpipe", "model.tied=false"),
@@ -154,7 +155,7 @@ LAYOUTS: tuple[Words, ...] = (
     (*STAGES, "cluster.gpus=4", "parallel.tp=2", "parallel.sequence=true"),
     (*ODD, "model.lora.rank=3", "parallel.zero=1", *HALF),
     (*ODD, "model.lora.rank=3", "parallel.zero=3"),
-    (*LLAMA, "model.lora.rank=4", "cluster.gpus=4", "parallel.tp=4", "parallel.sequence=true", "parallel.zero=0"),
+    (*OLMO, "model.lora.rank=4", "cluster.gpus=4", "parallel.tp=4", "parallel.sequence=true", "parallel.zero=0"),
     *((*ODD, f"parallel.zero={stage}", "parallel.bucket=20000", *HALF, *NATIVE) for stage in range(4)),
     (*ODD, "model.lora.rank=3", "parallel.zero=3", *NATIVE),
     (*STAGES, *FOLDED, "cluster.gpus=4", "parallel.dp=2", "parallel.zero=2", "parallel.schedule=zb_v", *NATIVE),

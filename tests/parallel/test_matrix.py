@@ -34,9 +34,9 @@ SHAPES: dict[str, Words] = {
     "gpt tied":       ("model=tiny",       "model.tied=true"),
     "gpt odd":        ("model=tiny",       "model.tied=false", "model.heads=6", "model.head_dim=8", "model.ffn=250",
                        "model.vocab=257",  "model.dropout=0.1"),
-    "llama":          ("model=tiny_llama", "model.tied=false", "model.qk_norm=true",
+    "llama":          ("model=tiny_llama", "model.tied=false", "model.qk_norm=true", "model.qk_norm_over=all", "model.norm_place=after",
                        "model.rope={type: yarn, factor: 4, original_max_position_embeddings: 8}"),
-    "moe":            ("model=tiny_moe",   "model.aux_loss=0.01", "model.window=6"),
+    "moe":            ("model=tiny_moe",   "model.aux_loss=0.01", "model.window=6", "model.qk_norm=true"),
 }
 
 
@@ -100,7 +100,8 @@ MATRICES = {
     ("engines", "mesh"), [(name, mesh) for name in MATRICES for mesh in MESHES if MESHES[mesh] in MATRICES[name].meshes]
 )
 def test_a_mesh_trains_the_curves_of_one_process(ranks: RankPool, tmp_path: Path, engines: str, mesh: str) -> None:
-    """bf16 is looser because a weight has 8 bits: 2e-4 of a loss and 0.13 % of a norm were seen."""
+    """bf16 is looser because a weight has 8 bits: 2e-4 of a loss and 0.13 % of a norm were seen, and 1 % of a norm where the model norms
+    what its halves return, which at first is small."""
     layouts = [layout for layout in MATRICES[engines].trained_layouts if layout.choices[0] == MESHES[mesh]]
     assert layouts
     for at, layout in enumerate(layouts):
@@ -108,7 +109,7 @@ def test_a_mesh_trains_the_curves_of_one_process(ranks: RankPool, tmp_path: Path
         job = ranks.train(tmp_path / str(at), *layout.base, *layout.overrides)
         half = PRECISIONS[0] not in layout.choices
         assert job.figures("loss") == pytest.approx(losses, abs=1e-3 if half else 3e-6, rel=0), str(layout)
-        assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=5e-3 if half else 2e-5), str(layout)
+        assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-2 if half else 2e-5), str(layout)
 
 
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)

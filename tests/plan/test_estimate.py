@@ -24,7 +24,8 @@ LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", 
 # fmt: off
 MODELS = {
     "gpt":     Model(**GPT, layers=12, hidden=768, heads=12, vocab=50257, tied=True),
-    "llama":   Model(**LLAMA, layers=24, hidden=2048, heads=32, kv_heads=4, ffn=5632, vocab=32000),
+    "llama":   Model(**LLAMA, layers=24, hidden=2048, heads=32, kv_heads=4, ffn=5632, vocab=32000, qk_norm=True, qk_norm_over="all",
+                     norm_place="after"),
     "moe":     Model(**LLAMA | {"family": "moe"}, layers=9, hidden=1024, heads=16, kv_heads=8, ffn=3584, vocab=32000, experts=8, top_k=2,
                      dense_layers=1),
     "uneven":  Model(**GPT, layers=13, hidden=1024, heads=16, vocab=51200, tied=True),

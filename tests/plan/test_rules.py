@@ -89,6 +89,13 @@ BROKEN: list[tuple[Keys, str]] = [
         "model.kv_heads=2: family mla has a key and a value for each of model.heads=4: set model.kv_heads=null"),
     (LATENT | {"model.bias": True, "model.positions": "rope"},
         "model.bias=true: family mla has none: set model.bias=false"),
+    ({"model.qk_norm": True, "model.qk_norm_over": "all", "model.norm": "rmsnorm1p"},
+        ("model.qk_norm_over=all does not scale by 1 + its weight, as model.norm=rmsnorm1p does: "
+         "set model.norm=rmsnorm or model.qk_norm_over=head")),
+    (LATENT | {"model.norm": "rmsnorm1p"},
+        "model.norm=rmsnorm1p: family mla has no scale of 1 + weight: set model.norm=rmsnorm"),
+    (LATENT | {"model.query_pre_attn_scalar": 64},
+        "model.query_pre_attn_scalar=64: family mla has none: set model.query_pre_attn_scalar=null"),
     (LATENT | {"model.qk_norm": True},
         "model.qk_norm=true: family mla has none: set model.qk_norm=false"),
     (MOE | {"model.experts": 0},

@@ -129,6 +129,26 @@ GLM = (  # a dense layer and one with experts, of whose heads a half turns
 )
 # fmt: on
 GLM_JOBS = [TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *GLM, *LAYOUTS["sequence"], "parallel.recompute=none"))]
+# fmt: off
+OLMO = (  # norms after each half, and of all heads together
+    "model=olmo2_7b", "model.layers=3", "train.seq=2048", "model.hidden=1024", "model.heads=8", "model.kv_heads=4", "model.head_dim=128",
+    "model.ffn=3584", "model.vocab=8192", "train.precision=bf16",
+)
+# fmt: on
+OLMO_JOBS = [
+    TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *OLMO, *LAYOUTS[layout], f"parallel.recompute={recompute}"))
+    for layout, recompute in (("one rank", "none"), ("sequence", "none"), ("tp", "full"))
+]
+# fmt: off
+GEMMA = (  # five of six layers have a window, which the sequence is longer than; norms on both sides
+    "model=gemma3_27b", "model.layers=6", "train.seq=2048", "model.hidden=1024", "model.heads=8", "model.kv_heads=4", "model.ffn=3584",
+    "model.vocab=8192", "model.window=512", "train.precision=bf16",
+)
+# fmt: on
+GEMMA_JOBS = [
+    TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *GEMMA, *LAYOUTS[layout], f"parallel.recompute={recompute}"))
+    for layout, recompute in (("one rank", "none"), ("sequence", "none"), ("tp", "full"))
+]
 FP8_JOBS = [
     TraceJob(recipe=MODELS[model][0], words=(*GPU, *PLAIN, *MODELS[model][1:], *LAYOUTS[layout], *BF16[:-1], *words, "train.precision=fp8"))
     for model, layout, words in (
@@ -145,6 +165,8 @@ JOBS = [
     *COMPILED,
     *LATENT_JOBS,
     *GLM_JOBS,
+    *OLMO_JOBS,
+    *GEMMA_JOBS,
     *FP8_JOBS,
     *drawn_jobs(14, 9),
 ]
@@ -171,7 +193,10 @@ def test_a_rank_keeps_and_holds_the_bytes_that_the_plan_counts(number: int, answ
 
 
 def peak_tolerance(job: TraceJob) -> float:
-    """2 %; 3.5 % where few small layers compute their scores again, beside which copies of queries and keys count."""
+    """2 %; 3 % where norms of 1 + weight hold float32 tensors; 3.5 % where few small layers compute their scores again, beside which copies
+    of queries and keys count."""
+    if set(GEMMA) <= set(job.words):
+        return 0.03
     if "parallel.recompute=selective" in job.words:
         return 0.035
     return 0.002 if set(DROPOUT_AGAIN) <= set(job.words) else 0.02

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from math import frexp
+
 import torch
 from torch import Tensor
 
@@ -12,3 +14,9 @@ PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch
 def at_least_float32(x: Tensor) -> Tensor:
     """Return x in float32, or as it is where it is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """Return the number of a dtype that is nearest to a value."""
+    step = torch.finfo(dtype).eps * 2.0 ** (frexp(value)[1] - 1)
+    return round(value / step) * step

@@ -30,13 +30,15 @@ from .weight_gradients import open_weight_gradients, product
 class TensorParallel:
     """The tensor-parallel group as layers see it. `sequence`: what is outside of split layers is split along the sequence.
 
-    This rank's query heads begin at number `first_head`; the last `padded_heads` of them are padding.
+    This rank's query heads begin at number `first_head`; the last `padded_heads` of them are padding. Each key and value head is held by
+    `kv_copies` ranks.
     """
 
     group: Group
     sequence: bool
     first_head: int = 0
     padded_heads: int = 0
+    kv_copies: int = 1
 
     def shard(self, x: Tensor) -> Tensor:
         """Return what this rank has of x [B, S, ...] outside of split layers: all of it, or its part of the sequence."""

@@ -40,7 +40,7 @@ def build_model(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int
         tensor = torch.empty(parameter.shape(padded), device=device, dtype=dtype)
         if seed is not None and device.type != "meta":
             shape = parameter.shape(logical)
-            values = initial_values(parameter.name, shape, (0,) * len(shape), shape, layers=run.model.layers, seed=seed, device=device)
+            values = initial_values(parameter.name, shape, (0,) * len(shape), shape, model=run.model, seed=seed, device=device)
             copy_padded(tensor, values)
         parameters[parameter.name] = nn.Parameter(tensor, requires_grad=run.model.is_trained(parameter.name))
     constants = zero_constants(table, range(run.model.layers), device)
@@ -94,18 +94,20 @@ def module_of_family(model: Model) -> Callable[..., Any]:
     return factory
 
 
-def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, layers: int, seed: int, device: torch.device) -> Tensor:
-    """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal; norms 1, biases 0.
+def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, model: Model, seed: int, device: torch.device) -> Tensor:
+    """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal; norms 1, biases 0, and
+    0 for norms that scale by 1 + their weight.
 
     LoRA's B is 0, and its A has deviation 1 / sqrt(3 rows), as PEFT's uniform one.
     """
     if len(shape) == 1:
-        return torch.zeros(size, device=device) if name.endswith(".bias") else torch.ones(size, device=device)
+        is_zero = name.endswith(".bias") or model.norm == "rmsnorm1p"
+        return torch.zeros(size, device=device) if is_zero else torch.ones(size, device=device)
     if name.endswith(".lora_b.weight"):
         return torch.zeros(size, device=device)
     if name.endswith(".lora_a.weight"):
         return normal_block(seed, name, shape, offset, size, device).div_(sqrt(3 * shape[0]))
-    deviation = DEVIATION / sqrt(2 * layers) if name.endswith(RESIDUAL_WEIGHTS) else DEVIATION
+    deviation = DEVIATION / sqrt(2 * model.layers) if name.endswith(RESIDUAL_WEIGHTS) else DEVIATION
     return normal_block(seed, name, shape, offset, size, device).mul_(deviation)
 
 

@@ -32,8 +32,15 @@ def tensor_parallel_of(run: Run, grid: Grid) -> TensorParallel | None:
     group = grid.group("tp")
     if group is None:
         return None
-    heads = head_shards(run, group.size).query_shard(group.rank)
-    return TensorParallel(group=group, sequence=run.parallel.sequence, first_head=heads.offset, padded_heads=heads.size - heads.length)
+    shards = head_shards(run, group.size)
+    heads = shards.query_shard(group.rank)
+    return TensorParallel(
+        group=group,
+        sequence=run.parallel.sequence,
+        first_head=heads.offset,
+        padded_heads=heads.size - heads.length,
+        kv_copies=shards.copies,
+    )
 
 
 def context_parallel_of(grid: Grid) -> ContextParallel | None:

@@ -15,7 +15,8 @@ TENSOR_KINDS: tuple[TensorKind, ...] = ("weight", "output", "output_gradient", "
 NORM_READERS = {"norm1": "attention", "norm2": "mlp", "norm": "head"}  # the only reader of each norm's output makes its gradient
 MODEL_PARTS = ("embedding", "positions", "dropout")  # before the layers, in the order of computation
 LAYER_PARTS = (  # in the order of computation; "" is the layer itself
-    "norm1", "attention.dropout", "attention", "dropout1", "norm2", "mlp", "router", "experts", "shared", "dropout2", "",
+    "norm1", "attention.dropout", "attention", "post_norm1", "dropout1",
+    "norm2", "mlp", "router", "experts", "shared", "post_norm2", "dropout2", "",
 )  # fmt: skip
 
 

@@ -253,10 +253,13 @@ def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
         "expert_ffn": (model.expert_ffn or ffn) if mixture else None,
         "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
         "context": (model.context or seq) if model.positions == "learned" else None,
+        "qk_norm_over": model.qk_norm_over if model.qk_norm else None,
         "rope_base": model.rope_base if model.positions == "rope" else None,
         "rope_share": model.rope_share if model.positions == "rope" and model.family != "mla" else None,
         "window": window,
-        "layer_types": model.layer_types if window else None,
+        "rope_local_base": model.rope_local_base if model.has_local_rope else None,
+        "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim or model.hidden // model.heads,
+        "layer_types": model.types_of_layers if window or model.has_local_rope else None,
         **{
             f"lora.{row.name}": getattr(model.lora, row.name) if model.lora.rank else None
             for row in fields(model.lora)

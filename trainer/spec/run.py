@@ -48,11 +48,16 @@ class Model:
     bias: bool = False
     qkv_bias: bool | None = None
     qk_norm: bool = False
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    qk_norm_over: Literal["head", "all"] = "head"
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm1p"] = "layernorm"
+    norm_place: Literal["before", "after", "both"] = "before"
     norm_eps: Positive = 1e-5
-    act: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"] = "gelu"
+    act: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"] = "gelu"
+    scale_embedding: bool = False
+    query_pre_attn_scalar: Count | None = None
     positions: Literal["learned", "rope", "none"] = "learned"
     rope_base: Positive = 10000.0
+    rope_local_base: Positive | None = None
     rope_share: PositiveShare = 1.0
     rope: Rope = field(default_factory=Rope)
     window: Count | None = None
@@ -82,6 +87,16 @@ class Model:
             return self.qk_rope_head_dim or self.hidden // self.heads
         return int((self.head_dim or self.hidden // self.heads) * self.rope_share)
 
+    @property
+    def has_gate(self) -> bool:
+        """Whether the feed-forward multiplies by an activated gate."""
+        return self.act in ("swiglu", "geglu", "geglu_tanh")
+
+    @property
+    def has_local_rope(self) -> bool:
+        """Whether layers with the window rotate by a base of their own."""
+        return self.positions == "rope" and self.rope_local_base is not None and self.windowed_layers > 0
+
     def is_windowed(self, layer: int) -> bool:
         """Whether a layer has the window: all layers, or those that layer_types names, which repeats until the last layer."""
         return self.window is not None and (not self.layer_types or self.layer_types[layer % len(self.layer_types)] == "sliding_attention")
@@ -89,6 +104,12 @@ class Model:
     def effective_window(self, seq: int) -> int | None:
         """The window, where some layers have it and it is shorter than sequences of `seq` tokens; None where it hides nothing."""
         return self.window if self.window and self.window < seq and self.windowed_layers else None
+
+    @property
+    def types_of_layers(self) -> tuple[LayerType, ...] | None:
+        """The type of each layer; None where all have the window, or none."""
+        types, has_some = self.layer_types, 0 < self.windowed_layers < self.layers
+        return tuple(types[each % len(types)] for each in range(self.layers)) if types and has_some else None
 
     @property
     def repeated_layers(self) -> int:

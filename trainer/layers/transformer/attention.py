@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...spec.run import Model
 from ..dropout import Dropout
-from ..norms import HeadNorm
+from ..norms import AllHeadsNorm, HeadNorm, norm_all_heads
 from ..parameters_by_prefix import Parameters, sub_parameters
 from ..recompute import recompute
 from ..tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_linears
@@ -50,7 +50,8 @@ class Attention(nn.Module):
         recompute_core: bool,
     ) -> None:
         super().__init__()
-        self.scale: float | None = None  # of scores; None: 1 / sqrt(D)
+        scalar = model.query_pre_attn_scalar
+        self.scale: float | None = None if scalar is None else scalar**-0.5  # of scores; None: 1 / sqrt(D)
         self.first_head, self.padded_heads = (tp.first_head, tp.padded_heads) if tp else (0, 0)
         self.make_projections(parameters, model, tp)
         self.out = RowLinear(sub_parameters(parameters, "out"), tp, model.lora.scale)
@@ -63,15 +64,29 @@ class Attention(nn.Module):
         self.head_dim = model.head_dim or model.hidden // model.heads
         parts = ("query", "key", "value")
         self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp, model.lora.scale) for part in parts)
+        self.tp = tp
         self.query_norm, self.key_norm = (
-            HeadNorm(sub_parameters(parameters, part), model.norm_eps, tp) if model.qk_norm else None for part in ("query_norm", "key_norm")
+            self.make_head_norm(sub_parameters(parameters, f"{part}_norm"), model, part) if model.qk_norm else None
+            for part in ("query", "key")
         )
+
+    def make_head_norm(self, parameters: Parameters, model: Model, part: str) -> HeadNorm | AllHeadsNorm:
+        """Make the norm of each query or key, or of those of all heads together."""
+        if model.qk_norm_over == "head":
+            return HeadNorm(parameters, model, self.tp)
+        heads = model.heads if part == "query" else model.kv_heads or model.heads
+        return AllHeadsNorm(parameters, model.norm_eps, heads * self.head_dim)
 
     def heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the query, key and value of each head, [B, S, A or N, D], for x [B, S, H]."""
-        projections = column_linears(x, self.query, self.key, self.value)
-        query, key, value = (torch.unflatten(each, -1, (-1, self.head_dim)) for each in projections)
-        if self.query_norm is not None and self.key_norm is not None:
+        query, key, value = column_linears(x, self.query, self.key, self.value)
+        if isinstance(self.query_norm, AllHeadsNorm) and isinstance(self.key_norm, AllHeadsNorm):
+            if self.tp is not None:
+                query, key = norm_all_heads(query, key, self.query_norm, self.key_norm, self.tp)
+            else:
+                query, key = self.query_norm(query), self.key_norm(key)
+        query, key, value = (torch.unflatten(each, -1, (-1, self.head_dim)) for each in (query, key, value))
+        if isinstance(self.query_norm, HeadNorm) and isinstance(self.key_norm, HeadNorm):
             query, key = self.query_norm(query), self.key_norm(key)
         if angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)

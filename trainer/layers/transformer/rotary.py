@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, floor, log, pi, sqrt
 
 import torch
@@ -23,6 +24,12 @@ def rotary_angles(model: Model, positions: Tensor, seq: int, dtype: torch.dtype)
     frequencies, scale = rotary_frequencies(model, seq, positions.device, wide)
     angle = positions.to(wide)[:, None] * frequencies  # [S, D/2]
     return torch.stack((angle.cos(), angle.sin())) * scale
+
+
+def local_rotary(model: Model) -> Model:
+    """Return the model as layers with the window rotate: by a base of their own, unscaled (arXiv:2503.19786 section 2)."""
+    assert model.rope_local_base is not None
+    return replace(model, rope_base=model.rope_local_base, rope=Rope())
 
 
 def rotary_frequencies(model: Model, seq: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, float]:

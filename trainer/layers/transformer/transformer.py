@@ -1,8 +1,9 @@
-"""A causal transformer in torch, with a norm before each half of a layer. Its parts follow from `model.*` and the op table's parameters."""
+"""A causal transformer in torch, with norms around each half of a layer. Its parts follow from `model.*` and the op table's parameters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ...spec.run import Run
 from ..counter_rng import DropoutKeys
 from ..cross_entropy import IGNORED, cross_entropy
 from ..dropout import Dropout
+from ..dtypes import rounded
 from ..group import Group
 from ..norms import make_norm
 from ..parameters_by_prefix import Parameters, sub_parameters
@@ -22,7 +24,7 @@ from .context_parallel import ContextParallel
 from .core_attention import window_band
 from .embedding_and_head import Embedding, LMHead, VocabEmbedding
 from .feed_forward import FeedForward
-from .rotary import rotary_angles
+from .rotary import local_rotary, rotary_angles
 
 # B batch, S sequence, H hidden, D head_dim, V vocabulary; under context parallelism S are this rank's tokens
 
@@ -36,6 +38,7 @@ class LayerInputs:
     """
 
     angles: Tensor | None  # [2, S, D/2] rotary angles
+    local_angles: Tensor | None  # of the layers that have the window, where those are other ones
     mask: Tensor | None  # [B, 1, S, all keys] of attention
     starts: Tensor | None  # [B, S] where each token's document starts
     dropout_states: Tensor | None  # [B, S]
@@ -45,7 +48,8 @@ class LayerInputs:
 
 
 class AttentionHalf(nn.Module):
-    """The first half of a layer, x + attention(norm1(x)); with the second half's norm and dropout, which all families share."""
+    """The first half of a layer, x + post_norm1(attention(norm1(x))), with the norms that `model.norm_place` names; with the second half's
+    norms and dropout, which all families share."""
 
     def __init__(
         self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, attention_class: type[Attention] = Attention
@@ -54,21 +58,36 @@ class AttentionHalf(nn.Module):
         model, train = run.model, run.train
         selective = run.parallel.recompute == "selective"
         attention = sub_parameters(parameters, "attention")
-        self.norm1 = make_norm(model, sub_parameters(parameters, "norm1"))
+        before, after = model.norm_place != "after", model.norm_place != "before"
+        self.norm1 = make_norm(model, sub_parameters(parameters, "norm1")) if before else None
         self.attention = attention_class(attention, model, layer, train.attention, tp, recompute_core=selective)
+        self.post_norm1 = make_norm(model, sub_parameters(parameters, "post_norm1")) if after else None
         self.dropout1 = Dropout(model.dropout, layer, "attention.residual")
-        self.norm2 = make_norm(model, sub_parameters(parameters, "norm2"))
+        self.norm2 = make_norm(model, sub_parameters(parameters, "norm2")) if before else None
+        self.post_norm2 = make_norm(model, sub_parameters(parameters, "post_norm2")) if after else None
         self.dropout2 = Dropout(model.dropout, layer, "mlp.residual")
 
     def attend(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        """x [B, S, H] -> x + attention(norm1(x))."""
-        output = self.attention(self.norm1(x), inputs.angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band)
-        hidden: Tensor = x + self.dropout1(output, inputs.sharded_dropout_states)  # [B, S, H]
+        """x [B, S, H] -> x + post_norm1(attention(norm1(x)))."""
+        normed = x if self.norm1 is None else self.norm1(x)
+        angles = inputs.local_angles if self.attention.window and inputs.local_angles is not None else inputs.angles
+        output = self.attention(normed, angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band)
+        return self.add(x, output, self.post_norm1, self.dropout1, inputs)
+
+    def add(self, x: Tensor, output: Tensor, post_norm: nn.Module | None, dropout: Dropout, inputs: LayerInputs) -> Tensor:
+        """Return the hidden states x [B, S, H] with a half's output."""
+        output = output if post_norm is None else post_norm(output)
+        hidden: Tensor = x + dropout(output, inputs.sharded_dropout_states)
         return hidden
+
+    def second_input(self, x: Tensor) -> Tensor:
+        """Return what the second half reads of the hidden states x [B, S, H]."""
+        normed: Tensor = x if self.norm2 is None else self.norm2(x)
+        return normed
 
 
 class TransformerLayer(AttentionHalf):
-    """x + attention(norm1(x)), then x + mlp(norm2(x))."""
+    """x + post_norm1(attention(norm1(x))), then x + post_norm2(mlp(norm2(x))), with the norms that the model has."""
 
     def __init__(
         self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, attention_class: type[Attention] = Attention
@@ -78,8 +97,7 @@ class TransformerLayer(AttentionHalf):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         x = self.attend(x, inputs)
-        hidden: Tensor = x + self.dropout2(self.mlp(self.norm2(x)), inputs.sharded_dropout_states)  # [B, S, H]
-        return hidden
+        return self.add(x, self.mlp(self.second_input(x)), self.post_norm2, self.dropout2, inputs)
 
 
 class Transformer(nn.Module):
@@ -180,14 +198,17 @@ class Transformer(nn.Module):
     def run_layer(self, layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Any:
         """Return a layer's output; under full recomputation backward runs the layer again."""
         if self.recompute:
-            return recompute(_call_layer, layer, x, inputs, inputs.angles, inputs.mask, inputs.dropout_states, inputs.band)
+            tensors = inputs.angles, inputs.local_angles, inputs.mask, inputs.dropout_states, inputs.band
+            return recompute(_call_layer, layer, x, inputs, *tensors)
         return layer(x, inputs)
 
     def _layer_inputs(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None) -> LayerInputs:
         model, dtype = self.model, self.compute_type or next(self.parameters()).dtype
-        angles, positions = None, self._positions(tokens)
+        angles, local_angles, positions = None, None, self._positions(tokens)
         if model.positions == "rope":
-            angles = rotary_angles(model, positions, tokens.shape[1] * (self.cp.group.size if self.cp else 1), dtype)
+            size = tokens.shape[1] * (self.cp.group.size if self.cp else 1)
+            angles = rotary_angles(model, positions, size, dtype)
+            local_angles = rotary_angles(local_rotary(model), positions, size, dtype) if model.has_local_rope else None
         mask = starts = None
         if documents is not None:
             starts = document_starts(documents)[:, positions]
@@ -198,6 +219,7 @@ class Transformer(nn.Module):
         states = None if keys is None else keys.states
         return LayerInputs(
             angles=angles,
+            local_angles=local_angles,
             mask=mask,
             band=band,
             starts=starts,
@@ -215,6 +237,8 @@ class Transformer(nn.Module):
 
     def _embed(self, tokens: Tensor, inputs: LayerInputs) -> Tensor:
         x = self.embedding(tokens)  # [B, S, H]; under sequence parallelism this rank's part of S
+        if self.model.scale_embedding:
+            x = x * rounded(sqrt(self.model.hidden), self.compute_type or x.dtype)
         if self.positions is not None:
             positions = self._positions(tokens).unsqueeze(0)  # [1, S]
             rows = positions if inputs.starts is None else positions - inputs.starts

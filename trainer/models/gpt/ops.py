@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ...spec.run import Model, Train
 from ..ops.op_table import OpTable
-from ..ops.shared_ops import attention, feed_forward, pre_norm_table
+from ..ops.shared_ops import attention, decoder_table, feed_forward
 
 
 def table(model: Model, train: Train) -> OpTable:
     """The op table of a GPT."""
-    return pre_norm_table(model, train, attention(model, train), feed_forward(model))
+    return decoder_table(model, train, attention(model, train), feed_forward(model))

@@ -14,10 +14,11 @@ from typing import Any, Final
 from ...spec.problem import Problem, Unreadable, shorten
 from ...spec.regular_file import read_plain
 from ..families import FAMILIES
-from .config_kinds import CONFIG_KINDS, REQUIRED, SAME_MODELS, AllowedValues, ConfigKind, is_rotary
+from .config_kinds import CONFIG_KINDS, SAME_MODELS, AllowedValues, ConfigKind, is_rotary
+from .config_rows import REQUIRED
 from .dense_layers import dense_problems, read_dense_layers
 from .harmless_keys import is_harmless
-from .rope import json_text, read_rope, rope_keys, rope_problems
+from .rope import json_text, local_rope_problems, read_rope, rope_keys, rope_problems, with_one_rope
 from .window import read_window, window_problems
 
 ROUTER: Final = "router."  # the section of `model` whose keys rows name whole
@@ -33,13 +34,17 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
     config = read_json(file)
     model_type = _known_model_type(config, file)
     kind, family = CONFIG_KINDS[model_type], family_of_type(model_type)
+    ropes = tuple(local_rope_problems(config)) if kind.local_rope else ()
+    if kind.local_rope and not ropes:
+        config = with_one_rope(config)
     flat = _with_synonyms({**config, **rope_keys(config)}, kind)
     found = (
+        *ropes,
         *_type_problems(flat, kind),
         *_disagreements(flat, kind),
         *_unsupported_keys(flat, kind, family),
         *_unknown_keys(config, kind, family),
-        *(rope_problems(config, family, partial=kind.has_key("rope_share")) if is_rotary(kind) else ()),
+        *(rope_problems(config, family, partial=kind.has_key("rope_share")) if is_rotary(kind) and not ropes else ()),
         *(dense_problems(config, kind.dense, family) if kind.dense else ()),
         *(window_problems(config, kind.window) if kind.window else ()),
     )
@@ -51,7 +56,7 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
         values |= {"router.groups": 1, "router.top_groups": 1}
     act = kind.acts[str(flat.get(kind.act) or next(iter(kind.acts)))]
     positions: dict[str, object] = {"rope": read_rope(config)} if is_rotary(kind) else {}
-    positions |= read_window(config, kind.window) if kind.window else {}
+    positions |= read_window({**config, "num_hidden_layers": values["layers"]}, kind.window) if kind.window else {}
     dense = read_dense_layers(config, kind.dense) if kind.dense else {}
     keys: dict[str, object] = {"family": family, **values, **dense, **kind.fixed, **positions, "act": act, "hf": str(path)}
     router = {key.removeprefix(ROUTER): value for key, value in keys.items() if value is not None and key.startswith(ROUTER)}

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
 
+from .config_rows import (
+    DEEPSEEK_KEYS,
+    GEMMA3_KEYS,
+    GLM4_MOE_KEYS,
+    GPT2_KEYS,
+    LLAMA_KEYS,
+    MISTRAL,
+    MIXTRAL_KEYS,
+    OLMO2_KEYS,
+    QWEN2,
+    QWEN3_KEYS,
+    QWEN3_MOE_KEYS,
+    SIZE_KEYS,
+    ConfigRow,
+)
 from .dense_layers import DenseKeys
 from .rope import ROPE_NAMES
 from .window import WindowKeys
-
-REQUIRED: Final = "required"  # a size that the file itself has to state
-
-
-@dataclass(frozen=True)
-class ConfigRow:
-    """A key of our `model` and the file's keys for it, which have to agree.
-
-    `default` is transformers' where a file lacks the key. A null is allowed where the default is None or with `nullable`, and means our
-    own default, or `null`. `synonyms`: a file states one of them, or all.
-    """
-
-    ours: str
-    theirs: tuple[str, ...]
-    kind: type
-    default: object = REQUIRED
-    nullable: bool = False
-    synonyms: bool = False
-    null: object = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,8 @@ class AllowedValues:
 @dataclass(frozen=True, kw_only=True)
 class ConfigKind:
     """A model_type: its class in transformers, the keys that all its models have here, its rows and activations, its restrictions, how it
-    states windows and dense layers, the keys of the file that its models here do not read, and those that are written beside its rows."""
+    states windows and dense layers, whether its layers with a window rotate by a base of their own, the keys of the file that its models
+    here do not read, and those that are written beside its rows."""
 
     architecture: str
     fixed: Mapping[str, object]
@@ -51,6 +47,7 @@ class ConfigKind:
     allowed: tuple[AllowedValues, ...] = ()
     window: WindowKeys | None = None
     dense: DenseKeys | None = None
+    local_rope: bool = False
     unread: tuple[str, ...] = ()
     written: Mapping[str, object] = field(default_factory=dict)
 
@@ -68,102 +65,9 @@ class ConfigKind:
 
 
 ROPE = {"norm": "rmsnorm", "positions": "rope", "dropout": 0.0}
+OLMO2 = {"bias": False, "qk_norm": True, "qk_norm_over": "all", "norm_place": "after"}
+GEMMA3 = {"bias": False, "qk_norm": True, "norm": "rmsnorm1p", "norm_place": "both", "scale_embedding": True}
 GATED = {"silu": "swiglu"}
-
-SIZE_KEYS = (
-    ConfigRow("layers",   ("num_hidden_layers",),   int),
-    ConfigRow("hidden",   ("hidden_size",),         int),
-    ConfigRow("heads",    ("num_attention_heads",), int),
-    ConfigRow("head_dim", ("head_dim",),            int, None),
-    ConfigRow("ffn",      ("intermediate_size",),   int),
-    ConfigRow("vocab",    ("vocab_size",),          int),
-    ConfigRow("tied",     ("tie_word_embeddings",), bool, False),
-)  # fmt: skip
-LLAMA_KEYS = (
-    ConfigRow("kv_heads",  ("num_key_value_heads",),       int,   None),
-    ConfigRow("bias",      ("attention_bias", "mlp_bias"), bool,  False),
-    ConfigRow("norm_eps",  ("rms_norm_eps",),              float, 1e-6),
-    ConfigRow("rope_base", ("rope_theta",),                float, 10000.0),
-)  # fmt: skip
-MISTRAL = (
-    ConfigRow("kv_heads",  ("num_key_value_heads",), int,   8, nullable=True),
-    ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-6),
-    ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
-)  # fmt: skip
-QWEN2 = (
-    ConfigRow("kv_heads",  ("num_key_value_heads",), int,   32, nullable=True),
-    ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-6),
-    ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
-)  # fmt: skip
-MIXTRAL_KEYS = (
-    ConfigRow("kv_heads",   ("num_key_value_heads",), int,   8, nullable=True),
-    ConfigRow("norm_eps",   ("rms_norm_eps",),        float, 1e-5),
-    ConfigRow("rope_base",  ("rope_theta",),          float, 1000000.0),
-    ConfigRow("experts",    ("num_local_experts",),   int,   8),
-    ConfigRow("top_k",      ("num_experts_per_tok",), int,   2),
-    ConfigRow("expert_ffn", ("intermediate_size",),   int),
-)  # fmt: skip
-QWEN3_KEYS = (
-    *(replace(row, default=128) if row.ours == "head_dim" else row for row in SIZE_KEYS),
-    ConfigRow("kv_heads",  ("num_key_value_heads",), int,   32, nullable=True),
-    ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-6),
-    ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
-)  # fmt: skip
-QWEN3_MOE_KEYS = (
-    ConfigRow("kv_heads",         ("num_key_value_heads",),              int,   4, nullable=True),
-    ConfigRow("norm_eps",         ("rms_norm_eps",),                     float, 1e-6),
-    ConfigRow("rope_base",        ("rope_theta",),                       float, 10000.0),
-    ConfigRow("experts",          ("num_experts", "num_local_experts"),  int,   128, synonyms=True),  # transformers 5 writes the second
-    ConfigRow("top_k",            ("num_experts_per_tok",),              int,   8),
-    ConfigRow("expert_ffn",       ("moe_intermediate_size",),            int,   768),
-    ConfigRow("router.normalize", ("norm_topk_prob",),                   bool,  False),
-)  # fmt: skip
-GLM4_MOE_KEYS = (
-    ConfigRow("kv_heads",          ("num_key_value_heads",),   int,   8, nullable=True),
-    ConfigRow("qkv_bias",          ("attention_bias",),        bool,  False),
-    ConfigRow("qk_norm",           ("use_qk_norm",),           bool,  False),
-    ConfigRow("norm_eps",          ("rms_norm_eps",),          float, 1e-5),
-    ConfigRow("rope_base",         ("rope_theta",),            float, 10000.0),
-    ConfigRow("rope_share",        ("partial_rotary_factor",), float, 0.5),
-    ConfigRow("dense_layers",      ("first_k_dense_replace",), int,   1),
-    ConfigRow("experts",           ("n_routed_experts",),      int,   128),
-    ConfigRow("top_k",             ("num_experts_per_tok",),   int,   8),
-    ConfigRow("expert_ffn",        ("moe_intermediate_size",), int,   1408),
-    ConfigRow("shared_experts",    ("n_shared_experts",),      int,   1),
-    ConfigRow("router.normalize",  ("norm_topk_prob",),        bool,  True),
-    ConfigRow("router.scale",      ("routed_scaling_factor",), float, 1.0),
-    ConfigRow("router.groups",     ("n_group",),               int,   1),
-    ConfigRow("router.top_groups", ("topk_group",),            int,   1),
-)  # fmt: skip
-DEEPSEEK_KEYS = (
-    *(row for row in SIZE_KEYS if row.ours != "head_dim"),
-    ConfigRow("kv_heads",          ("num_key_value_heads",),   int,   None),
-    ConfigRow("norm_eps",          ("rms_norm_eps",),          float, 1e-6),
-    ConfigRow("rope_base",         ("rope_theta",),            float, 10000.0),
-    ConfigRow("q_lora_rank",       ("q_lora_rank",),           int,   1536, nullable=True, null=0),
-    ConfigRow("kv_lora_rank",      ("kv_lora_rank",),          int,   512),
-    ConfigRow("qk_nope_head_dim",  ("qk_nope_head_dim",),      int,   128),
-    ConfigRow("qk_rope_head_dim",  ("qk_rope_head_dim",),      int,   64),
-    ConfigRow("v_head_dim",        ("v_head_dim",),            int,   128),
-    ConfigRow("top_k",             ("num_experts_per_tok",),   int,   0, nullable=True),
-    ConfigRow("experts",           ("n_routed_experts",),      int),
-    ConfigRow("expert_ffn",        ("moe_intermediate_size",), int),
-    ConfigRow("shared_experts",    ("n_shared_experts",),      int),
-    ConfigRow("router.scale",      ("routed_scaling_factor",), float),
-    ConfigRow("router.groups",     ("n_group",),               int,   1, nullable=True),
-    ConfigRow("router.top_groups", ("topk_group",),            int,   1, nullable=True),
-)  # fmt: skip
-GPT2_KEYS = (
-    ConfigRow("layers",   ("n_layer",),                                int),
-    ConfigRow("hidden",   ("n_embd",),                                 int),
-    ConfigRow("heads",    ("n_head",),                                 int),
-    ConfigRow("ffn",      ("n_inner",),                                int,   None),
-    ConfigRow("vocab",    ("vocab_size",),                             int),
-    ConfigRow("context",  ("n_positions",),                            int),
-    ConfigRow("tied",     ("tie_word_embeddings",),                    bool,  True),
-    ConfigRow("norm_eps", ("layer_norm_epsilon",),                     float, 1e-5),
-    ConfigRow("dropout",  ("resid_pdrop", "embd_pdrop", "attn_pdrop"), float, 0.1),
-)  # fmt: skip
 
 V3_DEFAULTS = {"top_k": 8, "router.groups": 8, "router.top_groups": 4}
 
@@ -244,6 +148,30 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         acts=GATED,
         allowed=(*NO_DROPOUT, AllowedValues("attention_bias", (False,))),
         window=WindowKeys(4096, by_layer=True, switched=True),
+    ),
+    "olmo2": ConfigKind(
+        architecture="Olmo2ForCausalLM",
+        fixed=ROPE | OLMO2,
+        rows=SIZE_KEYS + OLMO2_KEYS,
+        act="hidden_act",
+        acts=GATED,
+        allowed=(*NO_DROPOUT, AllowedValues("attention_bias", (False,))),
+    ),
+    "gemma3_text": ConfigKind(
+        architecture="Gemma3ForCausalLM",
+        fixed=ROPE | GEMMA3,
+        rows=GEMMA3_KEYS,
+        act="hidden_activation",
+        acts={"gelu_pytorch_tanh": "geglu_tanh"},
+        allowed=(
+            *NO_DROPOUT,
+            AllowedValues("attention_bias", (False,)),
+            AllowedValues("use_bidirectional_attention", (False,)),
+            AllowedValues("attn_logit_softcapping", (None,)),
+            AllowedValues("final_logit_softcapping", (None,)),
+        ),
+        window=WindowKeys(4096, by_layer=True, pattern=("sliding_window_pattern", 6)),
+        local_rope=True,
     ),
     "qwen3_moe": ConfigKind(
         architecture="Qwen3MoeForCausalLM",

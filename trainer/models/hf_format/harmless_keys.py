@@ -17,6 +17,7 @@ HARMLESS_KEYS: dict[str, str] = {  # key or pattern: what it is of
     "max_position_embeddings":     "the longest sequence; scaled rotary embeddings read it as model.rope",
     "initializer_range":           "initial weights",
     "use_cache":                   "generation: what is kept between tokens",
+    "cache_implementation":        "generation: what is kept between tokens",
     "return_dict":                 "the form of the result",
     "output_*":                    "what is returned besides logits",
     "use_return_dict":             "the form of the result",

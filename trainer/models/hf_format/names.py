@@ -73,6 +73,13 @@ QWEN3_TENSORS = LLAMA_TENSORS | {
     "attention.query_norm": HfTensor("model.layers.#.self_attn.q_norm"),
     "attention.key_norm":   HfTensor("model.layers.#.self_attn.k_norm"),
 }
+OLMO2_TENSORS = {name: tensor for name, tensor in QWEN3_TENSORS.items() if name not in ("norm1", "norm2")} | {
+    "post_norm1":           HfTensor("model.layers.#.post_attention_layernorm"),
+    "post_norm2":           HfTensor("model.layers.#.post_feedforward_layernorm"),
+}
+GEMMA3_TENSORS = QWEN3_TENSORS | OLMO2_TENSORS | {
+    "norm2":                HfTensor("model.layers.#.pre_feedforward_layernorm"),
+}
 MIXTRAL_TENSORS = {name: tensor for name, tensor in LLAMA_TENSORS.items() if not name.startswith("mlp.")} | {
     "router":          HfTensor("model.layers.#.block_sparse_moe.gate",         transposed=True),
     "experts.gate":    HfTensor("model.layers.#.block_sparse_moe.experts.@.w1", transposed=True),
@@ -114,6 +121,8 @@ HF_TENSORS = {
     "mixtral": MIXTRAL_TENSORS,
     "qwen2": LLAMA_TENSORS,
     "qwen3": QWEN3_TENSORS,
+    "olmo2": OLMO2_TENSORS,
+    "gemma3_text": GEMMA3_TENSORS,
     "qwen3_moe": QWEN3_MOE_TENSORS,
     "glm4_moe": GLM4_MOE_TENSORS,
     "deepseek_v2": DEEPSEEK_TENSORS,
@@ -172,9 +181,10 @@ def expert_tensors(tensor: HfTensor, shape: tuple[int, ...]) -> Iterator[tuple[H
 def architecture_keys(model: Model, run: Run) -> dict[str, object]:
     """Return the keys that decide a model's logits, with every default filled in."""
     share = {} if model.family == "mla" else {"rope_share": model.rope_share}
-    rotary: dict[str, object] = {"rope_base": model.rope_base, **share, "rope": model.rope.values}
+    local = model.rope_local_base if model.has_local_rope else None
+    rotary: dict[str, object] = {"rope_base": model.rope_base, "rope_local_base": local, **share, "rope": model.rope.values}
     positions: dict[str, object] = rotary if model.positions == "rope" else {"context": model.context or run.train.seq}
-    ffn = model.ffn or 4 * model.hidden
+    ffn, head_dim = model.ffn or 4 * model.hidden, model.head_dim or model.hidden // model.heads
     mixture = {
         "experts": model.experts,
         "top_k": model.top_k,
@@ -185,8 +195,7 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
         **{f"router.{row.name}": getattr(model.router, row.name) for row in fields(model.router) if row.name != "bias_rate"},
     }
     window = model.effective_window(run.train.seq)
-    types = model.layer_types if window and model.windowed_layers < model.layers else None
-    positions |= {"window": window, "layer_types": types and tuple(types[each % len(types)] for each in range(model.layers))}
+    positions |= {"window": window, "layer_types": model.types_of_layers if window or local else None}
     latent = {key: getattr(model, key) for key in LATENT} if model.family == "mla" else {}
     return (
         latent
@@ -196,16 +205,20 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
             "hidden": model.hidden,
             "heads": model.heads,
             "kv_heads": model.kv_heads or model.heads,
-            "head_dim": model.head_dim or model.hidden // model.heads,
+            "head_dim": head_dim,
             "ffn": mixture["expert_ffn"] if model.experts and not model.dense_layers else ffn,
             "vocab": model.vocab,
             "tied": model.tied,
             "bias": model.bias,
             "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
             "qk_norm": model.qk_norm,
+            "qk_norm_over": model.qk_norm_over if model.qk_norm else None,
             "norm": model.norm,
+            "norm_place": model.norm_place,
             "norm_eps": model.norm_eps,
             "act": model.act,
+            "scale_embedding": model.scale_embedding,
+            "query_pre_attn_scalar": model.query_pre_attn_scalar or head_dim,
             "positions": model.positions,
         }
     )
@@ -217,29 +230,38 @@ def hf_model_type(run: Run) -> str:
     plain_heads = keys["kv_heads"] == keys["heads"] and run.model.heads * int(str(keys["head_dim"])) == run.model.hidden
     same_bias = keys["bias"] == keys["qkv_bias"]
     form = (keys["norm"], keys["positions"])
-    if run.model.family == "mla":
+    if keys["scale_embedding"] or keys.get("rope_local_base") is not None or keys["query_pre_attn_scalar"] != keys["head_dim"]:
+        model_type = _gemma_model_type(run.model) if form == ("rmsnorm1p", "rope") and same_bias else ""
+    elif run.model.family == "mla":
         model_type = _latent_model_type(run.model) if form == ("rmsnorm", "rope") and keys["act"] == "swiglu" else ""
     elif form == ("layernorm", "learned") and plain_heads and same_bias and keys["act"] in CONFIG_KINDS["gpt2"].acts.values():
-        model_type = "" if run.model.windowed_layers or run.model.qk_norm else "gpt2"
+        model_type = "" if run.model.windowed_layers or run.model.qk_norm or run.model.norm_place != "before" else "gpt2"
     elif form == ("rmsnorm", "rope") and keys["act"] == "swiglu":
         model_type = _rotary_model_type(run.model, bias=bool(keys["bias"]), qkv_bias=bool(keys["qkv_bias"]))
     else:
         model_type = ""
     if model_type:
         return model_type
-    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, GLM-4.5 and DeepSeek computes this model"
+    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo 2, Gemma 3, Mixtral, GLM-4.5 and DeepSeek computes this model"
     fix = (
         "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
         "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window; GLM-4.5 and "
         "DeepSeek have shared experts and sigmoid scores with a bias, DeepSeek-V2 softmax scores that are not normalized; GLM-4.5 "
-        "alone rotates a part of each head"
+        "alone rotates a part of each head; OLMo 2 alone norms all heads together; Gemma 3 alone has a base of rope in layers with a window"
     )
     raise Unreadable([Problem(rule="weights", says=says, mend=fix)])
 
 
+def _gemma_model_type(model: Model) -> str:
+    """Return the model_type of a model with RMSNorm of a scale of 1 + weight and rope; "" where there is none."""
+    norms = model.norm_place == "both" and model.qk_norm and model.qk_norm_over == "head"
+    others = model.bias or model.experts or model.rope_share != 1 or not model.has_local_rope or not model.scale_embedding
+    return "gemma3_text" if norms and not others and model.act == "geglu_tanh" else ""
+
+
 def _latent_model_type(model: Model) -> str:
     """Return the model_type of a model with latent attention, RMSNorm, rope and swiglu; "" where there is none."""
-    if model.windowed_layers or model.capacity or not model.shared_experts:
+    if model.windowed_layers or model.capacity or not model.shared_experts or model.norm_place != "before":
         return ""
     router = model.router
     if router.score == "sigmoid":
@@ -250,6 +272,11 @@ def _latent_model_type(model: Model) -> str:
 def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:
     """Return the model_type of a model with RMSNorm, rope and swiglu; "" where there is none."""
     some_windowed, all_windowed = model.windowed_layers > 0, model.windowed_layers == model.layers
+    norms = (model.norm_place, model.qk_norm_over if model.qk_norm else "")
+    if norms == ("after", "all"):
+        return "" if model.experts or bias or qkv_bias or some_windowed or model.rope_share != 1 else "olmo2"
+    if norms not in (("before", ""), ("before", "head")):
+        return ""
     if model.experts:
         return "" if bias or model.capacity or some_windowed != all_windowed else _mixture_model_type(model, qkv_bias=qkv_bias)
     if model.rope_share != 1:

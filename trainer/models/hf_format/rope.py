@@ -9,6 +9,7 @@ from typing import Any
 
 from ...spec.rope import ROPE_KEYS, Rope
 from ...spec.run import Model
+from .window import FULL_ATTENTION, SLIDING_ATTENTION
 
 ROPE_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # at the top
 KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", *(row.name for row in fields(Rope))}
@@ -26,6 +27,33 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = _mapping(config)
     outside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
     return {**outside, **rope}
+
+
+def with_one_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose kinds of layers have rotary embeddings of their own, with that of whole attention as the only mapping and the
+    base of the layers with a window beside it."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or FULL_ATTENTION not in rope:
+        return dict(config)
+    base = (rope.get(SLIDING_ATTENTION) or {}).get("rope_theta")
+    return {**config, "rope_parameters": rope[FULL_ATTENTION], **({} if base is None else {"rope_local_base_freq": base})}
+
+
+def local_rope_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (problem, fix) for rotary embeddings of kinds of layers that transformers would read otherwise, or that ours do not have."""
+    rope = config.get("rope_parameters") or {}
+    kinds = {FULL_ATTENTION, SLIDING_ATTENTION}
+    if not isinstance(rope, Mapping) or (
+        rope and not (rope.keys() <= kinds and all(isinstance(rope.get(each), Mapping) for each in kinds))
+    ):
+        yield f"rope_parameters={json.dumps(rope)} has not a mapping for each of {' and '.join(sorted(kinds))}", ""
+        return
+    local = rope.get(SLIDING_ATTENTION, {})
+    if scaled := {key: value for key, value in local.items() if key not in ("rope_type", "rope_theta")} or local.get("rope_type") not in (
+        None,
+        "default",
+    ):
+        yield f"rope_parameters of {SLIDING_ATTENTION} are {json.dumps(scaled and local)}", "layers with a window are not scaled here"
 
 
 def rope_type(config: Mapping[str, Any]) -> object:
@@ -87,7 +115,10 @@ def write_rope(model: Model, seq: int) -> dict[str, object]:
         del values["original_max_position_embeddings"]
     elif rope.type in ("llama3", "yarn"):
         longest = max(round(rope.factor * original), original + 1)
-    return {"max_position_embeddings": longest, "rope_parameters": values}
+    if model.rope_local_base is None:
+        return {"max_position_embeddings": longest, "rope_parameters": values}
+    local = {"rope_type": "default", "rope_theta": model.rope_local_base}
+    return {"max_position_embeddings": longest, "rope_parameters": {FULL_ATTENTION: values, SLIDING_ATTENTION: local}}
 
 
 def _mapping(config: Mapping[str, Any]) -> Mapping[str, Any]:

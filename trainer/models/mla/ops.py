@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...spec.run import Model, Train
+from ..ops.mixture_ops import mixture_table
 from ..ops.op_table import Dims, Op, OpTable, Tensor, Weight
-from ..ops.shared_ops import STREAM, TOKENS, attention_core, linear, mixture_table
+from ..ops.shared_ops import STREAM, TOKENS, attention_core, linear
 
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of `model`, as config.json has them
 MLA_QUERY: Dims = ("heads", "query_dim")  # of a head: elements without positions, then those with

@@ -85,7 +85,7 @@ class Experts(nn.Module):
 
 
 class MoELayer(AttentionHalf):
-    """x + attention(norm1(x)), then x + the routed experts of norm2(x) + the shared experts of norm2(x)."""
+    """x + attention(norm1(x)), then x + the routed experts of norm2(x) + the shared experts of norm2(x); or with norms of what is added."""
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class MoELayer(AttentionHalf):
         """Return (hidden states [B, S, H], each sequence's routing imbalance [B] where the auxiliary loss uses it, near ties, how many
         tokens chose each expert [E] where that steps a bias)."""
         x = self.attend(x, inputs)
-        normed = self.norm2(x)
+        normed = self.second_input(x)
         mixture, imbalances, near_ties, load = self.mixture(normed, inputs.cp)
         if self.shared is not None:
             mixture = mixture + self.shared(normed)
-        return x + self.dropout2(mixture, inputs.sharded_dropout_states), imbalances, near_ties, load
+        return self.add(x, mixture, self.post_norm2, self.dropout2, inputs), imbalances, near_ties, load
 
     def mixture(self, x: Tensor, cp: ContextParallel | None = None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Return (the routed experts' output [B, S, H], routing imbalances, near ties, tokens of each expert).

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ...spec.run import Model, Train
+from ..ops.mixture_ops import mixture_table
 from ..ops.op_table import OpTable
-from ..ops.shared_ops import attention, mixture_table
+from ..ops.shared_ops import attention
 
 
 def table(model: Model, train: Train) -> OpTable:

@@ -13,9 +13,18 @@ def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
     """Return a table in which fused attention saves the mask of documents, once for all layers, and learned positions are each sequence's.
 
     Of CUDA's fused kernels the one that takes a mask, or float32, takes no grouped heads: keys and values are copied for each query head
-    (trainer/layers/transformer/core_attention.py).
+    (trainer/layers/transformer/core_attention.py). So are those of a window's blocks, all of which but the first have a mask.
     """
-    fused = run.train.attention == "flash" and not run.model.dropout and not run.model.window
+    model = run.model
+    has_flash = run.train.attention == "flash" and not model.dropout
+    if (
+        has_flash
+        and model.effective_window(run.train.seq)
+        and run.cluster.device.kind != "cpu"
+        and model.kv_heads not in (None, model.heads)
+    ):
+        table = table.replace_ops(lambda op: (_with_copied_blocks(op),))
+    fused = has_flash and not model.window
     if run.data.documents:
         table = replace(table, embedding=tuple(_with_mask(op, fused=fused) for op in table.embedding))
     copied = run.cluster.device.kind != "cpu" and (run.data.documents or run.train.precision == "fp32") and run.parallel.cp == 1
@@ -28,6 +37,12 @@ def _with_mask(op: Op, *, fused: bool) -> Op:
     """Return the embedding's op with the mask [batch, tokens, keys]."""
     saves = [Tensor(("tokens", "batch"), 8) if each == Tensor(("tokens",), 8) else each for each in op.saves_torch]
     return replace(op, saves_torch=(*saves, *((Tensor(("batch", "tokens", "keys")),) if fused else ())))
+
+
+def _with_copied_blocks(op: Op) -> Op:
+    """Return attention's core with the keys and values of masked blocks, for each query head."""
+    copies = Tensor(("masked_keys", "batch", *QUERY))
+    return replace(op, saves_torch=(*op.saves_torch, copies, copies)) if op.name == "attention.core" else op
 
 
 def _with_copies(op: Op) -> Op:

@@ -21,11 +21,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter by its name inside its block, and its logical dims; a `frozen` one is not trained."""
+    """A parameter by its name inside its block, and its logical dims; a `frozen` one is not trained, a `flat` one is a vector."""
 
     name: str
     dims: Dims
     frozen: bool = False
+    flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Op:
     - `in_fp8`: our modules compute its product in 8-bit floats.
     - `in_fours`: Megatron-LM's fused softmax takes four of these at a time; where they are no multiple of four, its parts are kernels of
       their own (megatron/model/fused_softmax.py, `is_kernel_available`).
-    - `reduces`: (dim, result): the ranks that split the dim add up the result. `enters`: the tensors that tensor-parallel ranks need
+    - `reduces`: (dim, result): the ranks that split the dim add up the result. `sums`: what tensor-parallel ranks add up in forward, and
+      the gradients of which they add up in backward, each in one message. `enters`: the tensors that tensor-parallel ranks need
       whole, besides the inputs of column layers. `exchanges`: the tensors that travel between the ranks of the experts.
     """
 
@@ -93,6 +95,7 @@ class Op:
     saves_torch: tuple[Tensor, ...] = ()
     logits: tuple[Tensor, ...] = ()
     reduces: tuple[tuple[str, Tensor], ...] = ()
+    sums: tuple[Tensor, ...] = ()
     enters: tuple[Tensor, ...] = ()
     exchanges: tuple[Tensor, ...] = ()
     partial: tuple[Tensor, ...] = ()
@@ -168,8 +171,19 @@ def logical_sizes(model: Model, train: Train) -> dict[str, int]:
         "shared_ffn": expert_ffn * model.shared_experts,
         "types": 2,
         "window": model.window or 0,
+        **window_sizes(model, train.seq),
         "lora": model.lora.rank,
     }
+
+
+def window_sizes(model: Model, seq: int) -> dict[str, int]:
+    """Return, on average over layers, the tokens of layers with a window that does not cover the sequence, and the keys of their blocks
+    that have a mask: all but the first, each of which sees two blocks of keys (trainer/layers/transformer/core_attention.py)."""
+    window, layers = model.effective_window(seq) or 0, model.windowed_layers
+    if not window:
+        return {"windowed_tokens": 0, "masked_keys": 0}
+    masked = sum(min(begin + window, seq) - (begin - window) for begin in range(window, seq, window))
+    return {"windowed_tokens": round(seq * layers / model.layers), "masked_keys": round(masked * layers / model.layers)}
 
 
 def element_count(dims: Dims, sizes: Mapping[str, int]) -> int:
@@ -224,9 +238,9 @@ def model_constants(table: OpTable, layers: range) -> Iterator[Parameter]:
 
 def _flattened_dims(op: Op, weight: Weight) -> tuple[Dims, ...]:
     """Return the logical dims of each dim of a weight's tensor: a product's weight is one matrix for each of its groups, its bias one
-    vector; the dims of any other weight are not flattened."""
+    vector; the dims of any other weight are not flattened, unless it is flat."""
     if op.product is None:
-        return tuple((dim,) for dim in weight.dims)
+        return (weight.dims,) if weight.flat else tuple((dim,) for dim in weight.dims)
     groups, inner = op.product.groups, op.product.inner
     outer = weight.dims[len(groups) :]
     matrix = () if weight.name.endswith(".bias") else (inner,)

@@ -1,4 +1,4 @@
-"""Ops that families share: attention, feed-forward, mixture of experts, norms, embedding and head, with the activations that each saves.
+"""Ops that families share: attention, feed-forward, norms, embedding and head, with the activations that each saves.
 
 `saves_megatron` follows Korthikanti et al. 2022 (arXiv:2205.05198 section 4.1): one GPT layer saves s b h (34 + 5 a s / h) bytes, at 2
 bytes per element and 1 per element of a mask. `saves_torch` is what trainer/layers/ saves. Without dropout the first is
@@ -22,6 +22,7 @@ KEY: Dims = ("kv_heads", "head_dim")
 # On a CPU, GELU by tanh takes 4.8 times as long as moving its tensors. Measured with torch 2.13 on a core of a Xeon with AVX-512, among a
 # layer's other kernels: 8.7 ns an element, forward and backward; its 20 bytes in float32 are moved in 1.8 ns.
 TANH_PASSES = 4.8
+OWN_1P_PASSES = 10.0  # in bf16: 40 bytes an element for the 4 of one kernel
 SCORES: Dims = ("batch", "heads", "seq", "keys")
 
 
@@ -30,7 +31,8 @@ def norm(name: str, model: Model) -> Op:
     scale = (Weight(f"{name}.weight", ("hidden",)),)
     shift = (Weight(f"{name}.bias", ("hidden",)),) if model.norm == "layernorm" else ()
     # torch's LayerNorm is one kernel, in float32 under autocast; its RMSNorm is a cast, a square, a mean and two products.
-    passes, own_passes = (2.0, 2.6) if model.norm == "layernorm" else (4.0, 2.0)  # those of our modules are measured on an H200
+    # Those of our modules are measured on an H200; those of a scale 1 + weight are counted, which our modules compute kernel by kernel.
+    passes, own_passes = {"layernorm": (2.0, 2.6), "rmsnorm": (4.0, 2.0), "rmsnorm1p": (4.0, OWN_1P_PASSES)}[model.norm]
     per_token = (Tensor(TOKENS), Tensor(TOKENS)) if model.norm == "layernorm" else (Tensor(TOKENS, 4),)
     return Op(
         name=name,
@@ -69,14 +71,36 @@ def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, .
     turn = Op(name="attention.rope", moves=(query, query, key, key), eager_passes=4 * share + copies, own_passes=16 * share + copies)
     return (
         replace(linear("attention", ("hidden",), parts, bias=bias, saves=(STREAM, query, key, value)), gathers=(key, value)),
-        *((head_norm("attention.query_norm", QUERY), head_norm("attention.key_norm", KEY)) if model.qk_norm else ()),
+        *(_query_and_key_norms(model) if model.qk_norm else ()),
         *((turn,) if model.positions == "rope" else ()),
         *attention_core(model, train, causal=causal),
         linear("attention.out", QUERY, (("", ("hidden",)),), bias=model.bias, saves=(query,)),
     )
 
 
-def head_norm(name: str, head: Dims) -> Op:
+def _query_and_key_norms(model: Model) -> tuple[Op, ...]:
+    if model.qk_norm_over == "head":
+        return tuple(head_norm(f"attention.{part}_norm", head, model) for part, head in (("query", QUERY), ("key", KEY)))
+    return (norm_of_all_heads(),)
+
+
+def norm_of_all_heads() -> Op:
+    """RMSNorms of the queries and of the keys of all heads together; each saves its input and one float32 a token (arXiv:2501.00656 section
+    2). Tensor-parallel ranks add up both sums of squares in one message, and what each makes of their gradient."""
+    query, key = Tensor(TOKENS + QUERY), Tensor(TOKENS + KEY)
+    return Op(
+        name="attention.qk_norm",
+        weights=(Weight("attention.query_norm.weight", QUERY, flat=True), Weight("attention.key_norm.weight", KEY, flat=True)),
+        moves=(query, query, key, key),
+        saves_megatron=(query, key),
+        saves_torch=(query, key, Tensor(("tokens", "batch"), 8)),
+        sums=(Tensor(("tokens", "batch"), 8),),
+        kernels=2,
+        eager_passes=4.0,
+    )
+
+
+def head_norm(name: str, head: Dims, model: Model) -> Op:
     """RMSNorm of each head, with one scale for all heads; saves its input and one float32 a head and token (arXiv:2505.09388 section 2)."""
     tensor, scale = Tensor(TOKENS + head), Weight(f"{name}.weight", ("head_dim",))
     return Op(
@@ -87,6 +111,7 @@ def head_norm(name: str, head: Dims) -> Op:
         saves_torch=(tensor, Tensor((*TOKENS, head[0]), 4)),
         partial=(Tensor(scale.dims),),
         eager_passes=4.0,
+        own_passes=OWN_1P_PASSES if model.norm == "rmsnorm1p" else None,
     )
 
 
@@ -101,7 +126,7 @@ def _flash_core(model: Model, train: Train, causal: bool, mean_dim: str) -> tupl
     """FlashAttention-2 (arXiv:2307.08691): saves a float32 log-sum-exp; backward costs 2.5 forwards.
 
     Its dropout can't be keyed: with dropout our modules take the path of separate kernels, and save what that saves. A layer with a
-    window saves the values of its blocks besides; a model in which only some layers have one is counted as if all had.
+    window saves the values of its blocks besides: every layer is counted with their average.
     """
     share, window, seq = _windowed_share(model, train.seq), model.window or 0, train.seq
     blocks, rest = divmod(seq, window) if share else (0, 0)
@@ -116,7 +141,7 @@ def _flash_core(model: Model, train: Train, causal: bool, mean_dim: str) -> tupl
         backward=2.5,
         fused=True,
     )
-    in_blocks_saves = (Tensor(TOKENS + QUERY),) if share else ()
+    in_blocks_saves = (Tensor(("windowed_tokens", "batch", *QUERY)),) if share else ()
     torch_saves = _softmax_saves(model) if model.dropout else (LOG_SUMS, *in_blocks_saves)
     return (Op(name="attention.core", product=product, saves_megatron=(LOG_SUMS,), saves_torch=torch_saves, core=True),)
 
@@ -173,7 +198,7 @@ def residual(name: str, model: Model) -> Op:
 def feed_forward(model: Model, *, name: str = "mlp", dim: str = "ffn") -> tuple[Op, ...]:
     """The two (gated: three) products around an activation: saves 18sbh of the paper's 19 at ffn = 4h."""
     wide = Tensor((*TOKENS, dim))
-    gated = model.act in ("swiglu", "geglu")
+    gated = model.has_gate
     parts: tuple[tuple[str, Dims], ...] = ((".gate", (dim,)), (".up", (dim,))) if gated else ((".up", (dim,)),)
     inputs = (wide,) * len(parts)
     # Autograd also saves the activated gate. Of a ReLU it saves only the result, which the next product saves.
@@ -184,92 +209,13 @@ def feed_forward(model: Model, *, name: str = "mlp", dim: str = "ffn") -> tuple[
         saves_megatron=inputs,
         saves_torch=torch_saves,
         eager_passes=1.7 if gated else 1.0,
-        cpu_passes=TANH_PASSES if model.act == "gelu_tanh" else None,
+        cpu_passes=TANH_PASSES if model.act in ("gelu_tanh", "geglu_tanh") else None,
     )
     return (
         linear(name, ("hidden",), parts, bias=model.bias, saves=(STREAM,)),
         activation,
         linear(f"{name}.down", (dim,), (("", ("hidden",)),), bias=model.bias, saves=(wide,)),
     )
-
-
-def mixture(model: Model) -> tuple[Op, ...]:
-    """Top-k routed experts, no token dropped: each token travels to top_k experts and back (arXiv:2401.04088).
-
-    Tensor-parallel ranks need the tokens and logits whole, and add up the output; of the routed copies nothing travels between them.
-    Every tensor rank of our modules saves the full routed copies, so their sequence dim is named `tokens`, which tensor parallelism
-    does not split.
-    """
-    rows: Dims = (*TOKENS, "top_k")
-    sent = Tensor((*rows, "hidden"))
-    logits = Tensor((*TOKENS, "choices"), 4)
-    copies: Dims = ("tokens", "batch", "top_k")
-    copy_rows = Tensor((*copies, "hidden"))
-    router = Op(
-        name="router",
-        weights=(Weight("router.weight", ("hidden", "choices")),),
-        product=Product(rows=TOKENS, inner=("hidden",), outers=(("choices",),)),
-        saves_megatron=(STREAM, logits),
-        saves_torch=(STREAM, *_routing_saves(model, copies)),
-        enters=(logits,),
-        kernels=8 + _routing_kernels(model),  # the product, softmax, the choice, its weights, the counts of each expert
-        constants=(Weight("router.bias", ("choices",), frozen=True),) if model.router.bias else (),
-    )
-    dispatch = Op(
-        name="dispatch",
-        moves=(STREAM, sent, sent, sent),  # sorted by rank for the exchange, and by expert after it
-        kernels=4,
-        saves_torch=(copy_rows, Tensor(copies, 8), Tensor(("experts",), 8)),  # the last: the end of each expert's copies
-        exchanges=(sent,),
-        enters=(STREAM,),
-    )
-    combine = Op(
-        name="combine",
-        moves=(sent, sent, sent, STREAM),
-        kernels=4,
-        saves_megatron=(sent,),
-        saves_torch=(copy_rows,),
-        exchanges=(sent,),
-        reduces=(("expert_ffn", STREAM),),
-    )
-    return router, dispatch, *_expert_ops(model, rows, sent), combine, *(_shared_experts(model) if model.shared_experts else ())
-
-
-def _routing_saves(model: Model, copies: Dims) -> tuple[Tensor, ...]:
-    """What our modules save of a choice (trainer/models/moe/routing.py): each copy's expert and weight, and what these are made from."""
-    router = model.router
-    choice, weight, of_token = Tensor(copies, 8), Tensor(copies, 4), Tensor(copies[:-1], 4)
-    scores, share = Tensor((*copies[:-1], "choices"), 4), Tensor(("batch", "choices"), 4)
-    has_sum = router.score == "sigmoid" and router.normalize
-    before_scale = (weight,) if has_sum or (router.scale != 1 and not router.has_shared_scores) else ()
-    sums = (of_token,) * (has_sum + (router.score == "sigmoid" and model.aux_loss > 0))
-    balance = (scores, share) if model.aux_loss else (scores,) if router.has_shared_scores else ()
-    return choice, weight, *before_scale, *sums, *balance
-
-
-def _routing_kernels(model: Model) -> int:
-    """The kernels of a choice beyond those of Mixtral's: of weights, of a bias, and of groups: their values, the best, the mask."""
-    router = model.router
-    weights = (router.scale != 1) + router.has_shared_scores + 2 * (router.score == "sigmoid" and router.normalize)
-    return weights + (3 if router.bias else 0) + (6 if router.top_groups < router.groups else 0)
-
-
-def _expert_ops(model: Model, rows: Dims, sent: Tensor) -> tuple[Op, ...]:
-    """The feed-forward of each expert over the copies that are sent to it."""
-    wide = Tensor((*rows, "expert_ffn"))
-    parts: tuple[tuple[str, Dims], ...] = ((".gate", ("expert_ffn",)), (".up", ("expert_ffn",)))
-    activated = (wide, wide) if model.act == "relu" else (wide, wide, wide)  # of a ReLU autograd saves only the result
-    return (
-        replace(linear("experts", ("hidden",), parts, bias=False, saves=(sent,), rows=rows, groups=("experts",)), saves_torch=()),
-        Op(name="experts.act", moves=(wide, wide, wide), saves_megatron=(wide, wide), saves_torch=activated, eager_passes=1.7),
-        linear("experts.down", ("expert_ffn",), (("", ("hidden",)),), bias=False, saves=(wide,), rows=rows, groups=("experts",)),
-    )
-
-
-def _shared_experts(model: Model) -> tuple[Op, ...]:
-    """The experts of all tokens. Their input is the router's, which saves it."""
-    first, *others = feed_forward(model, name="shared", dim="shared_ffn")
-    return replace(first, saves_megatron=(), saves_torch=()), *others
 
 
 def embedding(model: Model, train: Train, *, types: bool = False) -> tuple[Op, ...]:
@@ -283,14 +229,15 @@ def embedding(model: Model, train: Train, *, types: bool = False) -> tuple[Op, .
     if types:
         tables.append(Weight("types.weight", ("types", "hidden")))
     masks = (MASK,) if model.dropout else ()
-    positions = {"learned": (Tensor(("tokens",), 8),), "rope": (Tensor(("tokens", "rotary_dim"), 4),), "none": ()}[model.positions]
+    angles = (Tensor(("tokens", "rotary_dim"), 4),) * (2 if model.has_local_rope else 1)
+    positions = {"learned": (Tensor(("tokens",), 8),), "rope": angles, "none": ()}[model.positions]
     has_mask = model.effective_window(train.seq) and train.attention == "flash" and not model.dropout
     window_mask = (Tensor(("window", "window")), Tensor(("window", "window"))) if has_mask else ()
     return (
         Op(
             name="embedding",
             weights=tuple(tables),
-            moves=(STREAM,) * (len(tables) + 1) + masks,
+            moves=(STREAM,) * (len(tables) + 1 + 2 * model.scale_embedding) + masks,
             saves_megatron=masks,
             saves_torch=masks + positions + window_mask,
             reduces=(("vocab", STREAM),),
@@ -318,33 +265,30 @@ def head(model: Model, *, bias: bool = False) -> tuple[Op, ...]:
     )
 
 
-def pre_norm_table(
+def decoder_table(
     model: Model, train: Train, attention: tuple[Op, ...], feed_forward: tuple[Op, ...], sizes: Mapping[str, int] | None = None
 ) -> OpTable:
-    """The op table of a model whose layers normalize before attention and before the feed-forward. `sizes`: of further logical dims."""
+    """The op table of a model whose layers normalize what attention and the feed-forward read, what they return, or both, inside of the
+    residual sums. `sizes`: of further logical dims."""
     return OpTable(
         sizes={**logical_sizes(model, train), **(sizes or {})},
         embedding=embedding(model, train),
-        layer=_pre_norm_layer(model, attention, feed_forward),
+        layer=layer_ops(model, attention, feed_forward),
         head=(norm("norm", model), *head(model)),
         tied=model.tied,
     )
 
 
-def mixture_table(model: Model, train: Train, attention: tuple[Op, ...], sizes: Mapping[str, int] | None = None) -> OpTable:
-    """The op table of a model whose feed-forward is a mixture of experts, but for the first `model.dense_layers` layers."""
-    table = pre_norm_table(model, train, attention, mixture(model), sizes)
-    if not model.dense_layers:
-        return table
-    return replace(table, dense_layers=model.dense_layers, dense_layer=_pre_norm_layer(model, attention, feed_forward(model)))
-
-
-def _pre_norm_layer(model: Model, attention: tuple[Op, ...], feed_forward: tuple[Op, ...]) -> tuple[Op, ...]:
+def layer_ops(model: Model, attention: tuple[Op, ...], feed_forward: tuple[Op, ...]) -> tuple[Op, ...]:
+    """The ops of a layer, with its norms where `model.norm_place` has them."""
+    before, after = model.norm_place != "after", model.norm_place != "before"
     return (
-        norm("norm1", model),
+        *((norm("norm1", model),) if before else ()),
         *attention,
+        *((norm("post_norm1", model),) if after else ()),
         residual("attention.residual", model),
-        norm("norm2", model),
+        *((norm("norm2", model),) if before else ()),
         *feed_forward,
+        *((norm("post_norm2", model),) if after else ()),
         residual("mlp.residual", model),
     )

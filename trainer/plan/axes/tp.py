@@ -13,9 +13,11 @@ from .weight_slices import TENSOR_DIMS, local_tensor_dims
 
 
 def split_style(op: Op) -> str | None:
-    """How an op's weights are sharded: by `column`, by `row`, by `vocab` (rows of an embedding); None: every rank holds them whole."""
+    """How an op's weights are sharded: by `column`, by `row`, by `vocab` (rows of an embedding), by `heads` (of a norm of all heads); None:
+    every rank holds them whole."""
     if op.product is None:
-        return "vocab" if any(AXIS.split_dim(weight.dims) for weight in op.weights) else None
+        split = {AXIS.split_dim(weight.dims) for weight in op.weights} - {None}
+        return None if not split else "vocab" if "vocab" in split else "heads"
     if not op.weights:
         return None
     if AXIS.split_dim(op.product.inner):
@@ -42,6 +44,8 @@ def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
             yield from _leave(on_rank, Tensor(product.rows + product.outers[0]))
     for tensor in () if on_rank.sequence else op.partial:
         yield AxisMessage("tp", "all_reduce", on_rank.bytes(tensor), 0, 1)
+    for tensor in op.sums:
+        yield AxisMessage("tp", "all_reduce", on_rank.bytes(tensor, without="tp"), 1, 1)
     for dim, result in op.reduces:
         if dim not in TENSOR_DIMS:
             continue

@@ -20,7 +20,6 @@ def lora_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenR
         says = f"model.lora.rank={model.lora.rank} does not apply to family {model.family}: LoRA changes our own dense layers"
         yield BrokenRule("lora", says, (NONE,))
         return
-    has_gate = model.act in ("swiglu", "geglu")
-    if not set(targets) - ({"gate"} if not has_gate else set()):
+    if not set(targets) - ({"gate"} if not model.has_gate else set()):
         says = f"model.lora.targets=[{','.join(targets)}] names no layer of this model, so nothing would be trained"
         yield BrokenRule("lora", says, ((("model.lora.targets", ("query", "value")),),))

@@ -45,12 +45,12 @@ def rotary_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 
 
 def window_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """Layers that have a window have its width, and the list of layers repeats evenly."""
+    """Layers that have a window have its width, and the list of layers, which repeats until the last, is not empty or too long."""
     model, types = run.model, run.model.layer_types
     if is_made_by_transformers(model) or types is None:
         return
-    if not types or model.layers % len(types):
-        says = f"model.layer_types names {len(types)} layers, which does not divide model.layers={model.layers}"
+    if not 0 < len(types) <= model.layers:
+        says = f"model.layer_types names {len(types)} layers, and model.layers={model.layers}"
         yield BrokenRule("window", says, ((("model.layer_types", None),),))
     if "sliding_attention" in types and model.window is None:
         says = "model.layer_types names layers with sliding_attention, but model.window=null"
