@@ -28,16 +28,9 @@ from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 
 STEPS = 4
 COMMON = (f"train.steps={STEPS}", "train.seq=32", "train.batch=8", "train.evaluate.every=0", "log.every=1", "train.microbatch=2")
-TUNED = (
-    "model=tiny_llama",
-    "model.layers=4",
-    "model.kv_heads=2",
-    "model.qk_norm=true",
-    "model.qk_norm_over=all",
-    "model.norm_place=both",
-    "model.lora={rank: 4, alpha: 8}",
-)
-CURVE = ("quickstart", "data=synthetic", *COMMON, *TUNED, "optim.lr=1e-2", "optim.warmup=1")
+TUNED = ("model=tiny_llama", "model.layers=4", "model.kv_heads=2", "model.qk_norm=true", "model.lora={rank: 4, alpha: 8}")
+NORMS = ("model.qk_norm_over=all", "model.norm_place=both")
+CURVE = ("quickstart", "data=synthetic", *COMMON, *TUNED, *NORMS, "optim.lr=1e-2", "optim.warmup=1")
 LAYOUTS = (
     ("cluster.gpus=2", "parallel.zero=2"),
     ("cluster.gpus=4", "parallel.tp=4", "parallel.zero=1", "parallel.sequence=true"),  # each key head on two ranks
