@@ -30,7 +30,7 @@ STEPS = 4
 COMMON = (f"train.steps={STEPS}", "train.seq=32", "train.batch=8", "train.evaluate.every=0", "log.every=1", "train.microbatch=2")
 TUNED = ("model=tiny_llama", "model.layers=4", "model.kv_heads=2", "model.qk_norm=true", "model.lora={rank: 4, alpha: 8}")
 NORMS = ("model.qk_norm_over=all", "model.norm_place=both")
-CURVE = ("quickstart", "data=synthetic", *COMMON, *TUNED, *NORMS, "optim.lr=1e-2", "optim.warmup=1")
+CURVE = ("quickstart", "data=synthetic", *COMMON, *TUNED, "optim.lr=1e-2", "optim.warmup=1")
 LAYOUTS = (
     ("cluster.gpus=2", "parallel.zero=2"),
     ("cluster.gpus=4", "parallel.tp=4", "parallel.zero=1", "parallel.sequence=true"),  # each key head on two ranks
@@ -46,8 +46,8 @@ LAYOUTS = (
 def test_a_layout_trains_the_curve_of_one_process_and_holds_the_planned_bytes(
     ranks: RankPool, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
-    losses, norms = reference_curve(CURVE)
-    job = ranks.train(tmp_path / "run", *CURVE, *layout)
+    losses, norms = reference_curve((*CURVE, *NORMS))
+    job = ranks.train(tmp_path / "run", *CURVE, *NORMS, *layout)
     assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(
         norms, abs=0, rel=1e-3
