@@ -53,7 +53,7 @@ def test_a_layout_trains_the_curve_of_one_process_and_holds_the_planned_bytes(
         norms, abs=0, rel=1e-3
     )  # Adam enlarges the rounding of A's first gradients, which are 0
     counted = json.loads((tmp_path / "run" / "measured.json").read_text())["memory"]
-    plan = make_plan(load_recipe(CURVE[0], [*CURVE[1:], *layout]))
+    plan = make_plan(load_recipe(CURVE[0], [*CURVE[1:], *NORMS, *layout]))
     assert plan.memory is not None
     held = plan.memory.stages[0].bytes
     for kind in ("weights", "gradients", "optimizer"):
