@@ -77,7 +77,7 @@ def host_text(plan: Plan) -> str:
         return ""
     host = plan.memory.host
     kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in asdict(host.rank).items() if size)
-    where = "For the host, within the same memory" if host.is_own else "On a node's host"
+    where = "Host copies, in the same memory" if host.is_own else "On a node's host"
     return f"{where} {host_part(plan)}{f'; of one rank {kinds}' if kinds else ''}"
 
 
@@ -287,7 +287,7 @@ def saving_text(plan: Plan) -> str:
         return ""
     expected = f"about {plural(round(saving.interruptions), 'interruption')} expected, one in {seconds_text(saving.mtbf)}"
     if saving.seconds is None or saving.interval is None or saving.goodput is None:
-        return f"{expected}; set cluster.storage (bytes/s) to see how often to save"
+        return f"{expected}; set {saving.missing} to see how often to save"
     best = f"saving every {seconds_text(saving.interval)} (checkpoint.every={saving.every}) gives the best goodput"
     waits = f", of which training waits {seconds_text(saving.pause)}" if saving.pause is not None and saving.pause < saving.seconds else ""
     other = saving.background_goodput

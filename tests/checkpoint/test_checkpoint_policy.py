@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from distrain.tests.fakes.one_weight import MANIFEST, WEIGHT, WEIGHTS, checkpoint, cut_short, flip, hidden_files, save, value
+from distrain.tests.fakes.one_weight import MANIFEST, WEIGHT, WEIGHTS, checkpoint, cut_short, flip, hidden_files, save, shards, value
 from distrain.trainer.loop.checkpoint import (
     LoadFailed,
     choose_checkpoint,
     find_newest,
     latest_checkpoint,
     remove_leftovers,
+    save_shards,
 )
 from distrain.trainer.loop.checkpoint.shard_file import MappedShards
 from distrain.trainer.rundir.checkpoints import checkpoint_steps
@@ -49,6 +50,13 @@ def test_a_new_checkpoint_is_kept_next_to_broken_ones_of_later_steps(tmp_path: P
     save(tmp_path, 2, keep=1)
     found = find_newest(tmp_path)
     assert (checkpoint(found).step, len(found.passed), latest_checkpoint(tmp_path)) == (2, 2, tmp_path / "step_2")
+
+
+def test_the_newest_checkpoint_from_before_the_last_good_check_of_devices_is_kept(tmp_path: Path) -> None:
+    for step, keep, checked, left in ((1, 2, 0, [1]), (2, 2, 0, [2, 1]), (4, 2, 3, [4, 2]), (5, 2, 3, [5, 4, 2]), (6, 2, 3, [6, 5, 2]),
+                                      (7, 2, 6, [7, 6]), (8, 1, 8, [8])):  # fmt: skip
+        save_shards(tmp_path, step, shards(step), extra={}, keep=keep, checked=checked)
+        assert checkpoint_steps(tmp_path) == left
 
 
 def test_leftovers_of_killed_saves_are_removed_at_the_next_save_or_resume(tmp_path: Path) -> None:

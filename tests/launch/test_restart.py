@@ -283,7 +283,7 @@ AVOIDED: tuple[tuple[list[Outcome], dict[str, str]], ...] = (
     ([failed_outcome(1, "b (device 0)"), failed_outcome(2, "c (device 1)")],      {}),
     ([failed_outcome(1, "b (device 0)", problem="Connection reset by peer")] * 2, {}),
     ([failed_outcome(1, "b (device 0)", "stuck")],                                {"b": "at fault 2 times"}),
-    ([failed_outcome(1, "b (device 0)", "ended", fault="device")],                {"b": "at fault 2 times"}),
+    ([failed_outcome(1, "b (device 0)", "ended", fault="device")],                {"b": "its device computes wrong"}),
     ([failed_outcome(1, "b (device 0)", "ended", fault="machine")] * 2,           {}),
     ([failed_outcome(1, "(device 0)")] * 2,                                       {}),
     ([Outcome(status=1, ranks=(), hosts=("c",))],                                 {"c": "it could not be used"}),

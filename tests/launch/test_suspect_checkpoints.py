@@ -118,3 +118,23 @@ def test_checkpoints_that_can_not_be_renamed_are_named(tmp_path: Path, monkeypat
     suspects = suspects_of(tmp_path, 4, 6)
     monkeypatch.setattr("distrain.trainer.launch.suspect_checkpoints.ASIDE", "no/such/folder/")
     assert suspects.set_aside(failed("device", 4)).endswith("and can't be renamed: No such file or directory")
+
+
+def test_a_check_at_the_start_on_other_hosts_says_nothing_of_the_hosts_before(tmp_path: Path) -> None:
+    """The one of step 4 was on a host that is lost; the attempt after it began at step 6 elsewhere, and its device fails later."""
+    suspects = suspects_of(tmp_path, 4, 6)
+    assert suspects.set_aside(failed("", 4)) == ""
+    started = replace(failed("", 6).ranks[0], first_step=6)
+    assert suspects.set_aside(Outcome(status=1, ranks=(started,), rank=0), same_hosts=False) == ""
+    assert suspects.checked == 4
+    suspects.set_aside(failed("device", None))
+    assert names(tmp_path) == ["step_4", "suspect_step_6"]
+    suspects.set_aside(Outcome(status=1, ranks=(replace(started, checked=8),), rank=0), same_hosts=False)
+    assert suspects.checked == 8, "a check after its first step checks the devices that stepped"
+
+
+def test_where_all_checkpoints_are_suspect_the_run_is_not_restarted(attempts: Attempts) -> None:
+    write_checkpoint(attempts.folder, 6)
+    assert attempts.run(WRONG_ONCE.format("talk.report_checked(4)")).status == 1
+    assert "all checkpoints (of step 6) were saved since the last good check" in attempts.summary
+    assert "no restart: the checkpoints may hold wrong weights" in attempts.summary

@@ -141,7 +141,7 @@ def test_a_window_that_covers_the_sequence_changes_no_plan() -> None:
         (["model.layer_types=[sliding_attention]"], "model.layer_types names layers with sliding_attention, but model.window=null"),
         (
             ["model.window=16", f"model.layer_types=[{SLIDING}, {FULL}, {FULL}, {FULL}, {FULL}]"],
-            "model.layer_types names 5 layers, and model.layers=4: set model.layer_types=null",
+            "model.layer_types names 5 layers, more than model.layers=4: set model.layer_types=null",
         ),
     ],
 )

@@ -233,9 +233,23 @@ def test_the_next_save_waits_for_the_last_one() -> None:
     assert found.interval == found.seconds - found.pause
 
 
+def test_saves_that_take_longer_than_their_interval_hold_training_up() -> None:
+    """A save of 47 s after each 25 s of work: the next one waits for the rest, and a step in two is kept."""
+    assert goodput(25.0, 0.13, 1e9, save=47.0) == pytest.approx(25 / 47, rel=1e-4)
+    (line,) = saving_warnings(llama(BACKGROUND, "checkpoint.every=1", "cluster.storage=1e10"))
+    assert "checkpoint.every=1 keeps 3 % of the time" in line
+
+
+def test_a_stop_may_wait_for_three_saves_in_the_background() -> None:
+    run = load_recipe("llama3_405b", [BACKGROUND, SAVES])
+    assert stop_seconds(run, 10.0, 50.0) == pytest.approx(170.0)
+
+
 def test_without_a_rate_of_the_hosts_link_no_interval_is_planned() -> None:
     found = saving(llama(BACKGROUND, SAVES, "cluster.host.link=null"))
     assert (found.pause, found.interval, found.goodput) == (None, None, None)
+    page = " ".join(plan_text(llama(BACKGROUND, SAVES, "cluster.host.link=null"), Style()).split())
+    assert "set cluster.host.link (bytes/s) to see how often to save" in page
     assert saving(llama(SAVES, "cluster.host.link=null")).background_goodput is None
 
 

@@ -23,7 +23,7 @@ RANK_MODULE = "distrain.trainer.loop.rank"  # what every rank runs, whichever la
 BOOTSTRAP_MODULE = "distrain.trainer.launch.agent.bootstrap"  # what DeepSpeed's launcher starts for each slot
 SPARES_KEY = "spares"
 HOST_KEYS = ("hostfile", "include", "exclude", "address", SPARES_KEY)
-HOST_KEYS_BY_LAUNCH = {"local": (), "slurm": (), "torchrun": HOST_KEYS[:-1], "deepspeed": HOST_KEYS}  # no torchrun replaces a host
+HOST_KEYS_BY_LAUNCH = {"local": (), "slurm": (), "torchrun": HOST_KEYS[:-1], "deepspeed": HOST_KEYS}  # torchrun replaces no host
 
 
 @dataclass(frozen=True, kw_only=True)

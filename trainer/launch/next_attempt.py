@@ -24,18 +24,22 @@ class HostFaults:
     """How often each host was at fault in this `fit`."""
 
     count_by_host: Counter[str] = field(default_factory=Counter)
+    wrong: set[str] = field(default_factory=set)  # hosts of a device that computes wrong
 
     def count(self, outcome: Outcome) -> None:
-        """Count the fault of a failed attempt. A rank that only lost its peer, or whose device need not be the one at fault, does not
-        count; one stuck in the kernel holds its device, and a device that computes wrong spoils all weights."""
+        """Count the fault of a failed attempt: as many as make a host avoided where a rank is stuck in the kernel, which holds its device,
+        or a device computes wrong. A rank that only lost its peer does not count, nor one whose device need not be the one at fault."""
         cause = outcome.root_cause
         if cause is not None and cause.host and not cause.has_lost_peer and cause.fault != "machine":
             self.count_by_host[cause.host] += MOST_FAULTS if cause.fate == "stuck" or cause.fault == "device" else 1
+            if cause.fault == "device":
+                self.wrong.add(cause.host)
 
     def hosts_to_avoid(self, outcome: Outcome) -> dict[str, str]:
         """Return the hosts that the attempt after `outcome` should not use, and why."""
         often = {host: f"at fault {faults} times" for host, faults in self.count_by_host.items() if faults >= MOST_FAULTS}
-        return often | dict.fromkeys(outcome.hosts, "it could not be used")
+        wrong = dict.fromkeys(self.wrong, "its device computes wrong")
+        return often | wrong | dict.fromkeys(outcome.hosts, "it could not be used")
 
 
 @dataclass(frozen=True, kw_only=True)

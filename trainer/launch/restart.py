@@ -45,17 +45,21 @@ def run_attempts(
     command = command or [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
     goodput, faults, suspects = GoodputMeter(folder=folder), HostFaults(), SuspectCheckpoints(folder=folder / "checkpoints")
     whole = last = HostedRun(run=run, plan=plan, hosts=tuple(hosts))
+    before = last.hosts
     with collect_stop_requests(stop_requests) as requests:
         while True:
             outcome = _run_watched_attempt(last, folder, command, show, live, goodput, requests)
             if outcome.is_refused:  # no rank did anything, so there is nothing to record
                 return outcome
             faults.count(outcome)
-            if line := suspects.set_aside(outcome):
+            if line := suspects.set_aside(outcome, same_hosts=last.hosts == before):
                 show(line)
+            before = last.hosts
             why = no_restart_reason(
                 run, outcome, restarts=goodput.restarts, has_stepped=goodput.has_stepped, saved_step=_newest_step(folder)
             )
+            if why is None and suspects.are_all:
+                why = "the checkpoints may hold wrong weights: remove them to begin anew, or the same command goes on from the newest"
             if why is not None:
                 if why:
                     show(f"no restart: {why}")

@@ -77,9 +77,11 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
                 log_step(run, setup, each, anomalies, instruments.meter, logs=logs, evaluates=evaluates and each.done == done)
                 anomalies.raise_if_too_many(each.result, each.done)
 
-            devices.check_after(done)
+            if devices.is_due(done):
+                saver.finish()  # a check that finds a fault names the checkpoints since the one before
+                devices.check(done)
             if saves:
-                saver.save(setup.start.after(run, done))
+                saver.save(setup.start.after(run, done), devices.checked)
             if stopping and not is_last:
                 saver.finish()
                 if saver.newest < done:

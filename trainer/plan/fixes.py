@@ -200,7 +200,7 @@ def _filling_change(run: Run, change: Change) -> Change:
 def _single_changes(run: Run) -> Iterator[Change]:
     """Yield changes that save memory, the cheapest first."""
     parallel, train = run.parallel, run.train
-    if run.checkpoint.trains_on:
+    if run.checkpoint.in_background:
         yield (("checkpoint.background", False),)
     if not train.compile and parallel.zero < 3 and run.cluster.device.kind == "cuda":
         yield (("train.compile", True),)

@@ -78,7 +78,7 @@ def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
 
 def uses_host(context: CostContext, layout: Layout) -> bool:
     """Whether ranks keep anything in their hosts' memory."""
-    return layout.offloads or context.run.checkpoint.trains_on
+    return layout.offloads or context.run.checkpoint.in_background
 
 
 def host_bytes(context: CostContext, layout: Layout, kinds: list[StageCost]) -> int:

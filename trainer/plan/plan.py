@@ -7,7 +7,7 @@ from typing import Any
 
 from ..spec.problem import Problem
 from ..spec.run import Run
-from .costs.checkpoint import saved_part_bytes, saved_width
+from .costs.checkpoint import saved_width
 from .costs.cost_context import CostContext
 from .engines import cost_model, engine_for, engine_reason
 from .error_bars import Bar, Planned, memory_bar, step_bar
@@ -21,6 +21,7 @@ from .layout_of_run import layout_of_run
 from .result import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, Plan, RankHostBytes, StageMemory, StepTime, Throughput, WholeRun
 from .rules.rules import broken_rules
 from .save_interval import plan_saving, save_warnings
+from .stage_cost import snapshot_bytes
 from .traffic import busiest_traffic
 from .warnings import warnings
 
@@ -43,7 +44,7 @@ def make_plan(run: Run) -> Plan:
     is_enough = fits(context, cost.peak, cost.host)
     errors = cost_model(layout.engine).saved_error_bytes(context, layout)
     whole, step = plan_whole_run(context, seconds, errors), seconds.step if seconds else None
-    saved = plan_saving(run, whole, step, largest_saved_part(context, layout, cost), forward_seconds(layout, cost))
+    saved = plan_saving(run, whole, step, largest_snapshot(context, layout, cost), forward_seconds(layout, cost))
     planned = Planned(run, parallel, engine.name if engine else None, memory.peak)
     return Plan(
         **_shared_fields(run, layout.mesh),
@@ -211,10 +212,10 @@ def _host_memory(context: CostContext, cost: LayoutCost) -> HostMemory:
     return HostMemory(node=cost.host, capacity=capacity, rank=RankHostBytes(**held._asdict()), is_own=is_own)
 
 
-def largest_saved_part(context: CostContext, layout: Layout, cost: LayoutCost) -> int:
-    """Return the bytes of a checkpoint of the rank that saves most."""
+def largest_snapshot(context: CostContext, layout: Layout, cost: LayoutCost) -> int:
+    """Return the bytes that the rank which saves most copies for a save in the background."""
     stages = zip(layout.partition.kinds, cost.kinds, strict=True)
-    return max([saved_part_bytes(context, layout, cost.blocks, kind, each.states.elements) for kind, each in stages])
+    return max([snapshot_bytes(context, layout, cost.blocks, kind, each.states.elements) for kind, each in stages])
 
 
 def forward_seconds(layout: Layout, cost: LayoutCost) -> float:

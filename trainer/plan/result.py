@@ -154,6 +154,7 @@ class Saving:
     every: int | None
     goodput: float | None
     background_goodput: float | None
+    missing: str = ""  # the key without which no interval is planned
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ def plan_saving(run: Run, whole: WholeRun, step: float | None, copied: int, chec
         every=best.every if best else None,
         goodput=best.goodput if best else None,
         background_goodput=other.goodput if other else None,
+        missing="" if best else missing_rate(run),
     )
 
 
@@ -89,12 +90,22 @@ def goodput(interval: float, pause: float, between: float, *, save: float | None
 
     t / (M e^(R/M) (e^((t + d)/M) - 1)): the same paper, eq. 20. It leaves out the time to notice a fault and to restart. A fault while a
     save is under way in the background costs the work before it too: on average what the save takes longer than the pause, beside R.
+    Where the work between two saves is shorter than that, the next save waits for the rest.
     """
     save = pause if save is None else save
+    pause = max(pause, save - interval)
     again = save + (save - pause)
     if interval + save > 500 * between:
         return 0.0
     return interval / (between * exp(again / between) * expm1((interval + pause) / between))
+
+
+def missing_rate(run: Run) -> str:
+    """Return the key, with its unit, without which no interval is planned."""
+    cluster = run.cluster
+    if not cluster.storage:
+        return "cluster.storage (bytes/s)"
+    return "cluster.device.bandwidth (bytes/s)" if cluster.device.kind == "cpu" else "cluster.host.link (bytes/s)"
 
 
 def evaluation_seconds(run: Run, step: float) -> float:
@@ -106,9 +117,10 @@ def stop_seconds(run: Run, step: float | None, save: float | None) -> float:
     """Return the most seconds from a stop request until all is saved, of the times that are known.
 
     A request is read at the end of a step. One that arrives just after waits for that step's evaluation and save, the next step, and the
-    final save; one more step is added as a margin.
+    final save; one more step is added as a margin. In the background that step's save waits for the one before.
     """
-    return (2 * step + evaluation_seconds(run, step) if step else 0.0) + 2 * (save or 0.0)
+    saves = 3 if run.checkpoint.in_background else 2
+    return (2 * step + evaluation_seconds(run, step) if step else 0.0) + saves * (save or 0.0)
 
 
 def save_warnings(run: Run, whole: WholeRun, step: float | None, found: Saving) -> Iterator[Problem]:
@@ -127,7 +139,7 @@ def save_warnings(run: Run, whole: WholeRun, step: float | None, found: Saving) 
     if found.every is None:
         if not often:
             says = f"checkpoint.every=0 saves {_when_without_interval(run)}, and {expected}"
-            yield Problem(rule="saving", says=says, mend="set checkpoint.every; cluster.storage (bytes/s) tells the best interval")
+            yield Problem(rule="saving", says=says, mend=f"set checkpoint.every; {missing_rate(run)} tells the best interval")
         return
     assert save is not None
     assert found.pause is not None

@@ -193,9 +193,8 @@ def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
     engine = cost_model(layout.engine)
     states = engine.state_bytes(context, layout, blocks, kind, elements)
     states = states._replace(weights=states.weights + kind.layers * context.layer_constants)
-    if context.run.checkpoint.trains_on:
-        snapshot = saved_part_bytes(context, layout, blocks, kind, elements) + engine.saved_error_bytes(context, layout) // context.world
-        states = states._replace(host=states.host._replace(snapshot=snapshot))
+    if context.run.checkpoint.in_background:
+        states = states._replace(host=states.host._replace(snapshot=snapshot_bytes(context, layout, blocks, kind, elements)))
     return HeldStates(
         elements,
         states,
@@ -206,6 +205,12 @@ def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
         + engine.compression_seconds(context, layout, kind)
         + engine.matrix_seconds(context, layout, kind, elements),
     )
+
+
+def snapshot_bytes(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, elements: StageElements) -> int:
+    """What a rank of a kind of stage copies for a save in the background: its part of a checkpoint, and of compression's errors."""
+    errors = cost_model(layout.engine).saved_error_bytes(context, layout)
+    return saved_part_bytes(context, layout, blocks, kind, elements) + errors // context.world
 
 
 def stage_elements(blocks: BlockCosts, kind: StageKind) -> StageElements:

@@ -258,7 +258,7 @@ def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
         "rope_share": model.rope_share if model.positions == "rope" and model.family != "mla" else None,
         "window": window,
         "rope_local_base": model.rope_local_base if model.has_local_rope else None,
-        "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim or model.hidden // model.heads,
+        "query_pre_attn_scalar": model.score_scalar if model.family != "mla" else None,
         "layer_types": model.types_of_layers if window or model.has_local_rope else None,
         **{
             f"lora.{row.name}": getattr(model.lora, row.name) if model.lora.rank else None

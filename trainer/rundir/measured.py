@@ -16,7 +16,7 @@ from .read_files import finite_number, nested_value, read_lines, read_mapping, r
 from .run_summary import newest_checkpoint, planned_steps
 
 Unit = Literal["bytes", "seconds", "rate", "share"]
-SNAPSHOT = "snapshot"  # of what a plan has on the host; no step holds it
+SNAPSHOT = "snapshot"  # kind of planned bytes on the host that a step's count does not include
 SLOW_KEY = "slow_devices"  # of the rows of metrics.jsonl that name slow devices
 Rows = Sequence[Mapping[str, Any]]
 

@@ -93,6 +93,11 @@ class Model:
         return self.act in ("swiglu", "geglu", "geglu_tanh")
 
     @property
+    def score_scalar(self) -> int:
+        """The number by whose root attention's scores are divided; latent attention's follows from its own keys."""
+        return self.query_pre_attn_scalar or self.head_dim or self.hidden // self.heads
+
+    @property
     def has_local_rope(self) -> bool:
         """Whether layers with the window rotate by a base of their own."""
         return self.positions == "rope" and self.rope_local_base is not None and self.windowed_layers > 0
@@ -283,7 +288,7 @@ class Checkpoint:
     accept: tuple[str, ...] = ()
 
     @property
-    def trains_on(self) -> bool:
+    def in_background(self) -> bool:
         """Whether training goes on while a checkpoint is written. It waits for those of a run that is stopped, and of the last step."""
         return self.background and self.every > 0
 

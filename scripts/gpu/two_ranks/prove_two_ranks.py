@@ -29,7 +29,10 @@ LAYOUTS = (
     ProveLayout(dp=2, zero=3),
     ProveLayout(pp=2),
 )
-IN_HALF = (ProveLayout(cp=2), ProveLayout(tp=2, sequence=True))  # attention across ranks calls another kernel than in float32
+HALF_PRECISION_LAYOUTS = (
+    ProveLayout(cp=2),
+    ProveLayout(tp=2, sequence=True),
+)  # attention across ranks calls another kernel than in float32
 WORDS = ("model=tiny_llama", "data=synthetic", "train.seq=64", "train.batch=8", "train.microbatch=2")
 
 
@@ -41,7 +44,7 @@ def prove_two_ranks(context: CheckContext, precision: str = "fp32") -> Finding:
         run = run_in_layout(shortened_run(load_recipe("tiny_2x2x2", overrides), STEPS, "two_ranks"), layout)
         return Trial(layout=layout, run=run, plan=make_plan(run))
 
-    layouts = LAYOUTS if precision == "fp32" else IN_HALF
+    layouts = LAYOUTS if precision == "fp32" else HALF_PRECISION_LAYOUTS
     trials = tuple(trial(each) for each in (layouts if context.on_gpu else layouts[:1] + layouts[4:5]))
     reference = trial(ONE_PROCESS)
     proof = Proof(

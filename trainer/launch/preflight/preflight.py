@@ -103,7 +103,9 @@ def joining_problems(used: Sequence[Host], joining: Sequence[Host], needs: HostR
     own = host_probe.package_versions()
     kept, problems = seen[: len(used)], dict[str, str]()
     for each in seen[len(used) :]:
-        if why := next(reasons_against(each, kept, needs, own), ""):
+        if not each.is_asked:
+            problems[each.name] = "it was not asked"
+        elif why := next(reasons_against(each, kept, needs, own), ""):
             problems[each.name] = why
         else:
             kept.append(each)

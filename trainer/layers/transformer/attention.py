@@ -138,7 +138,7 @@ class Attention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         core: AttentionCore
         if self.kernel == "flash" and not self.dropout.is_active(states):
-            core = FlashCore(cp, self.scale) if is_for_flash(query, mask) else FusedCore(cp, self.scale)
+            core = FlashCore(cp, self.scale) if is_for_flash(query, value, mask) else FusedCore(cp, self.scale)
         else:
             draw_mask = None if states is None or not self.dropout.p else partial(self.dropout.mask, states, self._heads(query))
             core = ScoresCore(cp, self.dropout.p, draw_mask, self.scale)

@@ -24,7 +24,7 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _GPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 _GPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
-HEAD_ALIGNED = 8  # elements; FlashAttention-2 on a GPU takes heads of a multiple of them
+HEAD_ALIGNED, MOST_HEAD_DIM = 8, 256  # elements; FlashAttention-2 on a GPU takes heads of a multiple of the first, up to the second
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
@@ -64,13 +64,13 @@ def has_flash_attention() -> bool:
     return torch.cuda.get_device_capability() >= (8, 0)
 
 
-def is_for_flash(query: Tensor, mask: Tensor | None) -> bool:
+def is_for_flash(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return whether ranks that share the sequence call the fused kernel block by block, by its log-sum-exp: the one for CPUs, and
     FlashAttention-2, which takes half precision and no mask. Of compiled layers on a GPU torch's compiler would save the gathered keys
     and values."""
     if not query.is_cuda:
         return True
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    is_half = query.dtype in (torch.bfloat16, torch.float16) and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
     return mask is None and is_half and not torch.compiler.is_compiling() and has_flash_attention()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ...launch.rank.channel import PROGRESS_INTERVAL, OnProgress
 from .host_copy import HostCopy
 from .save import SaveResult, save_shards
+from .save_failure import SaveFailed
 from .slices import Shard
 
 
@@ -34,9 +35,16 @@ class BackgroundWriter:
         return self._under_way is not None and self._under_way.done()
 
     def start(self, folder: Path, step: int, shards: Iterable[Shard], **rest: Any) -> None:
-        """Copy the shards to the host, and begin to save them as `save_shards` does; the last result must have been asked for before."""
+        """Copy the shards to the host, and begin to save them as `save_shards` does; the last result must have been asked for before.
+
+        A rank that can't copy them, for want of memory, begins all the same, and the save fails on all ranks.
+        """
         assert self._under_way is None, "the copy that a save reads would change"
-        copies = self._copy.take(shards)
+        copies: Iterable[Shard]
+        try:
+            copies = self._copy.take(shards)
+        except (RuntimeError, MemoryError) as error:
+            copies = map(_raise_error, [error])
         self._under_way = self._thread.submit(save_shards, folder, step, copies, **rest, on_progress=partial(setattr, self, "_progress"))
 
     def result(self, on_progress: OnProgress) -> SaveResult:
@@ -50,3 +58,8 @@ class BackgroundWriter:
                 self._progress = ""
         self._under_way = None
         return under_way.result()
+
+
+def _raise_error(error: Exception) -> Shard:
+    """Raise why there is no copy, where the shards are read."""
+    raise SaveFailed(f"no copy in the host's memory: {error}".splitlines()[0]) from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ class HostCopy:
     """The host's memory for the copy, which is kept for the next save: as many bytes as the shards have, pinned where they are on a GPU."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
 
     @property
     def bytes(self) -> int:
@@ -32,9 +34,10 @@ class HostCopy:
         ends = list(accumulate(_place_bytes(each.tensor) for each in sources))
         devices = {each.tensor.device for each in sources if each.tensor.is_cuda}
         if ends and ends[-1] > self.bytes:
+            if self._is_pinned:
+                _runtime().cudaHostUnregister(self._memory.data_ptr())
             self._memory = torch.empty(ends[-1], dtype=torch.uint8)
-            if devices:
-                _pin(self._memory)
+            self._is_pinned = bool(devices) and _pin(self._memory)
         copies = []
         for source, end in zip(sources, ends, strict=True):
             tensor = source.tensor
@@ -50,10 +53,17 @@ def _place_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _pin(memory: Tensor) -> None:
-    """Pin memory where it is; torch's own pinned memory would be rounded up to a power of two. A copy to memory that can't be pinned is
-    slower, and the rank's log says so."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    if status:
-        print(f"CUDA error {status}: {memory.nbytes} bytes for copies of checkpoints can't be pinned, which makes them slower")
+def _pin(memory: Tensor) -> bool:
+    """Pin memory where it is; torch's own pinned memory would be rounded up to a power of two. Return whether that worked: a copy to other
+    memory is slower, and the rank's log says so."""
+    status = int(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if status == 0:
+        return True
+    print(f"CUDA error {status}: {memory.nbytes} bytes for copies of checkpoints can't be pinned, which makes them slower")
+    with suppress(RuntimeError):  # CUDA reports the error once more, to the next kernel
+        torch.zeros(1, device="cuda")
+    return False
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

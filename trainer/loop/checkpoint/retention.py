@@ -46,20 +46,22 @@ def remove_oldest(folder: Path, older: list[int], needed: int) -> list[int]:
     return removed
 
 
-def prune_checkpoints(folder: Path, newest: int, keep: int) -> list[str]:
-    """Remove all but the newest `keep` checkpoints (at least one) up to step `newest`, which was just saved. Return what failed.
+def prune_checkpoints(folder: Path, newest: int, keep: int, checked: int | None = None) -> list[str]:
+    """Remove all but the newest `keep` checkpoints (at least one) up to step `newest`, which was just saved, and the newest up to step
+    `checked`. Return what failed.
 
     A checkpoint whose files do not have the recorded sizes does not count as kept. Any newer than `newest` are broken, or the run
     would have resumed from them: each is replaced when its step is saved again.
     """
     notes = []
-    kept = 1
+    kept, has_checked = 1, checked is None or newest <= checked
     for step in checkpoint_steps(folder):
         path = step_path(folder, step)
         if step >= newest:
             continue
-        if kept < keep and not verification_fault(path, quick=True):
-            kept += 1
+        is_checked = checked is not None and step <= checked
+        if (kept < keep or (is_checked and not has_checked)) and not verification_fault(path, quick=True):
+            kept, has_checked = kept + 1, has_checked or is_checked
             continue
         try:
             remove_checkpoint(path)

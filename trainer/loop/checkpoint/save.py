@@ -62,6 +62,7 @@ def save_shards(
     *,
     extra: Mapping[str, Any],
     keep: int,
+    checked: int | None = None,
     rank: int = 0,
     world: int = 1,
     gather: Gather = gather_alone,
@@ -70,21 +71,22 @@ def save_shards(
     """Save the state after a step; all ranks call this together, each with its own shards. `extra` (JSON, finite) is rank 0's.
 
     The shards of all ranks hold every element of every tensor once: of a replicated tensor one rank passes a shard. Afterwards the
-    newest `keep` checkpoints exist. Raises SaveFailed on all ranks where anything fails on one: nothing of this checkpoint is left,
-    earlier ones are intact, and training may go on. If the disk is full, the oldest checkpoints are removed to make room, but never
-    the newest that verifies. `on_progress` is called with the current part: "hash", "write", "publish".
+    newest `keep` checkpoints exist, and the newest up to step `checked`, that of the last good check of the devices. Raises SaveFailed
+    on all ranks where anything fails on one: nothing of this checkpoint is left, earlier ones are intact, and training may go on. If the
+    disk is full, the oldest checkpoints are removed to make room, but never the newest that verifies. `on_progress` is called with the
+    current part: "hash", "write", "publish".
     """
     owned, notes = list[Shard](), tuple[str, ...]()
     common: dict[str, Any] = {"folder": folder, "step": step, "rank": rank, "world": world, "gather": gather, "on_progress": on_progress}
     first = _Save(**common, timers=SaveTimers(), owned=owned)
     try:
         try:
-            return first.run(shards, dict(extra), keep)
+            return first.run(shards, dict(extra), keep, checked)
         except SaveFailed as error:
             notes = first.make_room() if error.room else ()
             if not notes:
                 raise
-        return replace(first, owned=[]).run(owned, dict(extra), keep, notes)
+        return replace(first, owned=[]).run(owned, dict(extra), keep, checked, notes)
     except SaveFailed as error:
         raise SaveFailed("; ".join((f"step {step} was not saved: {error}", *notes))) from error
 
@@ -102,7 +104,7 @@ class _Save:
     timers: SaveTimers
     owned: list[Shard]  # the shards that this rank writes, filled as they are checked
 
-    def run(self, shards: Iterable[Shard], extra: dict[str, Any], keep: int, notes: Sequence[str] = ()) -> SaveResult:
+    def run(self, shards: Iterable[Shard], extra: dict[str, Any], keep: int, checked: int | None, notes: Sequence[str] = ()) -> SaveResult:
         """Check, write and publish, then remove old checkpoints."""
         path = step_path(self.folder, self.step)
         temporary = hidden_name(path, "tmp")
@@ -119,7 +121,7 @@ class _Save:
             with self.timers.time_part("publish"):
                 self._run_on_all_ranks(lambda: self._publish(temporary, path, written, extra))
         with self.timers.time_part("remove"):
-            notes = [*notes, *(self._prune(keep) if self.rank == 0 else [])]
+            notes = [*notes, *(self._prune(keep, checked) if self.rank == 0 else [])]
         return self._result(path, size=sum(file["bytes"] for each in written for file in each["files"].values()), notes=notes)
 
     def make_room(self) -> tuple[str, ...]:
@@ -179,10 +181,10 @@ class _Save:
         sync_folder(temporary)
         publish_checkpoint(temporary, path)
 
-    def _prune(self, keep: int) -> list[str]:
+    def _prune(self, keep: int, checked: int | None) -> list[str]:
         """Remove old checkpoints. Return notes of what failed: the new checkpoint is complete already."""
         try:
-            return prune_checkpoints(self.folder, self.step, keep)
+            return prune_checkpoints(self.folder, self.step, keep, checked)
         except OSError as error:
             return [f"older checkpoints could not be listed: {fault_text(error)}"]
 

@@ -16,7 +16,7 @@ from ..failures.failure import AllRanksFailed
 from ..state.training_setup import TrainingSetup
 from .device_reading import DeviceReading, differing_devices, slow_devices, step_share, wrong_devices
 from .device_work import read_device
-from .replicas import all_agree, first_departure, promises_equal_copies, totals, weight_checksums
+from .replicas import all_agree, first_departure, promises_equal_copies, steps_alone, totals, weight_checksums
 
 PHASE = "check"
 
@@ -46,21 +46,26 @@ class DeviceChecks:
     def check_start(self, done: int) -> None:
         """Check before this attempt's first step, after `done` steps of the run, unless launch.device_check is 0. Raises DeviceFault."""
         if self._run.launch.device_check != 0:
-            self._check(done)
+            self.check(done)
 
-    def check_after(self, done: int) -> None:
-        """Check after step `done` (from 1) where that is due. Raises DeviceFault."""
+    @property
+    def checked(self) -> int | None:
+        """The steps that were done at the last good check; None where no other check follows."""
+        return self._good if self._run.launch.device_check != "start" else None
+
+    def is_due(self, done: int) -> bool:
+        """Whether a check is due after step `done` (from 1)."""
         every = self._run.launch.device_check
-        if isinstance(every, int) and every > 0 and done % every == 0:
-            self._check(done)
+        return isinstance(every, int) and every > 0 and done % every == 0
 
-    def _check(self, done: int) -> None:
+    def check(self, done: int) -> None:
+        """Check now, after `done` steps. Raises DeviceFault."""
         self._setup.channel.report_phase(PHASE)
         slow = self._slow_devices(readings := self._read_devices(done))
         if slow:  # before anyone is named: it may have been other work on the machine
             again = self._slow_devices(self._read_devices(done))
             slow = {rank: min(factor, again[rank]) for rank, factor in slow.items() if rank in again}
-        if self._compares_copies:
+        if self._compares_copies and not (steps_alone(self._run) and len({each.kind for each in readings}) > 1):
             self._compare_copies(done)
         if self._setup.world.is_rank0:
             self._report_slow(done, slow, readings)

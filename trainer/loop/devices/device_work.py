@@ -35,15 +35,15 @@ class WorkSize:
 
 
 # Of an H100 about 15 ms by its data sheet in half precision and in float32, and 0.3 GiB of memory; of a CPU's core 1 to 10 ms.
-HALF_GPU = WorkSize(side=4096, products=40, copied=64 << 20, copies=20)
-FLOAT_GPU = WorkSize(side=4096, products=4, copied=64 << 20, copies=20)
+GPU_HALF_PRECISION = WorkSize(side=4096, products=40, copied=64 << 20, copies=20)
+GPU_FLOAT32 = WorkSize(side=4096, products=4, copied=64 << 20, copies=20)
 CPU = WorkSize(side=192, products=2, copied=2 << 20, copies=2)
 
 
 def read_device(rank: int, device: torch.device, dtype: torch.dtype, before: int | None = None) -> DeviceReading:
     """Run the work on a device in the run's type. Return its seconds, its bits, and whether all repeats have the same, and the same as
     `before`, those of an earlier check."""
-    size = CPU if device.type == "cpu" else HALF_GPU if dtype.itemsize == 2 else FLOAT_GPU
+    size = CPU if device.type == "cpu" else GPU_HALF_PRECISION if dtype.itemsize == 2 else GPU_FLOAT32
     unread = DeviceReading(rank=rank, host=socket.gethostname(), device=device_name(device), kind=device_kind(device, dtype))
     try:
         with one_thread():  # the seconds of several on busy cores are those of waiting for each other, forty times as many

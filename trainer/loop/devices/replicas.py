@@ -45,6 +45,11 @@ def promises_equal_copies(run: Run) -> bool:
     return run.parallel.zero < 3 and not run.parallel.staleness and delay_of(run.parallel) is None
 
 
+def steps_alone(run: Run) -> bool:
+    """Whether some replicas compute the same optimizer step each by itself: on devices of two kinds it may round otherwise."""
+    return run.parallel.zero == 0 or run.parallel.shard != "all"
+
+
 @torch.no_grad()
 def weight_checksums(engine: Engine) -> GroupRows:
     """Return the checksum of each weight that this rank computes with and of which other ranks have copies."""

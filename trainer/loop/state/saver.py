@@ -31,7 +31,7 @@ class Saver:
     def __init__(self, run: Run, setup: TrainingSetup) -> None:
         self.newest = setup.start.step  # the step of the newest checkpoint that is complete, or that this run began at
         self._run, self._setup = run, setup
-        self._writer = BackgroundWriter() if run.checkpoint.trains_on else None
+        self._writer = BackgroundWriter() if run.checkpoint.in_background else None
         self._gather = gather_over(new_host_group() if self._writer else setup.host)
         self._step = self.newest  # of the last save that was begun
         self._pause = ""  # what the user is told of how long training waited for it
@@ -43,8 +43,9 @@ class Saver:
         if error is None or isinstance(error, AllRanksFailed):
             self.finish()
 
-    def save(self, progress: TrainProgress) -> None:
-        """Save the engine's state and the run's progress, once the save under way has ended. One that fails is a warning.
+    def save(self, progress: TrainProgress, checked: int | None = None) -> None:
+        """Save the engine's state and the run's progress, once the save under way has ended. One that fails is a warning. The newest
+        checkpoint up to step `checked` stays.
 
         The checkpoint records the loss of the samples that come next (resume_loss_check.py), at the cost of one forward of a micro-batch.
         """
@@ -57,6 +58,7 @@ class Saver:
         extra |= resume_check_record(run, setup.engine, setup.grid, setup.batches, progress.sample)
         ranks: dict[str, Any] = {"rank": setup.world.rank, "world": setup.world.size, "gather": self._gather}
         what: dict[str, Any] = {"shards": owned_shards(run, setup.engine, setup.grid), "extra": extra, "keep": run.checkpoint.keep}
+        what["checked"] = checked
         folder, self._step = setup.folder / "checkpoints", progress.step
         if self._writer is None:
             self._end(lambda: save_shards(folder, progress.step, **what, **ranks, on_progress=setup.channel.report_progress))
@@ -65,7 +67,7 @@ class Saver:
         self._pause = _pause_text(perf_counter() - began, waited, before)
 
     def report(self) -> None:
-        """Tell the user of the save under way if it has ended."""
+        """Report the save under way once it has ended."""
         if self._writer and self._writer.is_done:
             self.finish()
 

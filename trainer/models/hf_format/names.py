@@ -218,7 +218,7 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
             "norm_eps": model.norm_eps,
             "act": model.act,
             "scale_embedding": model.scale_embedding,
-            "query_pre_attn_scalar": model.query_pre_attn_scalar or head_dim,
+            "query_pre_attn_scalar": model.score_scalar,
             "positions": model.positions,
         }
     )

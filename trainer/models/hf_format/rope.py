@@ -49,11 +49,8 @@ def local_rope_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"rope_parameters={json.dumps(rope)} has not a mapping for each of {' and '.join(sorted(kinds))}", ""
         return
     local = rope.get(SLIDING_ATTENTION, {})
-    if scaled := {key: value for key, value in local.items() if key not in ("rope_type", "rope_theta")} or local.get("rope_type") not in (
-        None,
-        "default",
-    ):
-        yield f"rope_parameters of {SLIDING_ATTENTION} are {json.dumps(scaled and local)}", "layers with a window are not scaled here"
+    if local.keys() - {"rope_type", "rope_theta"} or local.get("rope_type") not in (None, "default"):
+        yield f"rope_parameters of {SLIDING_ATTENTION} are {json.dumps(local)}", "layers with a window are not scaled here"
 
 
 def rope_type(config: Mapping[str, Any]) -> object:
@@ -115,7 +112,7 @@ def write_rope(model: Model, seq: int) -> dict[str, object]:
         del values["original_max_position_embeddings"]
     elif rope.type in ("llama3", "yarn"):
         longest = max(round(rope.factor * original), original + 1)
-    if model.rope_local_base is None:
+    if not model.has_local_rope:
         return {"max_position_embeddings": longest, "rope_parameters": values}
     local = {"rope_type": "default", "rope_theta": model.rope_local_base}
     return {"max_position_embeddings": longest, "rope_parameters": {FULL_ATTENTION: values, SLIDING_ATTENTION: local}}

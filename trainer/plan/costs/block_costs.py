@@ -118,7 +118,8 @@ class SplitCosts:
         self.kind = "cpu" if run.cluster.device.kind == "cpu" else "cuda"
         # 1 where the core of our context parallelism runs again in its own backward, and saves no log-sum-exp: FusedCore in
         # trainer/layers/transformer/core_attention.py
-        fused_core = own and self.kind == "cuda" and (run.data.documents or run.train.precision == "fp32" or split.fused)
+        has_flash = run.train.precision != "fp32" and "bf16" in run.cluster.device.peak  # compute capability 8 or later
+        fused_core = own and self.kind == "cuda" and (run.data.documents or not has_flash or split.fused)
         self.core_again = int(fused_core) * for_each(lambda degree: int(degree > 1), split.degree("cp"))
         self.local = self._local_tensors(run, split.form)
         outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local

@@ -50,7 +50,9 @@ def window_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
     if is_made_by_transformers(model) or types is None:
         return
     if not 0 < len(types) <= model.layers:
-        says = f"model.layer_types names {len(types)} layers, and model.layers={model.layers}"
+        says = (
+            f"model.layer_types names {len(types)} layers, more than model.layers={model.layers}" if types else "model.layer_types is empty"
+        )
         yield BrokenRule("window", says, ((("model.layer_types", None),),))
     if "sliding_attention" in types and model.window is None:
         says = "model.layer_types names layers with sliding_attention, but model.window=null"

@@ -178,7 +178,7 @@ def _nothing_fits(run: Run, fixed: frozenset[str], legal: int) -> Problem:
         return Problem(rule="search", says=says, mend=f"{free}, or set search.runnable=false")
     room = f"{1 - run.search.headroom:.0%}".replace("%", " %")
     memory = run.cluster.host.memory
-    uses_hosts = run.cluster.device.kind == "cuda" and (run.checkpoint.trains_on or _offloads(run, fixed))
+    uses_hosts = run.cluster.device.kind == "cuda" and (run.checkpoint.in_background or _offloads(run, fixed))
     hosts = f" and of hosts of {gib_text(memory)} GiB" if memory and uses_hosts else ""
     devices = f"{run.cluster.nodes} x {run.cluster.gpus} {run.cluster.device.name}"
     says = f"none of {legal:,} layouts fits into {room} of the memory of {devices}{hosts}"
