@@ -154,9 +154,7 @@ SMALL = (
 BACKGROUND = "checkpoint.background=true"
 LAYOUTS = (
     ("engine=zero", "parallel.zero=2"),
-    ("engine=zero", "parallel.zero=1", "parallel.offload.optimizer=true"),
-    ("engine=native", "parallel.zero=0", "train.precision=bf16"),
-    ("engine=native", "parallel.zero=1", "parallel.offload.optimizer=true"),
+    ("engine=native", "parallel.zero=1", "parallel.offload.optimizer=true", "train.precision=bf16"),
     ("engine=native", "parallel.zero=3"),
     ("engine=native", "parallel.pp=2", "parallel.schedule=pipedream_2bw", "model.tied=false"),
     ("engine=native", "parallel.sync={every: 2, outer: {momentum: 0.9}}"),
