@@ -38,6 +38,9 @@ class Attempts:
     lines: list[str] = field(default_factory=list)
     signals: dict[str, int] = field(default_factory=dict)  # sent to this process once a line with that text is printed
 
+    def __post_init__(self) -> None:
+        self.folder.mkdir()
+
     def show(self, line: str) -> None:
         self.lines.append(line)
         for text, number in self.signals.items():

@@ -48,9 +48,7 @@ ECC = 'raise RuntimeError("CUDA error: uncorrectable ECC error encountered")'
 
 @pytest.fixture
 def attempts(tmp_path: Path) -> Attempts:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    return Attempts(folder)
+    return Attempts(tmp_path / "run")
 
 
 @pytest.mark.parametrize("fault", [ECC, "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(5, os.strerror(5))"])

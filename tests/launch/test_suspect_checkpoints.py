@@ -37,9 +37,7 @@ STEPS = "talk.report_phase('check'); talk.report_checked(4); talk.report_step(4)
 
 @pytest.fixture
 def attempts(tmp_path: Path) -> Attempts:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    return Attempts(folder)
+    return Attempts(tmp_path / "run")
 
 
 def names(folder: Path) -> list[str]:

@@ -154,13 +154,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
+def _inverse_root(wide: Tensor, eps: float) -> Tensor:
+    """Return 1 / the root mean square [B, S, 1] of float32 hidden states [B, S, H]."""
+    return torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
 class _RMSNorm(torch.autograd.Function):
     """Saves x in its own dtype and one float32 per token; autograd of the formula would save x twice in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = at_least_float32(x)  # [B, S, H]
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [B, S, 1]
+        inverse = _inverse_root(wide, eps)
         ctx.save_for_backward(x, weight, inverse)
         return (wide * inverse).to(x.dtype) * weight
 
@@ -187,7 +192,7 @@ class _RMSNorm1p(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = at_least_float32(x)  # [B, S, H]
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [B, S, 1]
+        inverse = _inverse_root(wide, eps)
         ctx.save_for_backward(x, weight, inverse)
         return (wide * inverse).mul_(1 + at_least_float32(weight)).to(x.dtype)
 
