@@ -48,6 +48,7 @@ def layout_key(run: Run) -> str:
     """Return a key of all that a step's costs follow from: the model, the layout, the batch, the engine."""
     train = run.train
     told = (run.model, run.parallel, run.cluster, run.engine, train.batch, train.microbatch, train.seq, train.precision, train.compile)
+    told = (*told, *[train.loss_chunks] * (train.loss_chunks > 1))
     return sha256(msgspec.json.encode(told)).hexdigest()[:16]
 
 

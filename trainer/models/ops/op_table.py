@@ -78,6 +78,8 @@ class Op:
       unless parallel.sequence sums the gradients of all such weights once a step.
     - `constants`: what the op reads in float32 beside weights, and nothing trains: every rank holds its layers' whole.
     - `gathers`: the tensors that each rank of the context axis needs of the whole sequence.
+    - `chunks`: the parts of the vocabulary in which head and loss are computed, one after another; more than one: backward computes each
+      part's logits again, and takes all gradients of it.
     - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
     - `in_fp8`: our modules compute its product in 8-bit floats.
     - `in_fours`: Megatron-LM's fused softmax takes four of these at a time; where they are no multiple of four, its parts are kernels of
@@ -101,6 +103,7 @@ class Op:
     partial: tuple[Tensor, ...] = ()
     constants: tuple[Weight, ...] = ()
     gathers: tuple[Tensor, ...] = ()
+    chunks: int = 1
     core: bool = False
     in_fp8: bool = False
     in_fours: Dims = ()
