@@ -18,6 +18,7 @@ LLAMA = Model(
 MIXTRAL = Model(
     family="moe", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, positions="rope", act="swiglu", experts=8, top_k=2
 )
+WORDS = Model(family="llama", layers=8, hidden=2048, heads=16, vocab=262144, norm="rmsnorm", act="swiglu", positions="rope")
 WIDE, SEVEN = gpt(96, 12288, 96), gpt(32, 4096, 32)
 
 # Runs that don't fit, and the number of keys in the smallest change that makes them fit (None: there is no such change).
@@ -36,6 +37,7 @@ FULL: dict[str, tuple[Keys, int | None]] = {
     "experts split":           ({"model": MIXTRAL, "parallel.ep": 8, "train.seq": 4096},                                      2),
     "a hybrid shard":          ({"model": WIDE, "parallel.zero": 3, "parallel.shard": 2, "cluster.nodes": 8},                 2),
     "a long context":          ({"model": LLAMA, "train.seq": 65536, "train.microbatch": 1, "train.batch": 16},               1),
+    "a large vocabulary":      ({"model": WORDS, "parallel.zero": 3, "train.microbatch": 8, "cluster.device.memory": 14e9},    1),
     "an offloaded optimizer":  ({"model": WIDE, "parallel.zero": 1, "parallel.offload.optimizer": True},                      2),
     "offload on one device":   ({"model": SEVEN, "cluster.nodes": 1, "cluster.gpus": 1, "parallel.zero": 2, "train.microbatch": 1,
                                  "parallel.recompute": "full", "parallel.offload.optimizer": True, "cluster.device.memory": 23e9},   1),
@@ -48,6 +50,7 @@ FULL: dict[str, tuple[Keys, int | None]] = {
 # The keys that the planner changes, smallest change first, as in trainer/plan/fixes.py.
 ORDER = (
     "train.compile",
+    "train.loss_chunks",
     "parallel.recompute=selective",
     "parallel.schedule=1f1b",
     "parallel.shard=all",

@@ -126,9 +126,7 @@ def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) 
     )
 
 
-def _chunked_products(
-    op: Op, rows: int, inner: int, outer: int, rate: float, local: LocalTensors, device: DeviceRates
-) -> OpSeconds:
+def _chunked_products(op: Op, rows: int, inner: int, outer: int, rate: float, local: LocalTensors, device: DeviceRates) -> OpSeconds:
     """Seconds of the products of a head, one for each chunk of its columns."""
     size, width = chunk_size(outer, op.chunks), local.activation
     sides = ((rows, size, inner), (rows, inner, size), (inner, size, rows))
