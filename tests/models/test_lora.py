@@ -55,13 +55,14 @@ def test_a_layout_trains_the_curve_of_one_process_and_holds_the_planned_bytes(
         norms, abs=0, rel=1e-3
     )  # Adam enlarges the rounding of A's first gradients, which are 0
     counted = json.loads((tmp_path / "run" / "measured.json").read_text())["memory"]
-    plan = make_plan(load_recipe(CURVE[0], [*CURVE[1:], *NORMS, *layout]))
+    run = load_recipe(CURVE[0], [*CURVE[1:], *NORMS, *layout])
+    plan = make_plan(run)
     assert plan.memory is not None
     held = plan.memory.stages[0].bytes
     for kind in ("weights", "gradients", "optimizer"):
         assert counted[kind] == pytest.approx(getattr(held, kind), rel=0.003), kind
     assert counted["activations"] == held.activations + held.logits
-    run, rows = load_saved_run(tmp_path / "run"), json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"]
+    rows = json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"]
     assert not [line for rank, each in enumerate(rows) for line in compare_rank_messages(run, rank, each) if line.verdict == "differs"]
 
 

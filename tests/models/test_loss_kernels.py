@@ -134,7 +134,8 @@ def test_where_the_compiler_fails_a_loss_in_chunks_of_the_vocabulary_goes_on(nam
 
     def gradients() -> tuple[Tensor, ...]:
         given = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        return torch.autograd.grad(chunked_loss(*given, labels, 50, None, 4, transposed=False), given)
+        found: tuple[Tensor, ...] = torch.autograd.grad(chunked_loss(*given, labels, 50, None, 4, transposed=False), given)
+        return found
 
     with monkeypatch.context() as plain:
         plain.setattr(loss_kernels, "has_loss_kernels", lambda device: False)

@@ -130,7 +130,8 @@ def counted_flops(run: Run) -> int:
     module = build_model(run, device=CPU, dtype=torch.float32, seed=1)
     with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
         module(*batch_of(run))[0].backward()
-    return counter.get_total_flops()
+    flops: int = counter.get_total_flops()
+    return flops
 
 
 def flops_with_padding(table: OpTable, run: Run) -> float:

@@ -117,4 +117,5 @@ def _chunks(vocab: int, chunks: int) -> list[slice]:
 
 def _counted(width: int, chunk: slice) -> int:
     """Return how many of a chunk's logits are among the first `width`."""
-    return max(0, min(width - chunk.start, chunk.stop - chunk.start))
+    counted: int = max(0, min(width - chunk.start, chunk.stop - chunk.start))
+    return counted

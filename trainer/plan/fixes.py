@@ -131,9 +131,9 @@ def memory_problem(run: Run, memory: Memory) -> Problem:
 def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
     """Yield changes with which a run fits, and the peak bytes then: of one key; if there are none, of two, then of three, then more nodes.
 
-    The order is by cost, from the least: saves that training waits for, compiled layers, the loss in chunks, recomputing attention's core, a schedule that
-    holds less, sharding over all replicas, splitting what tensor parallelism left whole, sharding more, a smaller micro-batch,
-    recomputing all, more ranks for the model, the host's memory, the engine that leaves less on the device, more nodes.
+    The order is by cost, from the least: saves that training waits for, compiled layers, the loss in chunks, recomputing attention's core,
+    a schedule that holds less, sharding over all replicas, splitting what tensor parallelism left whole, sharding more, a smaller
+    micro-batch, recomputing all, more ranks for the model, the host's memory, the engine that leaves less on the device, more nodes.
     """
     single, peaks = list(dict.fromkeys(_single_changes(run))), _ChangedPeaks(run)
     for size in (1, 2, 3):

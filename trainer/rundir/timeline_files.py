@@ -48,8 +48,8 @@ def layout_key(run: Run) -> str:
     """Return a key of all that a step's costs follow from: the model, the layout, the batch, the engine."""
     train = run.train
     told = (run.model, run.parallel, run.cluster, run.engine, train.batch, train.microbatch, train.seq, train.precision, train.compile)
-    told = (*told, *[train.loss_chunks] * (train.loss_chunks > 1))
-    return sha256(msgspec.json.encode(told)).hexdigest()[:16]
+    chunks = (train.loss_chunks,) if train.loss_chunks > 1 else ()
+    return sha256(msgspec.json.encode((*told, *chunks))).hexdigest()[:16]
 
 
 def write_rank_timeline(folder: Path, timeline: RankTimeline) -> None:

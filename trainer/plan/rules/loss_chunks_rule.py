@@ -21,6 +21,7 @@ def loss_chunks_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[
         yield BrokenRule("loss_chunks", says, ((("train.loss_chunks", 1),),))
         return
     columns = round_up(run.model.vocab, multiple * parallel.tp) // parallel.tp
-    if chunks > most_chunks(columns):
-        says = f"train.loss_chunks={chunks}: a rank's {columns} tokens of the vocabulary have {most_chunks(columns)} chunks of {CHUNK_MULTIPLE}"
-        yield BrokenRule("loss_chunks", says, ((("train.loss_chunks", most_chunks(columns)),),))
+    most = most_chunks(columns)
+    if chunks > most:
+        says = f"train.loss_chunks={chunks}: a rank's {columns} tokens of the vocabulary have {most} chunks of {CHUNK_MULTIPLE}"
+        yield BrokenRule("loss_chunks", says, ((("train.loss_chunks", most),),))
