@@ -137,3 +137,5 @@ def test_a_head_that_gathers_a_split_sequence_holds_its_input_whole(sequences: i
     keys: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence": True, "train__microbatch": sequences, "train__batch": 4}
     rows = sequences * S
     assert stage_bytes(model, ranks=2, **keys).temporary == 2 * (inputs * rows * 64 + 64 * V // 2) - 4 * rows
+    chunked = stage_bytes(model, ranks=2, train__loss_chunks=5, **keys)  # whose input's gradient is sent when no logits are held
+    assert chunked.temporary == 2 * (2 * rows * 64 + 64 * V // 2 + rows * V // 10)
