@@ -6,6 +6,7 @@ from dataclasses import fields
 import pytest
 
 from distrain.tests.fakes.valid_run import BASE, Keys, fixed_run, gpt
+from distrain.trainer.plan.fixes import _single_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.key_units import gib_text
@@ -122,6 +123,14 @@ def test_the_smallest_changes_come_first(name: str) -> None:
     assert [len(each) for each in places] == [FULL[name][1]] * len(places)
     assert places == sorted(places) or ORDER.index("cluster.nodes") in dict(places[0])
     assert (not places) == (FULL[name][1] is None)
+
+
+def test_a_loss_in_chunks_is_offered_where_logits_are_large() -> None:
+    _, problem = full("a large vocabulary")
+    assert problem.changes[0] == ("train.loss_chunks=8",)
+    run = with_changes(BASE, FULL["a large vocabulary"][0].items())
+    for others in ({"train.loss_chunks": 2}, {"train.microbatch": 1, "cluster.device.memory": 20e9}):
+        assert not any("train.loss_chunks" in key for change in _single_changes(with_changes(run, others.items())) for key, _ in change)
 
 
 def test_one_gpu_gets_the_engine_that_leaves_less_on_it() -> None:
