@@ -195,6 +195,7 @@ class Parallel:
     tp: Count = 1
     pp: Count = 1
     cp: Count = 1
+    cp_comm: Literal["all_gather", "all_to_all"] = "all_gather"
     ep: Count = 1
     zero: Literal[0, 1, 2, 3] = 0
     shard: Count | Literal["all"] = "all"
