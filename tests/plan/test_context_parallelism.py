@@ -74,6 +74,13 @@ def test_no_core_runs_again_after_an_exchange(changes: dict[str, Any]) -> None:
     assert computing(plan_of(**keys, **EXCHANGE)) < 0.9 * computing(plan_of(**keys))
 
 
+def test_a_core_after_an_exchange_copies_grouped_keys_in_float32_as_that_of_one_rank() -> None:
+    """CUDA's fused kernel for float32 takes no grouped heads. A rank has half of the heads then, and the results of its kernel besides."""
+    keys: dict[str, Any] = {"train__precision": "fp32", "cluster__device__peak": {"fp32": 1e14}, "engine": "native"}
+    grouped, copied = (saved(plan_of(model__kv_heads=kv_heads, parallel__cp=2, **keys, **EXCHANGE)) for kv_heads in (2, HEADS))
+    assert grouped == copied
+
+
 def test_a_rank_keeps_the_mask_of_all_rows_of_a_sequence() -> None:
     """A rank that gathers keys has the rows of its own tokens alone."""
     cpu = Device(name="cpu", memory=1e18, kind="cpu", bandwidth=1e10, peak={"fp32": 1e12})
