@@ -56,7 +56,7 @@ ROWS: tuple[tuple[Words, str], ...] = (
     (LLAMA + WINDOW,        "cp: 4, zero: 2, recompute: full, cp_comm: all_to_all"),
     (GPT + DROPS,           "cp: 2, tp: 2, zero: 1, sequence: true"),
     ((*LLAMA, "train.batch=2"), "cp: 2, tp: 4, zero: 0, sequence: true"),
-    (GPT,                   "cp: 2, pp: 2, zero: 0, cp_comm: all_to_all"),
+    (GPT + DROPS,           "cp: 2, pp: 2, zero: 0, cp_comm: all_to_all"),
     (LLAMA + APART + DROPS, "cp: 2, pp: 2, zero: 0, schedule: gpipe"),
 )
 # fmt: on

@@ -38,7 +38,8 @@ def larger(name: str) -> Run:
 def test_blocks_over_arrays_cost_what_each_split_does(name: str, form: ActivationForm, fused: bool, waits: bool, sequence: bool) -> None:
     run = larger(name)
     device = replace(run.cluster.device, dispatch=2e-5, launch=4e-6)  # small blocks wait for the host
-    run = replace(run, cluster=replace(run.cluster, nodes=4, device=device))
+    exchanged = replace(run.parallel, cp_comm="all_to_all" if sequence else "all_gather")
+    run = replace(run, cluster=replace(run.cluster, nodes=4, device=device), parallel=exchanged)
     context, space = CostContext(run), Space(run)
     meshes = [replace(mesh, sequence=sequence) for mesh in space.meshes() if mesh.tp > 1 or not sequence]
     keys = [(mesh, microbatch) for mesh in meshes for microbatch in space.microbatches(mesh)]

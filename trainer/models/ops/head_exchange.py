@@ -22,10 +22,13 @@ def with_head_exchange(table: OpTable, run: Run) -> OpTable:
 def _exchanged(op: Op, model: Model) -> Op:
     """Return an op of a layer: where it makes the core's inputs, or is a part of the core, its tensors with heads are those of the core."""
     if op.gathers:
-        inputs = [_in_core(each) for each in op.saves_megatron if _has_heads(each)]
-        saves = (tuple(_in_core(each) if _has_heads(each) else each for each in saves) for saves in (op.saves_megatron, op.saves_torch))
-        megatron, torch = saves
-        return replace(op, gathers=(), swaps=tuple(inputs), saves_megatron=megatron, saves_torch=torch)
+        return replace(
+            op,
+            gathers=(),
+            swaps=tuple(_in_core(each) for each in op.saves_megatron if _has_heads(each)),
+            saves_megatron=_heads_in_core(op.saves_megatron),
+            saves_torch=_heads_in_core(op.saves_torch),
+        )
     if op.core:
         return replace(
             op,
@@ -56,6 +59,10 @@ def _product_in_core(product: Product) -> Product:
 def _with_whole_mask(op: Op) -> Op:
     """Return the embedding's or head's op. The mask of documents has the rows of all tokens."""
     return replace(op, saves_torch=tuple(_in_core(each) if "keys" in each.dims else each for each in op.saves_torch))
+
+
+def _heads_in_core(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(_in_core(each) if _has_heads(each) else each for each in tensors)
 
 
 def _has_heads(tensor: Tensor) -> bool:
