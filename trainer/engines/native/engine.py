@@ -332,13 +332,17 @@ class NativeEngine(Engine):
         run, grid = self.run, self.grid
         stages, chunks, schedule = grid.position.mesh.pp, len(self.modules), self._schedule
         chain = StageChain(stages=stages, chunks=chunks, folded=schedule.folded)
-        self._actions = [schedule.actions(stage, stages, self.micros, chunks) for stage in range(stages)]
+        self._change_micros()
         tokens = run.train.seq // grid.size("cp") // (grid.size("tp") if run.parallel.sequence else 1)
         stream = torch.empty(run.train.microbatch, tokens, run.model.hidden, dtype=self._types[0], device="meta")
         messages = StageMessages(grid, chain)
         reducer = self.reducer
         hooks = self._pass_hooks()
         return Pipeline(self.modules, messages, stream, reducer.add_gradient, reducer.before_backward, self._measure_time, hooks)
+
+    def _change_micros(self) -> None:
+        stages = range(self.grid.position.mesh.pp)
+        self._actions = [self._schedule.actions(stage, len(stages), self.micros, len(self.modules)) for stage in stages]
 
     def _pass_hooks(self) -> PassHooks:
         return PassHooks()

@@ -1,0 +1,114 @@
+"""A batch that is ramped up (train.rampup): every engine trains the curve of one plain loop, and resumes it across a level in another
+layout."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from msgspec.json import decode  # noqa: E402
+from torch import nn  # noqa: E402
+
+from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.trainer.layers.counter_rng import dropout_keys  # noqa: E402
+from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus  # noqa: E402
+from distrain.trainer.loop.data.samples.batches import Batches  # noqa: E402
+from distrain.trainer.models.build import build_model  # noqa: E402
+from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
+from distrain.trainer.spec.batch_levels import run_at_batch  # noqa: E402
+from distrain.trainer.spec.run import Run  # noqa: E402
+
+if TYPE_CHECKING:
+    from distrain.tests.fakes.rank_pool import PoolJob, RankPool
+
+Words = tuple[str, ...]
+
+SEQ, STEPS = 16, 7
+# From 4 to 12 sequences by 4 over 20 sequences: 4 until 10 are trained on, 8 until 20; and levels that double at numbers of their own.
+LINEAR = ("train.batch=12", "train.rampup.batch=4", "train.rampup.by=4", f"train.rampup.until={20 * SEQ}")
+LISTED = ("train.batch=16", "train.rampup.batch=[4,8]", f"train.rampup.until=[{8 * SEQ},{25 * SEQ}]")
+BATCHES = {LINEAR: [4, 4, 4, 8, 12, 12, 12], LISTED: [4, 4, 8, 8, 8, 16, 16]}
+BASE = (
+    *("quickstart", "data=synthetic", f"train.steps={STEPS}", f"train.seq={SEQ}", "train.evaluate={every: 5, batches: 1}", "log.every=1"),
+    *("optim.warmup=2", "optim.lr=1e-3", "train.clip=0.5", "train.precision=fp32", "log.ledger=true", "model=tiny", "model.layers=4"),
+    *("model.tied=false", "model.dropout=0.1", "train.microbatch=1", "optim.min_lr=1e-4"),
+)
+
+
+@cache
+def plain_losses(words: Words) -> tuple[list[float], list[float]]:
+    """(losses, gradient norms) of the ramp-up in one process of plain torch, which is told the batch of each step."""
+    run = load_recipe(BASE[0], [*BASE[1:], *words])
+    corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=SEQ, cache=cache_folder(run.data), progress=lambda *_: None)
+    samples, module = Batches(corpus, seed=run.train.seed, seq=SEQ), build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed)
+    decayed = {"params": [each for each in module.parameters() if each.dim() > 1], "weight_decay": run.optim.weight_decay}
+    others = {"params": [each for each in module.parameters() if each.dim() == 1], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([decayed, others], betas=run.optim.betas, eps=run.optim.eps)
+    losses, norms, first = [], [], 0
+    for step, size in enumerate(BATCHES[words]):
+        batch = samples.batch(first, size)
+        first += size
+        keys = dropout_keys(run.train.seed, step, batch.samples, torch.arange(SEQ))
+        total, labels = module(batch.tokens, batch.labels, documents=None, keys=keys)
+        assert int(labels) == size * SEQ
+        optimizer.zero_grad()
+        (total / labels).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), run.train.clip)))
+        for group in optimizer.param_groups:  # the schedule goes by steps
+            rise, fall = (step + 1) / 2, (STEPS - step) / (STEPS - 2)
+            group["lr"] = 1e-3 * rise if step < 2 else 1e-4 + 9e-4 * {"linear": fall}.get(run.optim.schedule, _cosine(1 - fall))
+        optimizer.step()
+        losses.append(float(total / labels))
+    return losses, norms
+
+
+def _cosine(done: float) -> float:
+    return float(0.5 * (1 + torch.cos(torch.tensor(done * torch.pi, dtype=torch.float64))))
+
+
+def check_curve(job: PoolJob, words: Words) -> None:
+    losses, norms = plain_losses(words)
+    assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
+
+
+# fmt: off
+LAYOUTS = {
+    "native pipeline":    (LINEAR, ("engine=native", "parallel.pp=2", "cluster.gpus=4", "parallel.zero=1")),
+    "native interleaved": (LISTED, ("engine=native", "parallel.pp=2", "cluster.gpus=2", "parallel.schedule=interleaved", "parallel.chunks=2")),
+    "native zero 3":      (LINEAR, ("engine=native", "cluster.gpus=2", "parallel.zero=3")),
+    "zero 2":             (LISTED, ("engine=zero", "cluster.gpus=2", "parallel.zero=2")),
+    "zero 0, tp":         (LINEAR, ("engine=zero", "cluster.gpus=4", "parallel.tp=2", "parallel.zero=0")),
+    "pipe":               (LINEAR, ("engine=pipe", "cluster.gpus=2", "parallel.pp=2", "parallel.zero=0")),
+    "pipe dualpipev":     (LISTED, ("engine=pipe", "cluster.gpus=2", "parallel.pp=2", "parallel.zero=1", "parallel.schedule=dualpipev")),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_batch_that_grows_trains_the_curve_of_one_loop(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    words, layout = LAYOUTS[name]
+    job = ranks.train(tmp_path / "run", *BASE, *words, *layout)
+    check_curve(job, words)
+    done, tokens = 0, []
+    for size in BATCHES[words]:
+        done += size * SEQ
+        tokens.append(done)
+    assert job.figures("tokens") == tokens
+    assert job.figures("batch") == BATCHES[words]
+    run = decode((job.folder / "run.json").read_bytes(), type=Run)
+    counted = json.loads((job.folder / "ledger.json").read_text())
+    whole = run_at_batch(run, BATCHES[words][counted["step"] - 1])  # the messages that were counted are those of a step of that batch
+    differing = [
+        line
+        for rank, rows in enumerate(counted["ranks"])
+        for line in compare_rank_messages(whole, rank, rows)
+        if line.verdict == "differs"
+    ]
+    assert not differing
