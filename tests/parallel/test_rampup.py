@@ -4,6 +4,7 @@ layout."""
 from __future__ import annotations
 
 import json
+import signal
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 Words = tuple[str, ...]
 
-SEQ, STEPS = 16, 7
+SEQ, STEPS, STOPPED = 16, 7, 75
 # From 4 to 12 sequences by 4 over 20 sequences: 4 until 10 are trained on, 8 until 20; and levels that double at numbers of their own.
 LINEAR = ("train.batch=12", "train.rampup.batch=4", "train.rampup.by=4", f"train.rampup.until={20 * SEQ}")
 LISTED = ("train.batch=16", "train.rampup.batch=[4,8]", f"train.rampup.until=[{8 * SEQ},{25 * SEQ}]")
@@ -46,7 +47,10 @@ def plain_losses(words: Words) -> tuple[list[float], list[float]]:
     """(losses, gradient norms) of the ramp-up in one process of plain torch, which is told the batch of each step."""
     run = load_recipe(BASE[0], [*BASE[1:], *words])
     corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=SEQ, cache=cache_folder(run.data), progress=lambda *_: None)
-    samples, module = Batches(corpus, seed=run.train.seed, seq=SEQ), build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed)
+    samples, module = (
+        Batches(corpus, seed=run.train.seed, seq=SEQ),
+        build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed),
+    )
     decayed = {"params": [each for each in module.parameters() if each.dim() > 1], "weight_decay": run.optim.weight_decay}
     others = {"params": [each for each in module.parameters() if each.dim() == 1], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW([decayed, others], betas=run.optim.betas, eps=run.optim.eps)
@@ -64,7 +68,7 @@ def plain_losses(words: Words) -> tuple[list[float], list[float]]:
             rise, fall = (step + 1) / 2, (STEPS - step) / (STEPS - 2)
             group["lr"] = 1e-3 * rise if step < 2 else 1e-4 + 9e-4 * {"linear": fall}.get(run.optim.schedule, _cosine(1 - fall))
         optimizer.step()
-        losses.append(float(total / labels))
+        losses.append(float(total.detach() / labels))
     return losses, norms
 
 
@@ -79,19 +83,20 @@ def check_curve(job: PoolJob, words: Words) -> None:
 
 
 # fmt: off
+INTERLEAVED = ("parallel.schedule=interleaved", "parallel.chunks=2")
 LAYOUTS = {
     "native pipeline":    (LINEAR, ("engine=native", "parallel.pp=2", "cluster.gpus=4", "parallel.zero=1")),
-    "native interleaved": (LISTED, ("engine=native", "parallel.pp=2", "cluster.gpus=2", "parallel.schedule=interleaved", "parallel.chunks=2")),
+    "native interleaved": (LISTED, ("engine=native", "parallel.pp=2", "cluster.gpus=2", *INTERLEAVED)),
     "native zero 3":      (LINEAR, ("engine=native", "cluster.gpus=2", "parallel.zero=3")),
     "zero 2":             (LISTED, ("engine=zero", "cluster.gpus=2", "parallel.zero=2")),
     "zero 0, tp":         (LINEAR, ("engine=zero", "cluster.gpus=4", "parallel.tp=2", "parallel.zero=0")),
     "pipe":               (LINEAR, ("engine=pipe", "cluster.gpus=2", "parallel.pp=2", "parallel.zero=0")),
-    "pipe dualpipev":     (LISTED, ("engine=pipe", "cluster.gpus=2", "parallel.pp=2", "parallel.zero=1", "parallel.schedule=dualpipev")),
+    "pipe folded":        (LISTED, ("engine=pipe", "cluster.gpus=2", "parallel.pp=2", "parallel.zero=1", "parallel.schedule=dualpipev")),
 }
 # fmt: on
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name, (words, _) in LAYOUTS.items() if words is LISTED])  # the others resume each other
 def test_a_batch_that_grows_trains_the_curve_of_one_loop(ranks: RankPool, tmp_path: Path, name: str) -> None:
     words, layout = LAYOUTS[name]
     job = ranks.train(tmp_path / "run", *BASE, *words, *layout)
@@ -106,9 +111,17 @@ def test_a_batch_that_grows_trains_the_curve_of_one_loop(ranks: RankPool, tmp_pa
     counted = json.loads((job.folder / "ledger.json").read_text())
     whole = run_at_batch(run, BATCHES[words][counted["step"] - 1])  # the messages that were counted are those of a step of that batch
     differing = [
-        line
-        for rank, rows in enumerate(counted["ranks"])
-        for line in compare_rank_messages(whole, rank, rows)
-        if line.verdict == "differs"
+        line for rank, rows in enumerate(counted["ranks"]) for line in compare_rank_messages(whole, rank, rows) if line.verdict == "differs"
     ]
     assert not differing
+
+
+def test_a_run_resumes_in_other_layouts_with_the_batches_that_follow(ranks: RankPool, tmp_path: Path) -> None:
+    """Stopped on one level, in the midst of the next and on the last; the engine changes each time."""
+    words, chain = LINEAR, [(2, "native pipeline"), (3, "zero 0, tp"), (5, "pipe")]
+    for step, name in chain:
+        stopped = ranks.fit(tmp_path / "run", *BASE, *words, *LAYOUTS[name][1], signals=[(step, 0, signal.SIGTERM)])
+        assert set(stopped.codes) == {STOPPED}, (name, stopped)
+    check_curve(job := ranks.train(tmp_path / "run", *BASE, *words, *LAYOUTS["native zero 3"][1]), words)
+    assert job.figures("batch") == BATCHES[words]
+    assert [row["step"] for row in job.rows] == list(range(1, STEPS + 1)), "no step is run twice"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import nsmallest
 from itertools import pairwise
 from math import gcd
 
@@ -14,9 +15,10 @@ from ...spec.read import value_text
 from ...spec.run import Parallel, Run, Train
 from ..layout.schedule_of_run import is_file, legal_schedule
 from .broken_rule import BrokenRule
-from .degrees import nearest_divisors, replicas
+from .degrees import replicas
 
 RULE = "rampup"
+SHOWN = 3  # increments that are tried
 NONE: Change = (("train.rampup.batch", None), ("train.rampup.until", None), ("train.rampup.by", None))
 
 
@@ -47,13 +49,17 @@ def rampup_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
         says = f"train.rampup.batch={words} does not rise to train.batch={run.train.batch}"
         larger: tuple[Change, ...] = ((("train.batch", 2 * max(rampup.batches)),),) if min(rises[:-1], default=1) > 0 else ()
         yield BrokenRule(RULE, says, (*larger, without), fix="put the smaller batch first")
-    elif rampup.by and any(rise % rampup.by for rise in rises):
-        says = f"train.rampup.by={rampup.by} does not divide the rise of {_rises_text(run.train)} sequences"
-        yield BrokenRule(RULE, says, nearest_divisors("train.rampup.by", rampup.by, gcd(*rises)))
-    elif rampup.by and sum(rises) // rampup.by > MOST_LEVELS:
-        says = f"train.rampup.by={rampup.by} makes {sum(rises) // rampup.by:,} levels, more than {MOST_LEVELS:,}"
-        least = next(each for each in divisors(gcd(*rises)) if sum(rises) // each <= MOST_LEVELS or each == gcd(*rises))
-        yield BrokenRule(RULE, says, ((("train.rampup.by", least),),))
+        return
+    by, common = rampup.by or 0, gcd(*rises)
+    if by and common % by:
+        says = f"train.rampup.by={by} does not divide the rise of {_rises_text(run.train)} sequences"
+    elif by and sum(rises) // by > MOST_LEVELS:
+        says = f"train.rampup.by={by} makes {sum(rises) // by:,} levels, more than {MOST_LEVELS:,}"
+    else:
+        return
+    few = [each for each in divisors(common) if sum(rises) // each <= MOST_LEVELS]
+    nearest = nsmallest(SHOWN, few, key=lambda each: (abs(each - by), each))
+    yield BrokenRule(RULE, says, tuple((("train.rampup.by", each),) for each in nearest), fix="set train.rampup.by=null")
 
 
 def _words(train: Train) -> str:
@@ -83,16 +89,16 @@ def rampup_layout_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterato
     schedule, stages = legal_schedule(parallel), parallel.pp
     if schedule is None:
         return
-    plain: Change = (("parallel.schedule", "1f1b"), ("parallel.chunks", 1))
+    plain: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
     if schedule.delay or is_file(parallel.schedule):
-        why = "goes on from step to step, each of as many micro-batches" if schedule.delay else "lists the micro-batches of every step"
-        says = f"{words}: parallel.schedule={parallel.schedule} {why}, and the batch would grow"
+        why = "does not flush, and needs" if schedule.delay else "lists"
+        says = f"{words}: parallel.schedule={parallel.schedule} {why} as many micro-batches in every step"
         yield BrokenRule(RULE, says, (plain, _without(train)))
         return
     least, multiple = (2 * stages if schedule.folded else 1), (stages if schedule.chunked else 1)
     if few := next((each for each in batches_of_levels(train) if each // unit < least or each // unit % multiple), 0):
         needs = f"not a multiple of parallel.pp={stages}" if few // unit % multiple else f"fewer than 2 x parallel.pp={stages}"
-        says = f"{words}: {few // unit} micro-batch{'es' * (few > unit)} of its step of {plural(few, 'sequence')} are {needs}"
+        says = f"{words}: its step of {plural(few, 'sequence')} has {few // unit} micro-batch{'es' * (few > unit)}, {needs}"
         fewer = _whole_microbatches(run, dp * max(least, multiple), microbatch) if schedule.chunked or schedule.folded else ()
         yield BrokenRule(RULE, f"{says}, which schedule {parallel.schedule} needs", (*fewer, plain, _without(train)))
 
