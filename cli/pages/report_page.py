@@ -49,7 +49,8 @@ def planned_measured_table(run: MeasuredRun, style: Style) -> list[str]:
 def planned_measured_title(run: MeasuredRun) -> str:
     """The heading of the table, with what the process takes beside its tensors."""
     resident = f"; the process takes {size_text(run.resident)} in all" if run.resident and run.device == "cpu" else ""
-    steps = f" in steps of {plural(run.batch, 'sequence')}, before those of train.batch" if run.batch and not run.whole_batch else ""
+    early = "" if run.whole_batch else ", before those of train.batch"
+    steps = f" in steps of {plural(run.batch, 'sequence')}{early}" if run.batch else ""
     return f"Planned and measured{steps}{resident}"
 
 

@@ -54,6 +54,20 @@ def test_a_run_ends_with_the_step_that_reaches_its_tokens(tokens: int, progress:
     assert progress.last_step(run) == last
 
 
+def test_the_batch_of_a_step_follows_from_the_tokens_before_it() -> None:
+    """Whatever the steps and the samples before it were: a run that resumes with other data, or that had another batch, goes on."""
+    ramp = ("train.rampup.batch=2", "train.rampup.by=2", "train.rampup.until=480", "train.microbatch=1")  # 2, 4, 6 until 160, 320, 480
+    run = load_recipe("quickstart", [*BEFORE, *ramp, "train.steps=null", "train.tokens=1000"])
+    progress = TrainProgress(step=100, sample=7, tokens=300)
+    assert [progress.batch(run, step) for step in range(100, 105)] == [4, 6, 6, 8, 8]
+    assert progress.after(run, 103) == TrainProgress(step=103, sample=7 + 16, tokens=300 + 16 * 16)
+    assert progress.whole_batch_step(run) == 103
+    assert progress.last_step(run) == 107
+    assert TrainProgress(step=9, tokens=480).batch(run, 9) == 8
+    assert TrainProgress(step=9, tokens=480).whole_batch_step(run) == 9
+    assert TrainProgress(step=9, tokens=1000).last_step(run) == 9
+
+
 def test_a_run_of_so_many_steps_ends_with_the_last_of_them() -> None:
     assert TrainProgress(step=4, tokens=9999).last_step(load_recipe("quickstart", [*BEFORE, "train.steps=7"])) == 7
 
