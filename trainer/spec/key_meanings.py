@@ -161,7 +161,7 @@ KEYS = {
     "train.seq":                    Key("length of a sequence", "tokens"),
     "train.microbatch":             Key("what a replica computes at once; gradients accumulate over the rest of its batch", "sequences"),
     "train.rampup.batch":           Key("the batch of the first steps, or of each level", "sequences", null="train.batch, as of all"),
-    "train.rampup.until":           Key("tokens of the run at which it ends, or each level does", "tokens"),
+    "train.rampup.until":           Key("tokens of the run at which it ends, or each level does", "tokens", null="there is none"),
     "train.rampup.by":              Key("increments in which the batch grows", "sequences", null="at once"),
     "train.steps":                  Key("length of the run", "steps", null="as train.tokens says"),
     "train.tokens":                 Key("length of the run, rounded up to whole steps", "tokens", null="as train.steps says"),
