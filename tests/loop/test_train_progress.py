@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
+from distrain.trainer.loop.measure import instrumentation
+from distrain.trainer.loop.measure.instrumentation import ProgressLine
 from distrain.trainer.loop.step.train_progress import TrainProgress, resumed_progress
+from distrain.trainer.loop.train import no_steps_message
 
 BEFORE = ("train.batch=8", "train.seq=16", "train.microbatch=2")
 SAVED = {"samples": 24, "tokens": 384}  # after three steps
@@ -75,3 +78,20 @@ def test_a_run_of_so_many_steps_ends_with_the_last_of_them() -> None:
 def test_a_position_moves_on_by_whole_batches() -> None:
     run = load_recipe("quickstart", BEFORE)
     assert TrainProgress(step=3, sample=24, tokens=384).after(run, 5) == TrainProgress(step=5, sample=40, tokens=640)
+
+
+def test_the_time_left_goes_by_tokens_where_the_batch_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight steps of 2 sequences and two of 8 are as many tokens: half of the time is left after the first eight."""
+    ramp = ("train.rampup.batch=2", f"train.rampup.until={8 * 2 * 16}", "train.steps=10")
+    run, now = load_recipe("quickstart", [*BEFORE, *ramp]), [0.0]
+    monkeypatch.setattr(instrumentation, "perf_counter", lambda: now[0])
+    line = ProgressLine(run, TrainProgress(), 10)
+    now[0] = 32.0
+    assert line.line(8, 1.5) == "step 8/10  loss 1.5000  8 tokens/s  0:32 left"
+    now[0] = 48.0
+    assert line.line(9, None) == "step 9/10  8 tokens/s  0:16 left"
+
+
+def test_a_run_that_is_done_names_twice_its_tokens() -> None:
+    run = load_recipe("quickstart", [*BEFORE, "train.rampup.batch=2", "train.rampup.until=64", "train.steps=null", "train.tokens=320"])
+    assert no_steps_message(run, 4, 4).endswith("set train.tokens=640 to train longer")
