@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.measure import instrumentation
 from distrain.trainer.loop.measure.instrumentation import ProgressLine
+from distrain.trainer.loop.metrics.throughput import ThroughputMeter
 from distrain.trainer.loop.step.train_progress import TrainProgress, resumed_progress
 from distrain.trainer.loop.train import no_steps_message
+from distrain.trainer.parallel.world import World
+from distrain.trainer.plan.plan import make_plan
 
 BEFORE = ("train.batch=8", "train.seq=16", "train.microbatch=2")
 SAVED = {"samples": 24, "tokens": 384}  # after three steps
@@ -95,3 +99,14 @@ def test_the_time_left_goes_by_tokens_where_the_batch_grows(monkeypatch: pytest.
 def test_a_run_that_is_done_names_twice_its_tokens() -> None:
     run = load_recipe("quickstart", [*BEFORE, "train.rampup.batch=2", "train.rampup.until=64", "train.steps=null", "train.tokens=320"])
     assert no_steps_message(run, 4, 4).endswith("set train.tokens=640 to train longer")
+
+
+def test_a_row_averages_steps_of_one_batch() -> None:
+    run = load_recipe("quickstart", [*BEFORE, "train.rampup.batch=2", "train.rampup.until=64", "cluster.gpus=1", "train.microbatch=1"])
+    meter = ThroughputMeter(run, make_plan(run), World(rank=0, size=1, device=torch.device("cpu")))
+    for seconds, batch in ((9.0, 2), (1.0, 2), (3.0, 8), (5.0, 8)):
+        meter.add_step(seconds, {"forward": seconds / 2}, batch)
+    row = meter.row()
+    assert (row["batch"], row["seconds"], row["tokens_per_second"], row["seconds_forward"]) == (8, 4.0, 8 * 16 / 4.0, 2.0)
+    meter.add_step(1.0, {}, 8)
+    assert meter.row()["seconds"] == 1.0

@@ -91,6 +91,17 @@ def test_a_level_ends_with_its_last_token(consumed: int, batch: int) -> None:
     assert level_of_step(train, 0, 5 * consumed).batch == batch
 
 
+@pytest.mark.parametrize(("consumed", "batch"), [(3, 1), (4, 2), (6, 2), (7, 3), (9, 3), (10, 4)])
+def test_levels_that_end_inside_a_token_are_those_of_megatron_lm(consumed: int, batch: int) -> None:
+    assert batch == megatron_batch(consumed, 1, 1, 10, 4)
+    assert level_of_step(Train(batch=4, seq=1, steps=9, rampup=Rampup(batch=1, by=1, until=10.0)), 0, consumed).batch == batch
+
+
+def test_a_level_that_no_step_begins_in_is_left_out() -> None:
+    train = Train(batch=12, seq=5, steps=9, rampup=Rampup(batch=(4, 8), until=(30.0, 40.0)))
+    assert levels_of_run(train) == (LevelOfRun(4, 2), LevelOfRun(12, 7))
+
+
 def test_without_a_ramp_up_every_step_has_the_batch_of_the_run() -> None:
     train = Train(batch=12, seq=5, tokens=601)
     assert (levels(train), run_steps(train), samples_before(train, 7)) == ((Level(12, None),), 11, 84)

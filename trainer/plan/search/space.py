@@ -9,7 +9,6 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from ...models.families import has_experts
-from ...spec.batch_levels import common_divisor
 from ...spec.divisors import divisors
 from ...spec.run import Offload, Parallel, Run
 from ..engines import ENGINES, PAPERS_NAME
@@ -102,7 +101,7 @@ class Space:
     def microbatches(self, parallel: Parallel) -> list[int]:
         """The sizes of a micro-batch on a mesh."""
         assert parallel.dp != "auto"
-        each = common_divisor(self.run.train) // parallel.dp
+        each = self.run.train.batch // parallel.dp
         if "train.microbatch" in self.fixed:
             return [self.run.train.microbatch] if each % self.run.train.microbatch == 0 else []
         return divisors(each, MOST_MICROBATCH)
