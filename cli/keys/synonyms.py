@@ -57,6 +57,8 @@ ROWS: tuple[Synonym, ...] = (
          "train.seq", "tokens in a sequence"),
     _row("max_steps train_steps train_iters max_iters num_steps total_steps num_train_steps training_steps", "train.steps"),
     _row("max_tokens train_tokens total_tokens num_tokens", "train.tokens"),
+    _row("rampup_batch_size batch_size_rampup rampup", "train.rampup.batch",
+         "START; INCREMENT is train.rampup.by, and train.rampup.until is in tokens: SAMPLES x train.seq", {}),
     _row("num_train_epochs epochs num_epochs max_epochs", "", "train.steps or train.tokens sets the length of a run"),
     # optimizer
     _row("learning_rate base_lr peak_lr max_lr", "optim.lr"),

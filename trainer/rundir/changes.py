@@ -36,6 +36,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("parallel.compress.",   "reported"),        # trains another curve
     ("parallel.staleness",   "reported"),        # trains another curve
     ("train.batch",          "reported"),
+    ("train.rampup.",        "reported"),
     ("train.seq",            "reported"),
     ("train.steps",          "reported"),
     ("train.tokens",         "reported"),

@@ -221,6 +221,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
     "parallel.offload": ("optimizer", "parameters"),
     "train":           ("batch", "seq", "microbatch", "steps", "tokens", "precision", "gradients", "attention", "flops", "loss_chunks",
                         "deterministic", "seed", "clip", "skip"),
+    "train.rampup":    ("batch", "until", "by"),
     "train.evaluate":  ("every",),
     "search":          ("by", "runnable", "rows", "headroom", "nodes", "boundaries"),
     "optim":           ("name", "lr", "weight_decay", "schedule", "warmup", "gradient_copy"),
