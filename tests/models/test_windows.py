@@ -136,7 +136,7 @@ def test_a_window_that_covers_the_sequence_changes_no_plan() -> None:
     [
         (
             ["model.window=16", "cluster.gpus=2", "parallel.cp=2"],
-            "parallel.cp=2 does not compute model.window=16, shorter than train.seq=64: set parallel.cp=1",
+            "parallel.cp=2 does not compute model.window=16, shorter than train.seq=64: set parallel.cp_comm=all_to_all or parallel.cp=1",
         ),
         (["model.layer_types=[sliding_attention]"], "model.layer_types names layers with sliding_attention, but model.window=null"),
         (
