@@ -54,7 +54,7 @@ def doctor(
 
     \b
     distrain doctor
-    distrain doctor conf=mine data.path=corpus
+    distrain doctor conf=mine.yaml data.path=corpus
     distrain doctor conf=llama3_8b launch=deepspeed launch.hostfile=FILE
     """
     from ...trainer.launch.hosts.ssh import SshInterrupted

@@ -16,6 +16,8 @@ from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.overrides import without_repeats
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.rundir.files import write_outcome
+from distrain.trainer.rundir.run_summary import run_summary
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
@@ -102,6 +104,19 @@ def test_fit_of_a_finished_run_keeps_its_run_json(logs: Path, capsys: pytest.Cap
     assert command([*WORDS, f"log.dir={logs}", "train.precision=bf16", "optim.lr=5e-4"]) == 0
     assert "nothing to train" in capsys.readouterr().out
     assert {name: (logs / "run" / name).read_bytes() for name in before} == before
+
+
+@pytest.mark.parametrize(("steps", "state"), [(2, "finished"), (6, "stopped")])
+def test_fit_without_a_step_left_ends_a_stopped_run_only_if_it_has_every_step(steps: int, state: str, logs: Path) -> None:
+    run = logs / "run"
+    for name, part in (("run.json", "train"), ("plan.json", "run")):
+        written = json.loads((run / name).read_text())
+        written[part]["steps"] = steps
+        (run / name).write_text(json.dumps(written))
+    write_outcome(run, 75, "stopped; a checkpoint is saved")
+    assert command([*WORDS, f"log.dir={logs}"]) == 0
+    found = run_summary(run)
+    assert (found.steps, found.of, found.state) == (2, steps, state)
 
 
 def test_a_resumed_run_writes_its_new_run_json(logs: Path) -> None:

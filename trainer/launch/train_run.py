@@ -6,11 +6,13 @@ import errno
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..plan.result import Plan
 from ..rundir.checkpoints import newest_saved
 from ..rundir.files import read_launch_files, remove_outcome, restore_launch_files, run_folder, write_launch_files, write_outcome
 from ..rundir.lock import RunFolderInUse, hold_run_folder
+from ..rundir.run_summary import run_summary
 from ..spec.run import Run
 from ..system.stop_requests import collect_stop_requests
 from .hosts.hostfile import Host
@@ -58,11 +60,18 @@ def train_run(run: Run, plan: Plan, hosts: Sequence[Host], show: Callable[[str],
         remove_outcome(folder)
         with collect_stop_requests() as requests:
             outcome = run_attempts(run, plan, hosts, folder, show, live, stop_requests=requests)
-        # If no step was left to train, run.json should stay that of the run which trained. The ranks of the last of several
-        # attempts know only their own steps, so the checkpoint is compared too.
+        # If no step was left to train, run.json should stay that of the run which trained, and so should how it ended, where it
+        # has steps left. The ranks of the last of several attempts know only their own steps, so the checkpoint is compared too.
         untrained = outcome.status == 0 and all(rank.step is None for rank in outcome.ranks) and newest_saved(checkpoints)[0] == saved
-        if outcome.is_refused or (untrained and "run.json" in before):
+        unchanged = outcome.is_refused or (untrained and "run.json" in before)
+        if unchanged:
             restore_launch_files(before, folder)
-        if not outcome.is_refused:
+        if not unchanged or (untrained and _has_every_step(folder)):
             write_outcome(folder, outcome.status, outcome.says)
     return TrainingResult(status=outcome.status, says=outcome.says, stop_signals=tuple(number for number, _ in requests))
+
+
+def _has_every_step(folder: Path) -> bool:
+    """Return whether the steps that a run folder's own run.json asks for are done."""
+    found = run_summary(folder)
+    return found.of is None or found.steps >= found.of
