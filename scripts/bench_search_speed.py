@@ -9,8 +9,7 @@ import sys
 from time import process_time
 
 from ..cli.config.load import load_recipe
-from ..trainer.plan.search.search import LayoutSearch
-from ..trainer.plan.search.space import Space
+from ..trainer.plan.search.search import search_layouts
 
 CASES = (
     ("llama3_8b_1node",),
@@ -27,8 +26,7 @@ def main() -> None:
     for recipe, *overrides in cases:
         run = load_recipe(recipe, overrides)
         start = process_time()
-        goal = run.search
-        found = LayoutSearch(Space(run, runnable=goal.runnable), rows=goal.rows, headroom=goal.headroom).run_all()
+        found = search_layouts(run, rows=run.search.rows)
         seconds = process_time() - start
         each, costed = (1e6 * seconds / max(1, count) for count in (found.legal, found.costed))
         name, world = " ".join((recipe, *overrides)), run.cluster.nodes * run.cluster.gpus

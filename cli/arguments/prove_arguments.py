@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from ...trainer.prove.trials.layouts import (
+    ALL_TO_ALL,
     FILE_SCHEDULE,
     HIERARCHICAL,
     NATIVE_ENGINE,
@@ -96,7 +97,7 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return degree[1], int(degree[2])
     if stage := re.fullmatch(r"zero([0-3])", part):
         return "zero", int(stage[1])
-    if part in ("sequence", HIERARCHICAL):
+    if part in ("sequence", ALL_TO_ALL, HIERARCHICAL):
         return part, True
     if number := re.fullmatch(r"(chunks|shard|sync|stale|servers)([1-9]\d{0,5})", part):
         return number[1], int(number[2])
@@ -123,7 +124,7 @@ def _read_part(part: str) -> tuple[str, Any] | str:
     if name in ("chunks", "shard", "sync", "stale", "servers", POWERSGD):
         return f"write a number, as {name}2"
     degrees = [f"{axis}2" for axis in PROVED_AXES]
-    words = (*degrees, "zero1", "sequence", *PROVED_SCHEDULES, FILE_SCHEDULE, NATIVE_ENGINE, *PROVED_RECOMPUTES, HIERARCHICAL)
+    words = (*degrees, "zero1", "sequence", *PROVED_SCHEDULES, FILE_SCHEDULE, NATIVE_ENGINE, *PROVED_RECOMPUTES, ALL_TO_ALL, HIERARCHICAL)
     numbered = ("chunks2", "stages1-1", "shard2", "sync2", "stale1", "servers1", f"{POWERSGD}4")
     return suggest_name(part, (*words, "gather_step", "gather_micro", "offload_optimizer", "offload_all", *numbered))
 
@@ -135,6 +136,9 @@ def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> P
     if layout.sequence and layout.tp == 1:
         fix = f"write {name}.tp2" if "tp" not in values else "write tp2"
         return _problem(name, "splits the sequence over tensor-parallel ranks, but has only one", fix)
+    if layout.all_to_all and layout.cp == 1:
+        fix = f"write {name}.cp2" if "cp" not in values else "write cp2"
+        return _problem(name, "exchanges tokens for heads, but has one rank for each sequence", fix)
     if layout.pp == 1 and (part := next((key for key in ("schedule", "chunks", "stages") if key in values), None)):
         fix = f"write {name}.pp2" if "pp" not in values else "write pp2"
         noun = {"schedule": f"a schedule, {layout.schedule}"}.get(part, f"{part} of a pipeline")

@@ -72,6 +72,7 @@ def _trial_row(trial: Trial) -> dict[str, Any]:
         "schedule": parallel.schedule if parallel.pp > 1 else None,
         "zero": parallel.zero,
         "sequence": parallel.sequence,
+        "cp_comm": parallel.cp_comm if parallel.cp > 1 else None,
         "chunks": parallel.chunks,
         "stages": list(parallel.stages) if parallel.stages else None,
         "shard": parallel.shard,

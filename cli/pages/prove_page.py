@@ -36,6 +36,7 @@ MEANINGS = {
     "stale": "stale: steps that pass before a sum of gradients is used, another curve by design; one process simulates it",
     "servers": "servers: ranks that sum gradients and step weights for all",
     "offload": "offload: the host has the optimizer's states, or weights too (all), and steps",
+    "all_to_all": "all_to_all: in attention cp ranks share the heads",
     "hierarchical": "hierarchical: gradients are summed inside nodes, then between them",
     "engine": "native: our own engine where another is the default",
 }
@@ -111,7 +112,7 @@ def _has_part(layout: ProveLayout, part: str) -> bool:
     if part in ("chunks", "stages", "shard", "gather", "sync", "stale", "servers", "offload"):
         return getattr(layout, part) is not None
     value: int | bool = getattr(layout, part)
-    return bool(value) if part in ("zero", "sequence", "is_delayed", "is_compressed", "hierarchical") else value > 1
+    return bool(value) if part in ("zero", "sequence", "is_delayed", "is_compressed", "all_to_all", "hierarchical") else value > 1
 
 
 def reference_line(result: LayoutResult) -> str:

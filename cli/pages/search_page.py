@@ -163,6 +163,7 @@ def _other_words(layout: FoundLayout) -> str:
         f"ZeRO {layout.zero}" + ("" if layout.shard == "all" else f" over {layout.shard}"),
         (layout.schedule + (f" in {layout.chunks}" if layout.chunks > 1 else "")) if staged else "",
         _stage_words(layout),
+        "tokens exchanged for heads" if layout.cp_comm == "all_to_all" else "",
         "sequence parallel" if layout.sequence else "",
         f"{layout.recompute} recomputation" if layout.recompute != "none" else "",
         f"{' and '.join(layout.offload)} on the host" if layout.offload else "",

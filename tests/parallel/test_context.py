@@ -40,6 +40,7 @@ LLAMA  = ("model=tiny_llama", "model.layers=2", "model.tied=false",
 DROPS  = ("model.dropout=0.2",)
 MATH   = ("train.attention=math",)
 LATER  = ("train.steps=3",)  # DeepSpeed's ZeRO 3 agrees in its second step on the order of gathers, and the last one is held to the plan
+WINDOW = ("model.window=10", "model.layer_types=[sliding_attention,full_attention]")
 APART  = ("data=text", "data.end=10", "data.documents=true")
 # What is learnt, and how it is laid out: context ranks alone, beside tensor ranks, beside data ranks, under each stage of ZeRO.
 ROWS: tuple[tuple[Words, str], ...] = (
@@ -49,9 +50,13 @@ ROWS: tuple[tuple[Words, str], ...] = (
     (GPT + MATH + DROPS,    "cp: 4, zero: 0"),
     (LLAMA + APART + DROPS, "cp: 4, zero: 2, recompute: full"),
     (LLAMA + APART + MATH,  "cp: 2, tp: 2, zero: 1"),
+    (LLAMA,                 "cp: 2, dp: 2, zero: 0, cp_comm: all_to_all"),
+    (LLAMA + DROPS + LATER, "cp: 2, dp: 2, zero: 3, recompute: selective, cp_comm: all_to_all"),
+    (LLAMA + APART,         "cp: 2, tp: 2, zero: 1, cp_comm: all_to_all"),
+    (LLAMA + WINDOW,        "cp: 4, zero: 2, recompute: full, cp_comm: all_to_all"),
     (GPT + DROPS,           "cp: 2, tp: 2, zero: 1, sequence: true"),
     ((*LLAMA, "train.batch=2"), "cp: 2, tp: 4, zero: 0, sequence: true"),
-    (GPT,                   "cp: 2, pp: 2, zero: 0"),
+    (GPT + DROPS,           "cp: 2, pp: 2, zero: 0, cp_comm: all_to_all"),
     (LLAMA + APART + DROPS, "cp: 2, pp: 2, zero: 0, schedule: gpipe"),
 )
 # fmt: on
@@ -121,7 +126,8 @@ def test_context_ranks_send_what_is_planned(train_ranks: Callable[[Words, str], 
     counted = json.loads((job.folder / "ledger.json").read_text())["ranks"]
     for rank, rows in enumerate(counted):
         audit = compare_rank_messages(run, rank, rows)
-        assert {line.verb for line in audit if line.axis == "cp"} == {"all_gather", "reduce_scatter"}
+        exchanged = run.parallel.cp_comm == "all_to_all"
+        assert {line.verb for line in audit if line.axis == "cp"} == ({"all_to_all"} if exchanged else {"all_gather", "reduce_scatter"})
         assert [line for line in audit if line.verdict == "differs" or (line.axis == "cp" and line.verdict != "equal")] == []
 
 
@@ -172,5 +178,5 @@ def test_attention_and_models_are_the_same_in_float64() -> None:
     ended = subprocess.run([sys.executable, str(script), "3"], capture_output=True, text=True, timeout=DEADLINE, env=environment)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert len(found) == 51
+    assert len(found) == 58
     assert {what: far for what, far in found.items() if not far < 1e-12} == {}

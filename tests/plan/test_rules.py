@@ -33,7 +33,16 @@ BROKEN: list[tuple[Keys, str]] = [
     ({"model.layer_types": ("sliding_attention",)},
         "model.layer_types names layers with sliding_attention, but model.window=null: set model.layer_types=null"),
     ({"model.window": 512, "parallel.cp": 2},
-        "parallel.cp=2 does not compute model.window=512, shorter than train.seq=1024: set parallel.cp=1"),
+        "parallel.cp=2 does not compute model.window=512, shorter than train.seq=1024: set parallel.cp_comm=all_to_all or parallel.cp=1"),
+    ({"model.heads": 12, "parallel.cp": 8, "parallel.cp_comm": "all_to_all"},
+        ("parallel.cp_comm=all_to_all does not share out 12 heads over parallel.cp=8 evenly: "
+         "set parallel.cp_comm=all_gather or parallel.cp=4 or parallel.cp=2")),
+    ({"model.kv_heads": 3, "parallel.cp": 2, "parallel.cp_comm": "all_to_all"},
+        ("parallel.cp_comm=all_to_all does not share out 12 heads and 3 key heads over parallel.cp=2 evenly: "
+         "set parallel.cp_comm=all_gather or parallel.cp=1")),
+    ({"model.kv_heads": 4, "parallel.cp": 2, "parallel.cp_comm": "all_to_all", "parallel.tp": 4},
+        ("parallel.cp_comm=all_to_all does not share out 3 heads and 1 key head of a tensor rank over parallel.cp=2 evenly: "
+         "set parallel.cp_comm=all_gather or parallel.cp=1")),
     (MOE | {"model.lora.rank": 4},
         "model.lora.rank=4 does not apply to family moe: LoRA changes our own dense layers: set model.lora.rank=0"),
     ({"model.lora.rank": 4, "model.lora.targets": ("gate",)},

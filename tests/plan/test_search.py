@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from distrain.trainer.plan.engines import ENGINES, engine_for
 from distrain.trainer.plan.estimate import Estimator
 from distrain.trainer.plan.layout.schedules import SCHEDULES
-from distrain.trainer.plan.search.search import SLOWEST, LayoutSearch, SearchResult
+from distrain.trainer.plan.search.search import SLOWEST, LayoutSearch, SearchResult, search_layouts
 from distrain.trainer.plan.search.space import OFFLOADS, RECOMPUTES, Space, Zero
-from distrain.trainer.spec.run import Cluster, Device, Link, Model, NodeHost, Offload, OuterOptimizer, Parallel, Run, Sync, Train
+from distrain.trainer.spec.run import Cluster, CpComm, Device, Link, Model, NodeHost, Offload, OuterOptimizer, Parallel, Run, Sync, Train
 
 GPT: dict[str, Any] = {"family": "gpt", "bias": True, "dropout": 0.1, "tied": True}
 LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
@@ -70,20 +70,25 @@ def every_layout(run: Run) -> Iterator[Run]:
         ):  # fmt: skip
             if run.train.batch % (dp * micro) or (shard != "all" and not zero) or (pp <= layers and (layers // pp) % chunks):
                 continue
-            parallel = Parallel(
-                dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, shard=shard, sequence=sequence, recompute=recompute,
-                offload=offload, schedule=schedule, chunks=chunks,
-            )  # fmt: skip
-            yield replace(run, parallel=parallel, train=replace(run.train, microbatch=micro), engine=engine)
+            for comm in get_args(CpComm)[: 1 + (cp > 1)]:
+                parallel = Parallel(
+                    dp=dp, tp=tp, pp=pp, cp=cp, cp_comm=comm, ep=ep, zero=zero, shard=shard, sequence=sequence, recompute=recompute,
+                    offload=offload, schedule=schedule, chunks=chunks,
+                )  # fmt: skip
+                yield replace(run, parallel=parallel, train=replace(run.train, microbatch=micro), engine=engine)
 
 
 @cache
 def brute_force(name: str) -> dict[MeshKey, list[Figures]]:
     """The figures of every layout that has no problem but memory and runs, by mesh."""
     found: dict[MeshKey, list[Figures]] = {}
-    estimators = {engine: Estimator(replace(run_of(name), engine=engine)) for engine in ENGINES}
-    for run in every_layout(run_of(name)):
-        estimate = estimators[run.engine](run.parallel, run.train.microbatch)
+    whole = run_of(name)
+    estimators = {
+        (engine, comm): Estimator(replace(whole, engine=engine, parallel=Parallel(cp_comm=comm)))
+        for engine, comm in product(ENGINES, get_args(CpComm))
+    }
+    for run in every_layout(whole):
+        estimate = estimators[run.engine, run.parallel.cp_comm](run.parallel, run.train.microbatch)
         if estimate.legal and not engine_for(run, run.parallel)[1]:
             assert estimate.peak
             key = (run.parallel.tp, run.parallel.pp, run.parallel.cp, run.parallel.ep)
@@ -94,7 +99,8 @@ def brute_force(name: str) -> dict[MeshKey, list[Figures]]:
 
 @cache
 def search_result(name: str, rows: int, by_memory: bool) -> SearchResult:
-    return LayoutSearch(Space(run_of(name)), rows=rows, by_memory=by_memory).run_all()
+    run = run_of(name)
+    return search_layouts(replace(run, search=replace(run.search, headroom=0.0)), rows=rows, by_memory=by_memory)
 
 
 def fitting(name: str) -> dict[MeshKey, list[Figures]]:

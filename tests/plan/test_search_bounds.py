@@ -15,7 +15,7 @@ from distrain.trainer.plan.layout_cost import has_times, layout_cost
 from distrain.trainer.plan.search.pass_table import Pass
 from distrain.trainer.plan.search.search import LayoutSearch, MeshStates
 from distrain.trainer.plan.search.space import RECOMPUTES, Space, StateChoice, Zero
-from distrain.trainer.plan.search.split_arrays import SplitOnWires, blocks_of_splits
+from distrain.trainer.plan.search.split_arrays import Form, SplitOnWires, blocks_of_splits
 from distrain.trainer.plan.search.state_bounds import LeastBytes, StageStates, least_bytes, least_seconds
 from distrain.trainer.spec.run import NodeHost, Run
 
@@ -31,21 +31,24 @@ def larger(name: str) -> Run:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize(("form", "fused"), [("torch", False), ("torch", True), ("compiled", True), ("megatron", True)])
+@pytest.mark.parametrize(
+    ("form", "fused", "waits"), [("torch", False, True), ("torch", True, True), ("compiled", True, True), ("megatron", True, False)]
+)
 @pytest.mark.parametrize("name", CASES)
-def test_blocks_over_arrays_cost_what_each_split_does(name: str, form: ActivationForm, fused: bool, sequence: bool) -> None:
+def test_blocks_over_arrays_cost_what_each_split_does(name: str, form: ActivationForm, fused: bool, waits: bool, sequence: bool) -> None:
     run = larger(name)
     device = replace(run.cluster.device, dispatch=2e-5, launch=4e-6)  # small blocks wait for the host
-    run = replace(run, cluster=replace(run.cluster, nodes=4, device=device))
+    exchanged = replace(run.parallel, cp_comm="all_to_all" if sequence else "all_gather")
+    run = replace(run, cluster=replace(run.cluster, nodes=4, device=device), parallel=exchanged)
     context, space = CostContext(run), Space(run)
     meshes = [replace(mesh, sequence=sequence) for mesh in space.meshes() if mesh.tp > 1 or not sequence]
     keys = [(mesh, microbatch) for mesh in meshes for microbatch in space.microbatches(mesh)]
     wires = [context.wires(mesh_of(mesh, context.world)) for mesh, _ in keys]
     rows = [SplitOnWires(block_split(mesh, 1, "torch", fused=False), each, many) for (mesh, many), each in zip(keys, wires, strict=True)]
-    found = blocks_of_splits(context, rows, form, RECOMPUTES, fused=fused)
+    found = blocks_of_splits(context, rows, Form(form, fused, waits), RECOMPUTES)
     for at, recompute in enumerate(RECOMPUTES):
         for number, ((mesh, microbatch), each) in list(enumerate(zip(keys, wires, strict=True), at * len(rows)))[::3]:
-            own = context.block_costs(block_split(replace(mesh, recompute=recompute), microbatch, form, fused=fused), each)
+            own = context.block_costs(block_split(replace(mesh, recompute=recompute), microbatch, form, fused=fused, waits=waits), each)
             assert [getattr(found, field)[number] for field in ("tied", "stream", "saved_once")] == [own.tied, own.stream, own.saved_once]
             for block in ("embedding", "first", "layer", "head", *(["dense_layer"] if own.dense_layer else [])):
                 for field in fields(BlockCost):

@@ -33,6 +33,7 @@ ROPE: Keys = {"model.positions": "rope"}
 LLAMA3: Keys = ROPE | {"model.rope.type": "llama3", "model.rope.original_max_position_embeddings": 16}
 YARN: Keys = LLAMA3 | {"model.rope.type": "yarn"}
 POWERSGD: Keys = {"parallel.compress.name": "powersgd"}
+EXCHANGE: Keys = {"parallel.cp": 2, "parallel.cp_comm": "all_to_all"}
 ONE: Keys = {"cluster.gpus": 1}
 BOTH: Keys = {"parallel.pp": 2, "parallel.tp": 2}
 PAIRS: Keys = {"data.name": "pairs", "data.path": "a", "data.documents": True}
@@ -114,9 +115,12 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("parallel.scatter", True, "parallel.tp=1", {"parallel.pp": 2}, {"parallel.pp": 2, "parallel.tp": 2}),
     ("parallel.scatter", True, "parallel.sequence=true", {**BOTH, "parallel.sequence": True}, BOTH),
     ("parallel.overlap.data", False, "one data-parallel rank", ONE, {}),
-    ("parallel.overlap.tensor", True, "parallel.tp=1", {}, {"parallel.tp": 2}),
+    ("parallel.overlap.tensor", True, "parallel.tp=1", {}, {"parallel.tp": 2, "engine": "papers"}),
+    ("parallel.overlap.tensor", True, "engine zero, which waits for them", {"parallel.tp": 2}, {"parallel.tp": 2, "engine": "papers"}),
     ("parallel.overlap.pipeline", True, "parallel.pp=1", {}, {"parallel.pp": 2}),
-    ("parallel.overlap.context", False, "parallel.cp=1", {}, {"parallel.cp": 2}),
+    ("parallel.overlap.context", False, "parallel.cp=1", {}, {"parallel.cp": 2, "engine": "papers"}),
+    ("parallel.overlap.context", False, "parallel.cp_comm=all_to_all", EXCHANGE, {"parallel.cp": 2, "engine": "papers"}),
+    ("parallel.cp_comm", "all_to_all", "parallel.cp=1", {}, {"parallel.cp": 2}),
     ("train.compile", True, "parallel.zero=3", {"parallel.zero": 3}, {"parallel.zero": 2}),
     ("train.evaluate.batches", 20, "train.evaluate.every=0", {}, {"train.evaluate.every": 10}),
     ("optim.betas", (0.9, 0.99), "optim.name=sgd", {"optim.name": "sgd"}, {}),

@@ -19,7 +19,7 @@ from distrain.tests.fakes.prove_screen import TINY, ScreenRecord, run_prove
 from distrain.tests.fakes.rank_pool import RankPool, choose_program
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.prove.trials.layouts import FILE_SCHEDULE, ProveLayout, is_native, recipe_layout, run_in_layout
-from distrain.trainer.prove.trials.plan_proof import Proof, SkippedLayout, plan_proof
+from distrain.trainer.prove.trials.plan_proof import Proof, SkippedLayout, candidates, plan_proof
 from distrain.trainer.prove.trials.written_choices import choices_sentence, written_choices
 from distrain.trainer.spec.problem import Problem
 
@@ -47,11 +47,14 @@ NAMES = (  # name, its layout
     ("dp2.zero3.gather_step",           ProveLayout(dp=2, zero=3, gather="step")),
     ("dp2.tp2.powersgd4",               ProveLayout(dp=2, tp=2, compress=4)),
     ("dp2.zero2.offload_optimizer",     ProveLayout(dp=2, zero=2, offload="optimizer")),
+    ("cp2.zero1.all_to_all",            ProveLayout(cp=2, zero=1, all_to_all=True)),
     ("dp2.zero3.offload_all",           ProveLayout(dp=2, zero=3, offload="all")),
     ("dp4.pp2.zero3.file.stages1-3.shard2.gather_step.full",
      ProveLayout(dp=4, pp=2, zero=3, schedule=FILE_SCHEDULE, stages=(1, 3), shard=2, gather="step", recompute="full")),
 )
 MISTAKES = (
+    ("layouts=dp2.all_to_all",          ("dp2.all_to_all exchanges tokens for heads, but has one rank for each sequence: "
+                                         "write dp2.all_to_all.cp2")),
     ("layouts=dp2.file",                "dp2.file has a schedule, file, but only one stage: write dp2.file.pp2"),
     ("layouts=dp2.stages1-3",           "dp2.stages1-3 has stages of a pipeline, but only one stage: write dp2.stages1-3.pp2"),
     ("layouts=pp2.stages",              "pp2.stages is no layout: write the layers of each part of the model, as stages1-2-1"),
@@ -90,6 +93,23 @@ def test_a_recipes_own_layout_is_as_it_is_written(tmp_path: Path) -> None:
     assert [each.partition("=")[0] for each in written_choices(run)] == [
         *("parallel.schedule", "parallel.stages", "parallel.shard", "parallel.gather"),
     ]
+
+
+def test_a_recipe_that_exchanges_heads_is_proved_so() -> None:
+    run = load_recipe(
+        "quickstart", [*TINY[1:], "parallel.cp=2", "parallel.cp_comm=all_to_all", "parallel.zero=0", "parallel.dp=1", "cluster.gpus=2"]
+    )
+    own = recipe_layout(run)
+    assert own == ProveLayout(cp=2, all_to_all=True)
+    assert run_in_layout(run, own).parallel == run.parallel
+    assert written_choices(run) == ("parallel.cp_comm=all_to_all",)
+
+
+def test_layouts_of_a_model_with_a_window_exchange_heads_where_ranks_share_a_sequence() -> None:
+    for window, exchanges in (("null", False), ("4", True)):
+        run = load_recipe("quickstart", [*TINY[1:], f"model.window={window}"])
+        assert {each.all_to_all for each in candidates(run) if each.cp > 1} == {exchanges}
+        assert not any(each.all_to_all for each in candidates(run) if each.cp == 1)
 
 
 def test_a_recipe_that_compresses_gradients_is_proved_so_and_its_other_layouts_are_not() -> None:
@@ -183,12 +203,12 @@ def test_a_layout_that_runs_a_file_needs_a_recipe_with_one(capsys: pytest.Captur
 
 def test_what_users_write_trains_the_curve_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
     keys = file_words(tmp_path, "parallel.stages=[1,3]", "train.steps=3")
-    names = "pp2.file.stages1-3,pp2.stages3-1,dp4.zero2.shard2,dp2.zero3.gather_step,pp2.zero1.zb_v.offload_optimizer"
+    names = "pp2.file.stages1-3,pp2.stages3-1,dp4.zero2.shard2,dp2.zero3.gather_step,pp2.zero1.zb_v.offload_optimizer,cp2.tp2.all_to_all"
     record = run_prove([*keys, f"layouts={names}"], tmp_path, lambda *_: nullcontext(ranks.server))
     assert record.status == 0
     assert "pp2.file.stages1-3 trains the recipe's layout as it is written" in " ".join(" ".join(record.lines).split())
     document = json.loads((tmp_path / "quickstart.prove" / "prove.json").read_text())
-    assert [each["verdict"] for each in document["layouts"]] == ["same"] * 5
+    assert [each["verdict"] for each in document["layouts"]] == ["same"] * 6
     rows = {each["layout"]: each for each in document["layouts"]}
     assert rows["pp2.file.stages1-3"]["stages"] == [1, 3]
     assert rows["pp2.file.stages1-3"]["schedule"] == str(tmp_path / "order.csv")
@@ -205,6 +225,7 @@ SPOILED = (  # fault, its verdict, what is said of it
     ("dp2.pp2.file=lost_weights",           "departs",  r"gradient norm departs at step 1"),
     ("pp2.file.stages1-3=swapped_layers",   "departs",  r"loss departs at step 1"),
     ("dp4.zero1.shard2=wrong_shard_group",  "departs",  r"gradient norm departs at step 1"),
+    ("cp2.all_to_all=chunks_by_rank",       "departs",  r"loss departs at step 1"),
     ("dp2.pp2.zero3.gather_micro=gathers_once", "messages", r"messages differ from the plan: dp all_gather"),
 )
 # fmt: on

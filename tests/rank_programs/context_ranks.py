@@ -6,6 +6,7 @@ Run by path with the number of ranks. Prints a line of JSON: {case: the largest 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -43,6 +44,17 @@ MODELS = {
     "mla": Model(family="mla", layers=2, hidden=48, heads=6, vocab=101, ffn=32, experts=3, top_k=2, **LATENT, **LLAMA),
     "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, vocab=101, **LLAMA),
 }
+# Of models whose ranks exchange tokens for heads: family, kernel, recomputation, dropout and further keys. Three ranks with one key head
+# have a copy each.
+EXCHANGED: tuple[tuple[str, str, str, float, dict[str, object]], ...] = (
+    ("gpt", "flash", "none", 0.0, {}),
+    ("gpt", "math", "selective", P, {}),
+    ("mla", "flash", "selective", 0.0, {}),
+    ("mla", "math", "full", P, {}),
+    ("llama", "flash", "full", 0.0, {"model__kv_heads": 1}),
+    ("llama", "math", "none", P, {"model__kv_heads": 1, "model__window": 10}),
+    ("llama", "flash", "selective", 0.0, {"model__kv_heads": 3, "model__window": 10}),
+)
 
 
 class AttentionInputs(NamedTuple):
@@ -120,24 +132,23 @@ def run_of(name: str, **changes: object) -> Run:
     return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
 
 
-def whole_model(context: ContextParallel, name: str, kernel: str, recompute: str, p: float) -> Comparisons:
+def whole_model(context: ContextParallel, name: str, kernel: str, recompute: str, p: float, **changes: object) -> Comparisons:
     """Compare the sum of losses and the gradient of every weight, of which each rank computes a part."""
-    run = run_of(name, train__attention=kernel, parallel__recompute=recompute, model__dropout=p)
+    run = run_of(name, train__attention=kernel, parallel__recompute=recompute, model__dropout=p, **changes)
     module = build_model(run, device=CPU, dtype=torch.float64, seed=5)
     tokens, labels, documents = *torch.randint(101, (2, B, S)), random_documents()
     labels[:, 3:7] = IGNORED
-    theirs = gradients(module, tokens, labels, documents, torch.arange(S), p)
+    theirs = gradients(module, tokens, labels, documents, p)
     other = build_module(dict(module.named_parameters()), run, cp=context)
-    own = context.positions(S, CPU)
-    ours = gradients(other, context.shard(tokens), context.shard(labels), documents, own, p)
+    ours = gradients(other, context.shard(tokens), context.shard(labels), documents, p)
     for what, part in ours.items():
         dist.all_reduce(part, group=context.group.handle)
         yield what, part, theirs[what]
 
 
-def gradients(module: Transformer, tokens: Tensor, labels: Tensor, documents: Tensor, positions: Tensor, p: float) -> dict[str, Tensor]:
+def gradients(module: Transformer, tokens: Tensor, labels: Tensor, documents: Tensor, p: float) -> dict[str, Tensor]:
     """Return the sum of losses, the number of labels that are not ignored, and the gradient of the sum by each weight."""
-    keyed = dropout_keys(1, 0, torch.arange(B), positions) if p else None
+    keyed = dropout_keys(1, 0, torch.arange(B), torch.arange(S)) if p else None
     loss, counted = module(tokens, labels, documents=documents, keys=keyed)
     held = dict(module.named_parameters())
     found = dict(zip(held, torch.autograd.grad(loss / B / S, list(held.values())), strict=True))
@@ -163,6 +174,11 @@ def differences(group: Group) -> dict[str, float]:
     checks |= {
         f"{name} {kernel} {recompute} {p} model": partial(whole_model, context, name, kernel, recompute, p)
         for name, (kernel, p), recompute in models
+    }
+    swapped = replace(context, exchanges_heads=True)
+    checks |= {
+        f"{name} {kernel} {recompute} {p} {changes} exchanged": partial(whole_model, swapped, name, kernel, recompute, p, **changes)
+        for name, kernel, recompute, p, changes in EXCHANGED
     }
     checks["gathered"] = partial(compare_gathered, context)
     found: dict[str, float] = {}

@@ -21,6 +21,7 @@ from distrain.trainer.engines.native.delayed_engine import DelayedEngine
 from distrain.trainer.engines.native.engine import NativeEngine
 from distrain.trainer.engines.native.pipeline import Pipeline
 from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.layers.transformer import head_exchange as exchange_module
 from distrain.trainer.layers.transformer.transformer import Transformer
 from distrain.trainer.loop import train as loop
 from distrain.trainer.loop.checkpoint import save as save_module
@@ -36,6 +37,7 @@ shard_file: Any = file_module
 adapter: Any = DeepSpeedAdapter  # the classes whose methods they replace
 native: Any = NativeEngine
 engine: Any = engine_module
+exchange: Any = exchange_module
 bucket: Any = WeightBucket
 pipeline: Any = Pipeline
 transformer: Any = Transformer
@@ -232,6 +234,11 @@ def gathers_once() -> None:
     engine.gathers_once = lambda parallel: True
 
 
+def chunks_by_rank() -> None:
+    """Context ranks that exchange tokens for heads have the tokens in the order of ranks, not in that of the sequence."""
+    exchange._chunks_of = lambda whole, rank, ranks: whole.chunk(2 * ranks, dim=1)[2 * rank : 2 * rank + 2]
+
+
 def wrong_shard_group() -> None:
     """The ranks that share a copy of the shards sum a shard's gradients, not those that own the same shard."""
 
@@ -305,7 +312,7 @@ def failed_writes() -> None:
 FAULTS = {each.__name__: each for each in (late_writes, slow_writes, failed_writes)}
 FAULTS |= {each.__name__: each for each in (same_samples, faster, dies, poisons, poisons_ever, spikes)}
 FAULTS |= {each.__name__: each for each in (extra_native_sum, small_native_norm)}
-FAULTS |= {each.__name__: each for each in (other_order, lost_weights, swapped_layers, wrong_shard_group, gathers_once)}
+FAULTS |= {each.__name__: each for each in (other_order, lost_weights, swapped_layers, wrong_shard_group, gathers_once, chunks_by_rank)}
 FAULTS |= {each.__name__: each for each in (newest_in_backward, one_later, larger_norm, lost_error)}
 FAULTS |= {each.__name__: each for each in (no_finite_check, extra_sum, no_norm_sum, louder_report, same_evaluation)}
 

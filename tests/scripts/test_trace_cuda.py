@@ -60,6 +60,10 @@ LAYOUTS = {
     "pp": ("cluster.gpus=4", "parallel.dp=1", "parallel.pp=4", "train.batch=5", "model.layers=4"),  # a micro-batch more than are in flight
 }
 # fmt: off
+EXCHANGE = (  # context ranks exchange tokens for the heads of a tensor rank
+    "cluster.gpus=4", "parallel.dp=1", "parallel.tp=2", "parallel.sequence=true", "parallel.cp=2", "parallel.cp_comm=all_to_all",
+    "train.batch=2",
+)
 PLAIN = (
     "parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "parallel.ep=1", "parallel.zero=0", "parallel.sequence=false", "parallel.chunks=1",
     "parallel.schedule=1f1b", "parallel.shard=all", "train.compile=false",
@@ -145,6 +149,10 @@ GEMMA_JOBS = [
     TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *GEMMA, *LAYOUTS[layout], f"parallel.recompute={recompute}"))
     for layout, recompute in (("one rank", "none"), ("tp", "full"))
 ]
+EXCHANGE_JOBS = [
+    TraceJob(recipe=MODELS["llama"][0], words=(*GPU, *PLAIN[:-1], *MODELS["llama"][1:], "model.vocab=1024", *EXCHANGE, *BF16)),
+    TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *GEMMA, *EXCHANGE, "parallel.recompute=none")),
+]
 FP8_JOBS = [
     TraceJob(recipe=MODELS[model][0], words=(*GPU, *PLAIN, *MODELS[model][1:], *LAYOUTS[layout], *BF16[:-1], *words, "train.precision=fp8"))
     for model, layout, words in (
@@ -163,6 +171,7 @@ JOBS = [
     *GLM_JOBS,
     *OLMO_JOBS,
     *GEMMA_JOBS,
+    *EXCHANGE_JOBS,
     *FP8_JOBS,
     *drawn_jobs(14, 9),
 ]

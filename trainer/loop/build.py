@@ -69,7 +69,7 @@ def build_parts(run: Run, grid: Grid, partition: ParameterPartitioner | None = N
             parameters | zero_constants(op_table(run), part.layers, grid.world.device),
             run,
             tensor_parallel_of(run, grid),  # tp
-            cp=context_parallel_of(grid),
+            cp=context_parallel_of(run, grid),
             ep=grid.group("ep"),
             layers=part.layers,
             first=part.first,

@@ -43,10 +43,10 @@ def tensor_parallel_of(run: Run, grid: Grid) -> TensorParallel | None:
     )
 
 
-def context_parallel_of(grid: Grid) -> ContextParallel | None:
+def context_parallel_of(run: Run, grid: Grid) -> ContextParallel | None:
     """The context axis as layers see it; None where it has one rank."""
     group = grid.group("cp")
-    return None if group is None else ContextParallel(group=group)
+    return None if group is None else ContextParallel(group=group, exchanges_heads=run.parallel.cp_comm == "all_to_all")
 
 
 def head_shards(run: Run, degree: int) -> HeadShards:

@@ -49,8 +49,9 @@ def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
 
 def layout_blocks(context: CostContext, layout: Layout) -> BlockCosts:
     """The costs of a layout's blocks, cached by their split."""
-    parallel, hooks = layout.parallel, cost_model(layout.engine).hooks(layout.parallel)
-    return context.block_costs(block_split(parallel, layout.microbatch, layout.form, fused=layout.fused, hooks=hooks), layout.wires)
+    model = cost_model(layout.engine)
+    split = block_split(layout.parallel, layout.microbatch, layout.form, fused=layout.fused, waits=not model.hides_messages)
+    return context.block_costs(split._replace(hooks=model.hooks(layout.parallel)), layout.wires)
 
 
 def peak_bytes(context: CostContext, layout: Layout, kinds: list[StageCost]) -> tuple[int, int, int]:

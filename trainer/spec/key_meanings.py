@@ -126,6 +126,7 @@ KEYS = {
     "parallel.tp":                  Key("tensor parallel: ranks that share each layer"),
     "parallel.pp":                  Key("pipeline parallel: stages that share out the layers"),
     "parallel.cp":                  Key("context parallel: ranks that share each sequence"),
+    "parallel.cp_comm":             Key("how attention crosses cp: all_gather of keys, or all_to_all, tokens for heads (Ulysses)"),
     "parallel.ep":                  Key("expert parallel: ranks that share out the experts; taken from dp, which ep divides"),
     "parallel.zero":                Key("ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too"),
     "parallel.shard":               Key("ranks over which ZeRO shards; all: every rank of the data axis"),

@@ -187,6 +187,9 @@ class Sync:
     outer: OuterOptimizer = field(default_factory=OuterOptimizer)
 
 
+CpComm = Literal["all_gather", "all_to_all"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
     """Degrees of the mesh and how each axis works."""
@@ -195,6 +198,7 @@ class Parallel:
     tp: Count = 1
     pp: Count = 1
     cp: Count = 1
+    cp_comm: CpComm = "all_gather"
     ep: Count = 1
     zero: Literal[0, 1, 2, 3] = 0
     shard: Count | Literal["all"] = "all"

@@ -31,6 +31,7 @@ LAYOUTS = (
 )
 HALF_PRECISION_LAYOUTS = (
     ProveLayout(cp=2),
+    ProveLayout(cp=2, all_to_all=True),
     ProveLayout(tp=2, sequence=True),
 )  # attention across ranks calls another kernel than in float32
 WORDS = ("model=tiny_llama", "data=synthetic", "train.seq=64", "train.batch=8", "train.microbatch=2")

@@ -27,6 +27,7 @@ from .core_attention import (
     window_mask,
     windowed_attention,
 )
+from .head_exchange import exchange_for_heads, exchange_for_tokens
 from .rotary import rotate
 
 # B batch, S sequence, H hidden, A heads, N key and value heads, D head_dim; A and N as this rank has them
@@ -101,25 +102,41 @@ class Attention(nn.Module):
         cp: ContextParallel | None = None,
         band: Tensor | None = None,
     ) -> Tensor:
-        """x [B, S, H] -> [B, S, H]; under context parallelism S are this rank's tokens.
+        """x [B, S, H] -> [B, S, H]; under context parallelism S are this rank's tokens, and `mask` and `states` are those of its queries.
 
         `band` is the mask of a block of the model's window, where that does not cover S and the fused kernel computes in blocks.
         """
         band = band if self.window else None
         query, key, value = self.heads(x, angles)
-        if cp is not None:
+        if cp is not None and not cp.exchanges_heads:
             values = self.core_across_ranks(query, key, value, mask, states, cp)  # [B, S, A, D]
-        elif self.recompute_core:
-            values = recompute(self.core, query, key, value, mask, states, band)
         else:
-            values = self.core(query, key, value, mask, states, band)
+            first_head = self.first_head
+            if cp is not None:
+                query, key, value = exchange_for_heads(query, key, value, cp)
+                first_head += cp.group.rank * query.shape[2]
+            if self.recompute_core:
+                values = recompute(self.core, query, key, value, mask, states, band, first_head)
+            else:
+                values = self.core(query, key, value, mask, states, band, first_head)
+            if cp is not None:
+                values = exchange_for_tokens(values, cp)
         if self.padded_heads:  # a padded head sees the key heads that it shares with its neighbours, and nothing may be learnt from it
             values = F.pad(values[:, :, : -self.padded_heads], (0, 0, 0, self.padded_heads))
         output: Tensor = self.out(values.flatten(2))  # [B, S, H]
         return output
 
-    def core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, states: Tensor | None, band: Tensor | None) -> Tensor:
-        """Return the values weighted by the softmax of the scores, [B, S, A, D]."""
+    def core(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        states: Tensor | None,
+        band: Tensor | None,
+        first_head: int,
+    ) -> Tensor:
+        """Return the values weighted by the softmax of the scores, [B, S, A, D]; `first_head`: the number of the first in the layer."""
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, A or N, S, D]
         if self.kernel == "flash" and not self.dropout.is_active(states):
             if band is not None:
@@ -129,7 +146,7 @@ class Attention(nn.Module):
             windowed = window_mask(query.shape[2], self.window, query.dtype, query.device)
             mask = windowed if mask is None else mask + windowed
         weights = attention_weights(query, key, mask, self.scale)  # [B, A, S, S]
-        return weighted_values(self.dropout(weights, states, self._heads(query)), value).transpose(1, 2)
+        return weighted_values(self.dropout(weights, states, _head_numbers(query, first_head)), value).transpose(1, 2)
 
     def core_across_ranks(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, states: Tensor | None, cp: ContextParallel
@@ -140,10 +157,13 @@ class Attention(nn.Module):
         if self.kernel == "flash" and not self.dropout.is_active(states):
             core = FlashCore(cp, self.scale) if is_for_flash(query, value, mask) else FusedCore(cp, self.scale)
         else:
-            draw_mask = None if states is None or not self.dropout.p else partial(self.dropout.mask, states, self._heads(query))
+            draw_mask = (
+                None if states is None or not self.dropout.p else partial(self.dropout.mask, states, _head_numbers(query, self.first_head))
+            )
             core = ScoresCore(cp, self.dropout.p, draw_mask, self.scale)
         return context_attention(query, key, value, mask, core, cp, recompute=self.recompute_core)
 
-    def _heads(self, query: Tensor) -> range:
-        """Return the numbers, in the whole layer, of this rank's query heads: query [B, A, S, D]."""
-        return range(self.first_head, self.first_head + query.shape[1])
+
+def _head_numbers(query: Tensor, first: int) -> range:
+    """Return the numbers, in the whole layer, of the heads of a query [B, A, S, D], the first of which is `first`."""
+    return range(first, first + query.shape[1])

@@ -1,5 +1,5 @@
 """Context parallelism: each rank of a group has two chunks of every sequence, and attention gathers the keys and values of the whole
-sequence (arXiv:2407.21783 section 3.3.2).
+sequence (arXiv:2407.21783 section 3.3.2), or exchanges tokens for heads (head_exchange.py).
 
 Of C ranks, rank r has chunks r and 2C - 1 - r of 2C. Causal attention gives an early chunk few keys and a late chunk many, so that
 each rank computes the same amount.
@@ -26,9 +26,11 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """The context-parallel group as layers see it."""
+    """The context-parallel group as layers see it. `exchanges_heads`: in attention a rank has all tokens of some heads, not all keys and
+    some queries of all heads."""
 
     group: Group
+    exchanges_heads: bool = False
 
     def chunks(self, seq: int) -> Iterator[tuple[slice, range]]:
         """Yield, for each of this rank's two chunks, its place among this rank's tokens and its positions in the sequence."""

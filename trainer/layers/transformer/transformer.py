@@ -34,7 +34,7 @@ class LayerInputs:
     """The inputs of every layer in one micro-batch, besides the hidden states.
 
     `dropout_states` key the dropout of attention, `sharded_dropout_states` that of the hidden states: under sequence parallelism
-    those of this rank's part of the sequence.
+    those of this rank's part of the sequence. S of `mask` and `dropout_states` are the queries that this rank attends with.
     """
 
     angles: Tensor | None  # [2, S, D/2] rotary angles
@@ -165,7 +165,8 @@ class Transformer(nn.Module):
 
         A part that is not the first starts from the hidden states `stream` [B, S, H]; one that is not the last returns its hidden
         states in place of the loss. `documents` [B, whole sequence] marks each token's document by any number that changes from one
-        document to the next: attention and learned positions stay inside a document. Without `keys` there is no dropout.
+        document to the next: attention and learned positions stay inside a document. `keys` are those of the whole sequence's
+        tokens; without them there is no dropout.
         """
         x = self.hidden_states(tokens, documents, keys, stream)
         count = (labels != IGNORED).sum()
@@ -209,14 +210,21 @@ class Transformer(nn.Module):
             size = tokens.shape[1] * (self.cp.group.size if self.cp else 1)
             angles = rotary_angles(model, positions, size, dtype)
             local_angles = rotary_angles(local_rotary(model), positions, size, dtype) if model.has_local_rope else None
+        attending = positions  # of the queries of this rank's attention
+        if self.cp is not None and self.cp.exchanges_heads:
+            attending = torch.arange(len(positions) * self.cp.group.size, device=tokens.device)
         mask = starts = None
         if documents is not None:
-            starts = document_starts(documents)[:, positions]
-            mask = document_mask(starts, positions, documents.shape[1], dtype)
+            every_start = document_starts(documents)
+            starts = every_start[:, positions]
+            mask = document_mask(every_start[:, attending], attending, documents.shape[1], dtype)
         band = None
-        if self.is_fused and (keys is None or not model.dropout) and (window := model.effective_window(tokens.shape[1])):
+        if self.is_fused and (keys is None or not model.dropout) and (window := model.effective_window(len(attending))):
             band = window_band(window, dtype, tokens.device)
-        states = None if keys is None else keys.states
+        states = own_states = None if keys is None else keys.states
+        if states is not None and self.cp is not None:
+            own_states = self.cp.shard(states)
+            states = states if self.cp.exchanges_heads else own_states
         return LayerInputs(
             angles=angles,
             local_angles=local_angles,
@@ -224,7 +232,7 @@ class Transformer(nn.Module):
             band=band,
             starts=starts,
             dropout_states=states,
-            sharded_dropout_states=self.tp.shard(states) if states is not None and self.tp else states,
+            sharded_dropout_states=self.tp.shard(own_states) if own_states is not None and self.tp else own_states,
             cp=self.cp,
         )
 

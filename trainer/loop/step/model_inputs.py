@@ -21,16 +21,15 @@ from ..data.samples.batches import Batch
 def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return tokens, labels and keyword arguments of a model's forward, on the rank's device; without a step there is no dropout.
 
-    Under context parallelism tokens and labels are this rank's part of the sequence. Documents stay whole: an attention mask needs
-    the document starts of other ranks. So do the labels that an auxiliary loss of experts weighs each sequence by.
+    Under context parallelism tokens and labels are this rank's part of the sequence. Documents and dropout keys stay whole: attention
+    may need those of other ranks' tokens. So do the labels that an auxiliary loss of experts weighs each sequence by.
     """
-    device, context, seq = grid.world.device, context_parallel_of(grid), batch.tokens.shape[1]
+    device, context, seq = grid.world.device, context_parallel_of(run, grid), batch.tokens.shape[1]
     further: dict[str, Any] = {}
     if batch.documents is not None:
         further["documents"] = batch.documents.to(device, non_blocking=True)
     if run.model.dropout and step is not None:
-        positions = torch.arange(seq, device=device) if context is None else context.positions(seq, device)
-        further["keys"] = dropout_keys(run.train.seed, step, batch.samples.to(device), positions)
+        further["keys"] = dropout_keys(run.train.seed, step, batch.samples.to(device), torch.arange(seq, device=device))
     if context is not None and has_experts(run.model) and run.model.aux_loss:
         further["label_counts"] = (batch.labels != IGNORED).sum(1).to(device, non_blocking=True)
     tokens, labels = (each if context is None else context.shard(each) for each in (batch.tokens, batch.labels))

@@ -27,7 +27,8 @@ def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
     fused = has_flash and not model.window
     if run.data.documents:
         table = replace(table, embedding=tuple(_with_mask(op, fused=fused) for op in table.embedding))
-    copied = run.cluster.device.kind != "cpu" and (run.data.documents or run.train.precision == "fp32") and run.parallel.cp == 1
+    has_own_core = run.parallel.cp == 1 or run.parallel.cp_comm == "all_to_all"
+    copied = run.cluster.device.kind != "cpu" and (run.data.documents or run.train.precision == "fp32") and has_own_core
     if fused and copied:
         table = table.replace_ops(lambda op: (_with_copies(op),))
     return table

@@ -77,7 +77,8 @@ class Op:
     - `partial`: weights that every tensor-parallel rank holds whole, with the gradient of its own heads; each micro-batch adds these up,
       unless parallel.sequence sums the gradients of all such weights once a step.
     - `constants`: what the op reads in float32 beside weights, and nothing trains: every rank holds its layers' whole.
-    - `gathers`: the tensors that each rank of the context axis needs of the whole sequence.
+    - `gathers`: the tensors that each rank of the context axis needs of the whole sequence. `swaps`: those that its ranks exchange in
+      an all-to-all, as a rank has them with all tokens of some heads. `saves_swapped`: what the op saves besides, where they do.
     - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
     - `in_fp8`: our modules compute its product in 8-bit floats.
     - `in_fours`: Megatron-LM's fused softmax takes four of these at a time; where they are no multiple of four, its parts are kernels of
@@ -101,6 +102,8 @@ class Op:
     partial: tuple[Tensor, ...] = ()
     constants: tuple[Weight, ...] = ()
     gathers: tuple[Tensor, ...] = ()
+    swaps: tuple[Tensor, ...] = ()
+    saves_swapped: tuple[Tensor, ...] = ()
     core: bool = False
     in_fp8: bool = False
     in_fours: Dims = ()
@@ -163,6 +166,9 @@ def logical_sizes(model: Model, train: Train) -> dict[str, int]:
         "seq": train.seq,
         "tokens": train.seq,  # the sequence of a tensor that sequence parallelism never splits
         "keys": train.seq,  # the sequence of a tensor that no axis splits
+        "core_tokens": train.seq,  # in attention's core, where ranks exchange tokens for heads: whole, the heads split by their axis too
+        "core_heads": model.heads,
+        "core_kv_heads": model.kv_heads or model.heads,
         "batch": train.microbatch,
         "experts": model.experts,
         "choices": model.experts,  # the experts of a tensor that expert parallelism does not split
@@ -177,13 +183,15 @@ def logical_sizes(model: Model, train: Train) -> dict[str, int]:
 
 
 def window_sizes(model: Model, seq: int) -> dict[str, int]:
-    """Return, on average over layers, the tokens of layers with a window that does not cover the sequence, and the keys of their blocks
-    that have a mask: all but the first, each of which sees two blocks of keys (trainer/layers/transformer/core_attention.py)."""
+    """Return, on average over layers, the tokens of layers with a window that does not cover the sequence and those of the others, and the
+    keys of the former's blocks that have a mask: all but the first, each of which sees two blocks of keys
+    (trainer/layers/transformer/core_attention.py)."""
     window, layers = model.effective_window(seq) or 0, model.windowed_layers
     if not window:
-        return {"windowed_tokens": 0, "masked_keys": 0}
+        return {"windowed_tokens": 0, "unwindowed_tokens": seq, "masked_keys": 0}
     masked = sum(min(begin + window, seq) - (begin - window) for begin in range(window, seq, window))
-    return {"windowed_tokens": round(seq * layers / model.layers), "masked_keys": round(masked * layers / model.layers)}
+    windowed = round(seq * layers / model.layers)
+    return {"windowed_tokens": windowed, "unwindowed_tokens": seq - windowed, "masked_keys": round(masked * layers / model.layers)}
 
 
 def element_count(dims: Dims, sizes: Mapping[str, int]) -> int:

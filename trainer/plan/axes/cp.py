@@ -1,4 +1,5 @@
-"""Context parallelism: every rank holds a part of each sequence; keys and values are gathered (arXiv:2407.21783 section 3.3.2)."""
+"""Context parallelism: every rank holds a part of each sequence; keys and values are gathered (arXiv:2407.21783 section 3.3.2), or tokens
+exchanged for heads (arXiv:2309.14509)."""
 
 from __future__ import annotations
 
@@ -10,19 +11,23 @@ from .message import AxisMessage
 
 
 def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
-    """All-gather the keys and values of the whole sequence for forward and again for backward; reduce-scatter their gradients."""
+    """All-gather the keys and values of the whole sequence for forward and again for backward; reduce-scatter their gradients. Or exchange
+    queries, keys and values in one all-to-all, and values in another; so their gradients."""
     if op.gathers:
         payload = sum(on_rank.bytes(tensor, without="cp") for tensor in op.gathers)
         yield AxisMessage("cp", "all_gather", payload, 1, 1)
         yield AxisMessage("cp", "reduce_scatter", payload, 0, 1)
+    if op.swaps:
+        yield AxisMessage("cp", "all_to_all", sum(map(on_rank.bytes, op.swaps)), 1, 1)
 
 
 AXIS = Axis(
     name="cp",
-    splits=("seq", "tokens"),  # of attention scores the queries; the keys, dim `keys`, are whole
+    splits=("seq", "tokens", "core_heads", "core_kv_heads"),  # of attention scores the queries; the keys, dim `keys`, are whole
     messages=messages,
     data=True,
     overlap="context",
+    waits=lambda parallel: parallel.cp_comm == "all_to_all",
     layers_only=True,
     source="arXiv:2407.21783",
 )

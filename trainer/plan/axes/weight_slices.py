@@ -10,7 +10,8 @@ from typing import Literal
 from ...models.ops.op_table import Dims, Parameter, round_up
 from ...spec.divisors import least_divisor
 
-TENSOR_DIMS: Dims = ("heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocab")  # that the tensor axis splits
+# Dims that the tensor axis splits
+TENSOR_DIMS: Dims = ("heads", "kv_heads", "core_heads", "core_kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocab")
 
 TensorCopies = Literal["", "replicated", "shared"]  # other ranks of the tensor axis that hold a weight too: none, all, some
 
@@ -121,9 +122,9 @@ def dim_shard(dim: str, size: Mapping[str, int], degree: int, rank: int, *, voca
     """A tensor-parallel rank's elements along a logical dim that the tensor axis splits."""
     whole = size[dim]
     match dim:
-        case "heads":
+        case "heads" | "core_heads":
             return HeadShards(whole, size["kv_heads"], degree).query_shard(rank)
-        case "kv_heads":
+        case "kv_heads" | "core_kv_heads":
             return HeadShards(size["heads"], whole, degree).kv_shard(rank)
         case "vocab":
             each = round_up(whole, vocab_multiple * degree) // degree

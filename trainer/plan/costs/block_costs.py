@@ -20,7 +20,11 @@ from .number_or_array import for_each, is_number, larger
 from .op_seconds import OpSeconds, op_kernels, op_seconds
 from .pass_seconds import BlockMessage, RankOp, block_seconds
 from .precision import widths
-from .roofline import rates
+from .roofline import DeviceRates, memory_seconds, rates
+
+# An exchange of tokens for heads (trainer/layers/transformer/head_exchange.py) copies each tensor twice, reading and writing it: into the
+# order of ranks, one kernel, and into that of the sequence, two kernels a rank on one side and one on the other.
+SWAP_MOVES, SWAP_KERNELS = 4, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +124,8 @@ class SplitCosts:
         # trainer/layers/transformer/core_attention.py
         has_flash = run.train.precision != "fp32" and "bf16" in run.cluster.device.peak  # compute capability 8 or later
         fused_core = own and self.kind == "cuda" and (run.data.documents or not has_flash or split.fused)
-        self.core_again = int(fused_core) * for_each(lambda degree: int(degree > 1), split.degree("cp"))
+        self.has_context = for_each(lambda degree: int(degree > 1), split.degree("cp"))  # 1 where ranks share a sequence
+        self.core_again = int(fused_core and run.parallel.cp_comm == "all_gather") * self.has_context
         self.local = self._local_tensors(run, split.form)
         outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local
         self.stream = self.local.bytes(STREAM)
@@ -155,7 +160,7 @@ class SplitCosts:
         )
 
     def _ops(self, ops: tuple[Op, ...], local: LocalTensors) -> OpCosts:
-        times = [op_seconds(op, local, self.device, self.gradient) for op in ops] if self.device else []
+        times = [self._op_seconds(op, local, self.device) for op in ops] if self.device else []
         logits = sum([logits_bytes(op, local) for op in ops])
         sent = [
             OpMessage(op, axis.sums_results, each)
@@ -164,9 +169,23 @@ class SplitCosts:
             if axis.messages
             for each in axis.messages(op, local)
         ]
-        held = [op_bytes(op, local, self.kind) for op in ops]
-        held = [each._replace(saved=each.saved - self.core_again * _log_sum_bytes(op, local)) for op, each in zip(ops, held, strict=True)]
+        held = [self._op_bytes(op, local) for op in ops]
         return OpCosts(ops, local, times, held, sent, _elements(ops, local, self.split), logits)
+
+    def _op_seconds(self, op: Op, local: LocalTensors, device: DeviceRates) -> OpSeconds:
+        """The seconds of an op, with the copies before and after an exchange of tokens for heads."""
+        seconds = op_seconds(op, local, device, self.gradient)
+        if not op.swaps:
+            return seconds
+        moved, kernels = SWAP_MOVES * sum(map(local.bytes, op.swaps)), SWAP_KERNELS * len(op.swaps)
+        copies = self.has_context * memory_seconds(moved, kernels, device)
+        return seconds._replace(forward=seconds.forward + copies, input_gradients=seconds.input_gradients + copies)
+
+    def _op_bytes(self, op: Op, local: LocalTensors) -> OpBytes:
+        """The bytes of an op, with what it saves where ranks share a sequence."""
+        held = op_bytes(op, local, self.kind)
+        swapped = self.has_context * sum(map(local.bytes, op.saves_swapped))
+        return held._replace(saved=held.saved + swapped - self.core_again * _log_sum_bytes(op, local))
 
     def _local_tensors(self, run: Run, form: ActivationForm) -> LocalTensors:
         multiple, activation = run.model.vocab_multiple, widths(run).activation

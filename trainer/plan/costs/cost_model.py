@@ -90,6 +90,8 @@ class CostModel:
 
     simulates_uneven = False
     """Whether a step is simulated whose closed form holds only if a forward and both halves of a backward take equally long."""
+    hides_messages = True
+    """Whether layers compute while the messages of their axes travel, as parallel.overlap says."""
 
     def hooks(self, parallel: Parallel) -> int:
         """Return the host time of the engine's hooks for each weight in a forward pass, in operators; in backward it is twice that."""

@@ -38,12 +38,15 @@ def _block_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
     return tuple(sorted([axis for axis in reversed(axes) if axis.messages], key=lambda axis: axis.within is not None))
 
 
-def block_split(parallel: Parallel, microbatch: int, form: ActivationForm, *, fused: bool, hooks: int = 0) -> BlockSplit:
-    """The split of a layout's blocks. Axes within another come last."""
+def block_split(
+    parallel: Parallel, microbatch: int, form: ActivationForm, *, fused: bool, waits: bool = False, hooks: int = 0
+) -> BlockSplit:
+    """The split of a layout's blocks. Axes within another come last. `waits`: nothing hides a block's messages, whatever parallel.overlap
+    says."""
     splitting = [(axis, degree) for axis in _block_axes(tuple(AXES.values())) if (degree := axis.degree(parallel)) > 1]
     return BlockSplit(
         degrees=tuple([(axis.name, degree) for axis, degree in splitting]),
-        overlapped=tuple([axis.name for axis, _ in splitting if axis.hides_messages(parallel)]),
+        overlapped=tuple([axis.name for axis, _ in splitting if not waits and axis.hides_messages(parallel)]),
         sequence=parallel.sequence and parallel.tp > 1,
         recompute=parallel.recompute,
         microbatch=microbatch,

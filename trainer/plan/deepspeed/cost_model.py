@@ -33,6 +33,8 @@ HOOKS = {0: 0, 1: 1, 2: 1, 3: 6}
 class DeepSpeedCosts(CostModel):
     """Costs of DeepSpeed 0.19, as counted on live tensors and messages."""
 
+    hides_messages = False
+
     def hooks(self, parallel: Parallel) -> int:
         """At ZeRO 3 they gather and free each module's weights, and reduce each gradient."""
         return HOOKS[parallel.zero]

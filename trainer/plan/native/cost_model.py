@@ -46,6 +46,7 @@ class NativeCosts(CostModel):
     """Costs of flat buckets of weights, as counted on live tensors and messages."""
 
     simulates_uneven = True
+    hides_messages = False
 
     def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
         """At ZeRO 2 gradients travel at every micro-batch, in a pipeline too; at ZeRO 3 as often as weights are gathered. Stepped weights

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from ...models.families import is_made_by_transformers
+from ...spec.format_numbers import plural
 from ...spec.rope import ROPE_KEYS
 from ...spec.run import Parallel, Run
+from ..axes.weight_slices import HeadShards
 from .broken_rule import BrokenRule
+from .degrees import nearest_divisors
 
 ORIGINAL = "model.rope.original_max_position_embeddings"
 
@@ -60,7 +64,24 @@ def window_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 
 
 def window_layout_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """Ranks that share a sequence compute whole attention only."""
-    if parallel.cp > 1 and run.model.effective_window(run.train.seq):
+    """Ranks that gather keys compute whole attention only."""
+    if parallel.cp > 1 and parallel.cp_comm == "all_gather" and run.model.effective_window(run.train.seq):
         says = f"parallel.cp={parallel.cp} does not compute model.window={run.model.window}, shorter than train.seq={run.train.seq}"
-        yield BrokenRule("window", says, ((("parallel.cp", 1),),))
+        exchanged = (("parallel.cp_comm", "all_to_all"),)
+        yield BrokenRule("window", says, (exchanged, (("parallel.cp", 1),)))
+
+
+def exchanged_heads_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """Ranks that exchange tokens for heads share out the heads that a tensor-parallel rank has: each has as many queries, and the keys of
+    these alone."""
+    model, cp = run.model, parallel.cp
+    kv_heads = model.kv_heads or model.heads
+    if cp == 1 or parallel.cp_comm != "all_to_all" or model.heads % kv_heads:
+        return
+    shards = HeadShards(model.heads, kv_heads, parallel.tp)
+    if shards.size % cp == 0 and (shards.kv_size % cp == 0 or cp % shards.kv_size == 0):
+        return
+    heads = plural(shards.size, "head") + ("" if shards.kv_size == shards.size else f" and {plural(shards.kv_size, 'key head')}")
+    of = " of a tensor rank" if parallel.tp > 1 else ""
+    says = f"parallel.cp_comm=all_to_all does not share out {heads}{of} over parallel.cp={cp} evenly"
+    yield BrokenRule("cp_comm", says, ((("parallel.cp_comm", "all_gather"),), *nearest_divisors("parallel.cp", cp, gcd(shards.size, cp))))

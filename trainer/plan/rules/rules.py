@@ -26,7 +26,7 @@ from .latent_rule import latent_rule
 from .lora_rule import lora_rule
 from .norm_rule import norm_rule
 from .pipeline_rules import pipeline_rule
-from .position_rules import rotary_rule, window_layout_rule, window_rule
+from .position_rules import exchanged_heads_rule, rotary_rule, window_layout_rule, window_rule
 from .router_rule import router_rule
 from .sync_rule import agreement_rule, sync_rule
 from .value_rules import folders_rule, pairs_rule, plannable_ranks_rule, rates_rule, step_windows_rule, timeline_rule
@@ -286,7 +286,7 @@ OF_RUN: tuple[Rule, ...] = (
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,
-    context_rule, pipeline_rule, batch_rule, offload_rule, plannable_ranks_rule, timeline_rule, fp8_rule,
+    context_rule, exchanged_heads_rule, pipeline_rule, batch_rule, offload_rule, plannable_ranks_rule, timeline_rule, fp8_rule,
 )  # fmt: skip
 # Those of a layout that read its micro-batch or its recomputation, and all keys of parallel that they read. The others read neither.
 OF_STEP: tuple[Rule, ...] = (hugging_face_layout_rule, pipeline_rule, batch_rule, fp8_rule)

@@ -18,7 +18,7 @@ from ...spec.read import value_text
 from ...spec.rope import ROPE_KEYS
 from ...spec.run import Run
 from ..axes import AXES
-from ..engines import PAPERS_NAME
+from ..engines import PAPERS_NAME, cost_model, engine_for
 from ..layout.mesh import Mesh
 from ..layout.sum_routes import inner_ranks
 from ..layout.workers import worker_count
@@ -59,6 +59,12 @@ def _never_replaced(run: Run, mesh: Mesh) -> str:
 
 def _one_data_rank(run: Run, mesh: Mesh) -> str:
     return "one data-parallel rank" if mesh.dp * mesh.cp == 1 else ""
+
+
+def _waits(run: Run, mesh: Mesh) -> str:
+    """An engine trains the run whose layers wait for their messages."""
+    row, limits = engine_for(run, run.parallel)
+    return f"engine {row.name}, which waits for them" if row and not limits and not cost_model(row.name).hides_messages else ""
 
 
 def _one_level(run: Run, mesh: Mesh) -> str:
@@ -164,9 +170,10 @@ IDLE: dict[str, Condition] = {
     "parallel.compress.start": _any(_is("parallel.compress.name", "none"), _one_data_rank, _is("engine", PAPERS_NAME)),
     "parallel.scatter":        _any(_is("parallel.pp", 1), _is("parallel.tp", 1), _is("parallel.sequence", True)),
     "parallel.overlap.data":   _one_data_rank,
-    "parallel.overlap.tensor": _is("parallel.tp", 1),
+    "parallel.overlap.tensor": _any(_is("parallel.tp", 1), _waits),
     "parallel.overlap.pipeline": _is("parallel.pp", 1),
-    "parallel.overlap.context": _is("parallel.cp", 1),
+    "parallel.overlap.context": _any(_is("parallel.cp", 1), _is("parallel.cp_comm", "all_to_all"), _waits),
+    "parallel.cp_comm":        _is("parallel.cp", 1),
     "train.compile":           lambda run, mesh: "" if run.engine == PAPERS_NAME else _is("parallel.zero", 3)(run, mesh),
     "train.evaluate.batches":  _is("train.evaluate.every", 0),
     "optim.betas":             _is_not("optim.name", "adamw", "muon"),

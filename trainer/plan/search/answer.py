@@ -20,13 +20,12 @@ from ..layout_cost import StepSeconds, layout_cost
 from ..plan import make_plan, plan_throughput, plan_whole_run
 from ..rules.rules import OF_LAYOUT, OF_RUN, broken_rules
 from .front import CostedLayout
-from .search import LayoutSearch, candidate_layout
-from .space import ZEROS, Candidate, Space
+from .search import candidate_layout, search_layouts
+from .space import ZEROS, Candidate
 from .stage_boundaries import best_stages, with_stages
 
-LAYOUT_KEYS = ("zero", "shard", "schedule", "chunks", "stages", "sequence", "recompute")
+LAYOUT_KEYS = ("cp_comm", "zero", "shard", "schedule", "chunks", "stages", "sequence", "recompute")
 OVERTAKERS = 3  # times the rows of an answer: the meshes whose best layout may be among them with better stages
-NO_MESH = (0, 0, 0, 0)
 TERMS = ("compute", "exposed", "bubble", "optimizer")
 
 
@@ -47,6 +46,7 @@ class FoundLayout:
 
     overrides: tuple[str, ...]
     mesh: dict[str, int]
+    cp_comm: str | None  # None: one rank has all of a sequence
     microbatch: int
     zero: int
     shard: int | str
@@ -95,35 +95,30 @@ def find_layouts(run: Run, fixed: frozenset[str] = frozenset()) -> Answer:
     if settings.boundaries and settings.by == "memory":
         says = "search.boundaries=true finds the fastest stages, and search.by=memory the smallest layouts"
         return _answer(run, problems=(Problem(rule="search", says=says, mend="leave one of them out"),))
-    space = Space(run, fixed, runnable=settings.runnable)
     finds_stages = settings.boundaries and "parallel.stages" not in fixed
     rows = settings.rows * (OVERTAKERS if finds_stages else 1)
-    search = LayoutSearch(space, rows=rows, by_memory=settings.by == "memory", headroom=settings.headroom)
-    found = search.run_all()
-    context = CostContext(run)
+    found = search_layouts(run, fixed, rows=rows, by_memory=settings.by == "memory")
     best: list[tuple[CostedLayout, FoundBoundaries | None]] = [(each, None) for each in found.best]
     if finds_stages:
-        best = sorted((_with_best_stages(context, each, search.capacity) for each in found.best), key=lambda row: row[0].seconds)
+        best = sorted((_with_best_stages(found.context_of(each.candidate), each) for each in found.best), key=lambda row: row[0].seconds)
         best = best[: settings.rows]
-    _, fastest = _layout_seconds(context, best[0][0]) if best else (None, None)
+    _, fastest = _layout_seconds(found.context_of(best[0][0].candidate), best[0][0]) if best else (None, None)
     return _answer(
         run,
         legal=found.legal,
         costed=found.costed,
-        rows=tuple(_found_layout(context, each, fastest, boundaries) for each, boundaries in best),
-        front=tuple(_found_layout(context, each, fastest) for each in found.front),
+        rows=tuple(_found_layout(run, found.context_of(each.candidate), each, fastest, boundaries) for each, boundaries in best),
+        front=tuple(_found_layout(run, found.context_of(each.candidate), each, fastest) for each in found.front),
         problems=() if found.best else (_nothing_fits(run, fixed, found.legal),),
     )
 
 
 def faster_layout(run: Run, fixed: frozenset[str], seconds: float) -> FoundLayout | None:
     """The fastest layout of a run, if its step takes less than `seconds`. It is quick where there is none: slower ones are not costed."""
-    search = LayoutSearch(Space(run, fixed, runnable=run.search.runnable), rows=1, headroom=run.search.headroom)
     known = CostedLayout(seconds, 0, Candidate(run.parallel, run.train.microbatch, None))  # as fast as asked, and smaller than any layout
-    search.best.add(NO_MESH, known)
-    search.front.add(known)
-    (found,) = search.run_all().best
-    return None if found is known else _found_layout(search.context, found, None)
+    found = search_layouts(run, fixed, rows=1, known=known)
+    (best,) = found.best
+    return None if best is known else _found_layout(run, found.context_of(best.candidate), best, None)
 
 
 def answer_changes(run: Run, candidate: Candidate) -> Change:
@@ -207,9 +202,9 @@ def _layout_seconds(context: CostContext, found: CostedLayout) -> tuple[Layout, 
     return layout, layout_cost(context, layout).seconds
 
 
-def _with_best_stages(context: CostContext, found: CostedLayout, capacity: int) -> tuple[CostedLayout, FoundBoundaries | None]:
+def _with_best_stages(context: CostContext, found: CostedLayout) -> tuple[CostedLayout, FoundBoundaries | None]:
     """A layout with the layers of each stage with which it is fastest, if they are not the even ones."""
-    layout = candidate_layout(context, found.candidate)
+    layout, capacity = candidate_layout(context, found.candidate), int(context.capacity * (1 - context.run.search.headroom))
     even = layout_cost(context, with_stages(layout, layout.partition.parts)) if layout.mesh.pp > 1 else None
     if even is None or even.seconds is None:
         return found, None
@@ -224,7 +219,7 @@ def _with_best_stages(context: CostContext, found: CostedLayout, capacity: int) 
 
 
 def _found_layout(
-    context: CostContext, found: CostedLayout, best: StepSeconds | None, boundaries: FoundBoundaries | None = None
+    given: Run, context: CostContext, found: CostedLayout, best: StepSeconds | None, boundaries: FoundBoundaries | None = None
 ) -> FoundLayout:
     run, (parallel, microbatch, engine) = context.run, found.candidate
     layout, seconds = _layout_seconds(context, found)
@@ -234,8 +229,9 @@ def _found_layout(
     planned = Planned(run, parallel, engine, found.peak)
     held, taken = memory_bar(planned), step_bar(planned, seconds.step, seconds.optimizer) if seconds else None
     return FoundLayout(
-        overrides=overrides(answer_changes(run, found.candidate)),
+        overrides=overrides(answer_changes(given, found.candidate)),
         mesh={name: getattr(parallel, name) for name in AXES},
+        cp_comm=parallel.cp_comm if parallel.cp > 1 else None,
         microbatch=microbatch,
         zero=parallel.zero,
         shard=parallel.shard,

@@ -6,18 +6,15 @@ from dataclasses import replace
 
 from ...models.ops.op_table import block_weights, element_count
 from ...spec.run import Offload
-from ..axes.axis import ActivationForm
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
-from ..engines import ENGINES
+from ..engines import ENGINES, cost_model
 from ..layout.layout import StageKind
 from ..layout_of_run import activation_form
 from .space import Zero
-from .split_arrays import Array
+from .split_arrays import Array, Form
 from .staged_schedules import ROUNDING, PassSeconds, StagedSchedules
-
-Form = tuple[ActivationForm, bool]  # of activations; whether layers are compiled
 
 
 class Bounds:
@@ -34,7 +31,14 @@ class Bounds:
     def forms(self, zero: Zero) -> frozenset[Form]:
         """The forms that layers may have at a ZeRO stage: those of the engines that may run a layout, and without one."""
         fused, layout = self.run.train.compile, replace(self.run.parallel, zero=zero)
-        return frozenset((activation_form(self.run, layout, row), fused and (row is None or zero < 3)) for row in self._rows)
+        return frozenset(
+            Form(
+                activation_form(self.run, layout, row),
+                fused and (row is None or zero < 3),
+                not cost_model(row.name if row else None).hides_messages,
+            )
+            for row in self._rows
+        )
 
     def fixed_bytes(self, layers: Array, tp: Array, pp: Array, ep: Array, zero: Zero, offload: Offload) -> Array:
         """The least bytes of the trained weights of a stage with so many layers, and a data rank's share of their gradients and optimizer

@@ -16,9 +16,9 @@ from ..costs.local_tensors import BlockSplit, block_split
 from ..engines import cost_model
 from ..layout.layout import mesh_of
 from ..layout.mesh import Wires
-from .bounds import Bounds, Form
+from .bounds import Bounds
 from .space import RECOMPUTES, ZEROS, Space, Zero
-from .split_arrays import Array, SplitOnWires, blocks_of_splits, map_fields, merged_wire
+from .split_arrays import Array, Form, SplitOnWires, blocks_of_splits, map_fields, merged_wire
 from .staged_schedules import StagedSchedule, pass_seconds, stacked_schedules, staged_schedule
 
 AT_ONCE = 1 << 12  # passes whose bounds are computed, or read from the arrays: few enough that the arrays lie in the cache
@@ -208,8 +208,7 @@ class PassTable:
         """The costs of all splits under each recomputation."""
         import numpy as np
 
-        activations, fused = form
-        parts = [blocks_of_splits(self.context, rows, activations, RECOMPUTES, fused=fused) for rows in self._splits if rows]
+        parts = [blocks_of_splits(self.context, rows, form, RECOMPUTES) for rows in self._splits if rows]
         return map_fields(lambda *each: np.concatenate(each), parts)
 
     def _hop_seconds(self, blocks: BlockCosts) -> Array:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from ...spec.run import Offload, Parallel
+from ...spec.run import CpComm, Offload, Parallel, Run
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
@@ -25,17 +25,43 @@ from .pass_table import Pass, PassTable
 from .space import Candidate, Space, StateChoice, Zero
 from .state_bounds import LeastBytes, LeastSeconds, least_bytes, least_seconds
 
+NO_MESH = (0, 0, 0, 0)
 SLOWEST = 1.25  # times the fastest layout's seconds: slower ones, which waste more than a fifth of the cluster, are not kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The result of a search: the best layout of each of the best meshes, the front of time against memory, the sizes of the space."""
+    """The result of a search: the best layout of each of the best meshes, the front of time against memory, the sizes of the space; the
+    contexts in which they were costed, by parallel.cp_comm."""
 
     best: tuple[CostedLayout, ...]
     front: tuple[CostedLayout, ...]
     legal: int  # layouts
     costed: int  # of them; the others were discarded by bounds
+    contexts: Mapping[str, CostContext]
+
+    def context_of(self, candidate: Candidate) -> CostContext:
+        """The context in which a candidate was costed."""
+        return self.contexts[candidate.parallel.cp_comm]
+
+
+def search_layouts(
+    run: Run, fixed: frozenset[str] = frozenset(), *, rows: int, by_memory: bool = False, known: CostedLayout | None = None
+) -> SearchResult:
+    """Search the layouts of a run, as its `search` section says; keys in `fixed` stay as the run has them. Layouts whose ranks share
+    sequences are searched with both ways of parallel.cp_comm. `known`: a layout that others have to beat."""
+    settings = run.search
+    first = LayoutSearch(Space(run, fixed, runnable=settings.runnable), rows=rows, by_memory=by_memory, headroom=settings.headroom)
+    if known is not None:
+        first.best.add(NO_MESH, known)
+        first.front.add(known)
+    found = first.run_all()
+    if "parallel.cp_comm" in fixed:
+        return found
+    comm: CpComm = "all_to_all" if run.parallel.cp_comm == "all_gather" else "all_gather"
+    other = Space(replace(run, parallel=replace(run.parallel, cp_comm=comm)), fixed, runnable=settings.runnable, shares_sequences=True)
+    also = LayoutSearch(other, rows=rows, by_memory=by_memory, headroom=settings.headroom, after=first).run_all()
+    return replace(also, legal=found.legal + also.legal, costed=found.costed + also.costed, contexts={**found.contexts, **also.contexts})
 
 
 class StateRow(NamedTuple):
@@ -76,13 +102,17 @@ def candidate_layout(context: CostContext, candidate: Candidate) -> Layout:
 class LayoutSearch:
     """One search over a space."""
 
-    def __init__(self, space: Space, *, rows: int, by_memory: bool = False, headroom: float = 0.0) -> None:
-        """`rows`: the meshes to find; `headroom`: the share of a rank's memory that a layout leaves free."""
+    def __init__(
+        self, space: Space, *, rows: int, by_memory: bool = False, headroom: float = 0.0, after: LayoutSearch | None = None
+    ) -> None:
+        """`rows`: the meshes to find; `headroom`: the share of a rank's memory that a layout leaves free. `after`: a search of other
+        layouts, whose finds this one keeps or beats."""
         self.space, self.run = space, space.run
         self.context = CostContext(space.run)
         self.capacity = int(self.context.capacity * (1 - headroom))
         self.bounds = Bounds(self.context, runnable=space.runnable)
-        self.best, self.front = Best(rows, by_memory=by_memory), Front()
+        self.best: Best = after.best if after else Best(rows, by_memory=by_memory)
+        self.front: Front = after.front if after else Front()
         self.slowest = inf if by_memory else SLOWEST
         self.costed = 0
         self._least_bytes: dict[tuple[object, ...], LeastBytes] = {}
@@ -100,6 +130,7 @@ class LayoutSearch:
             front=tuple(self._in_time(self.front.rows)),
             legal=sum(map(self.space.size, table.meshes)),
             costed=self.costed,
+            contexts={self.run.parallel.cp_comm: self.context},
         )
 
     def _search(self, table: PassTable, timed: bool) -> None:
@@ -201,8 +232,8 @@ class LayoutSearch:
     def _plain_pass(self, each: Pass, states: MeshStates, state: StateChoice, engine: str | None) -> tuple[Layout, BlockCosts]:
         """A layout with these states, and the costs of its blocks with one sequence in a micro-batch."""
         parallel = states.parallel
-        layout = self._layout(each._replace(parallel=parallel), state, engine)[1]
-        return layout, self.context.block_costs(block_split(parallel, 1, layout.form, fused=layout.fused), layout.wires)
+        layout, waits = self._layout(each._replace(parallel=parallel), state, engine)[1], not cost_model(engine).hides_messages
+        return layout, self.context.block_costs(block_split(parallel, 1, layout.form, fused=layout.fused, waits=waits), layout.wires)
 
     def _cost(self, each: Pass, state: StateChoice, engine: str | None) -> None:
         """Cost one layout, its seconds last: its bytes and its states may show that it does not matter."""

@@ -60,12 +60,14 @@ class Candidate(NamedTuple):
 class Space:
     """The legal layouts of a run's model and batch on its cluster, some keys of which the user has fixed.
 
-    What stays as the run has it: keys in `fixed`, and how messages are sent (reduce, bucket, scatter, gather, overlap). With `runnable`
-    a layout has an engine that trains it. A schedule that does not flush trains another curve: it is taken only where it is fixed.
+    What stays as the run has it: keys in `fixed`, and how messages are sent (reduce, bucket, scatter, gather, overlap, cp_comm). With
+    `runnable` a layout has an engine that trains it. A schedule that does not flush trains another curve: it is taken only where it is
+    fixed.
     """
 
-    def __init__(self, run: Run, fixed: frozenset[str] = frozenset(), *, runnable: bool = True) -> None:
-        self.run, self.fixed, self.runnable = run, fixed, runnable
+    def __init__(self, run: Run, fixed: frozenset[str] = frozenset(), *, runnable: bool = True, shares_sequences: bool = False) -> None:
+        """`shares_sequences`: only the layouts whose ranks do."""
+        self.run, self.fixed, self.runnable, self.shares_sequences = run, fixed, runnable, shares_sequences
         given = run.parallel
         others = replica_size(given) // (given.tp * given.pp * given.cp)  # degrees that no search chooses
         self.world = run.cluster.nodes * run.cluster.gpus // others
@@ -205,7 +207,7 @@ class Space:
         for tp in self._values("parallel.tp", divisors(world)):
             for pp in self._values("parallel.pp", divisors(world // tp) if world % tp == 0 else ()):
                 for cp in self._values("parallel.cp", divisors(world // (tp * pp)) if world % (tp * pp) == 0 else ()):
-                    if world % (tp * pp * cp):
+                    if world % (tp * pp * cp) or (self.shares_sequences and cp == 1):
                         continue
                     dp = world // (tp * pp * cp)
                     for ep in self._values("parallel.ep", [each for each in divisors(dp) if experts % each == 0] or [given.ep]):

@@ -24,14 +24,21 @@ class SplitOnWires(NamedTuple):
     microbatch: int
 
 
-def blocks_of_splits(
-    context: CostContext, rows: Sequence[SplitOnWires], form: ActivationForm, recomputes: Sequence[str], *, fused: bool
-) -> BlockCosts:
+class Form(NamedTuple):
+    """What an engine makes of layers: the form of activations, whether layers are compiled, and whether they wait for every message."""
+
+    activations: ActivationForm
+    fused: bool
+    waits: bool
+
+
+def blocks_of_splits(context: CostContext, rows: Sequence[SplitOnWires], form: Form, recomputes: Sequence[str]) -> BlockCosts:
     """The costs of the blocks of each split under the first recomputation, then of each under the second, ...; all splits are equal in
     sequence parallelism. Their own form is not read."""
     import numpy as np
 
-    split = _merged_splits(rows)._replace(form=form, fused=fused)
+    split = _merged_splits(rows)._replace(form=form.activations, fused=form.fused)
+    split = split._replace(overlapped=()) if form.waits else split
     costs = SplitCosts(context.run, context.table, split, _merged_wires(rows))
     blocks = [costs.blocks(recompute, split.hooks) for recompute in recomputes]
     return map_fields(lambda *each: np.concatenate([np.broadcast_to(one, len(rows)) for one in each]), blocks)

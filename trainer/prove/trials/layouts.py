@@ -24,6 +24,7 @@ PROVED_SCHEDULES = tuple(dict.fromkeys(name for engine in ENGINES.values() for n
 NATIVE_ENGINE: Literal["native"] = "native"
 POWERSGD: Literal["powersgd"] = "powersgd"
 HIERARCHICAL: Literal["hierarchical"] = "hierarchical"
+ALL_TO_ALL: Literal["all_to_all"] = "all_to_all"
 FILE_SCHEDULE = "file"  # the schedule of the recipe's own file
 PROVED_CHUNKS = 2  # parts of the model that a stage of a chunked schedule runs, where nothing else is said
 DEFAULT_COUNT = 12  # layouts that are proved where none are named
@@ -60,6 +61,7 @@ class ProveLayout:
     sync: int | None = None  # steps that replicas take alone between two steps together
     stale: int | None = None  # steps that pass before a sum of gradients is used
     servers: int | None = None  # parameter servers
+    all_to_all: bool = False  # context ranks exchange tokens for heads
     hierarchical: bool = False  # gradients are summed inside a node, then between nodes
     offload: Offloaded | None = None  # what is on the host: the optimizer, or weights too
     recompute: Recompute | None = None
@@ -107,6 +109,7 @@ class ProveLayout:
         parts += [f"sync{self.sync}"] if self.sync else []
         parts += [f"stale{self.stale}"] if self.stale else []
         parts += [f"servers{self.servers}"] if self.servers else []
+        parts += [ALL_TO_ALL] if self.all_to_all else []
         parts += [HIERARCHICAL] if self.hierarchical else []
         parts += [f"offload_{self.offload}"] if self.offload else []
         parts += [NATIVE_ENGINE] if self.engine == NATIVE_ENGINE else []
@@ -123,6 +126,7 @@ class ProveLayout:
             str(is_native(self)),
             *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather)),
             *(str(each) if each else None for each in (self.compress, self.sync, self.stale, self.servers, self.hierarchical)),
+            str(self.all_to_all) if self.cp > 1 else None,
             self.offload,
         )
 
@@ -164,14 +168,16 @@ NATIVE_LAYOUTS = (  # of engine native: the data axis, weight gradients apart, t
 EACH_AXIS = tuple(ProveLayout(**dict.fromkeys((AXES[axis].within or axis, axis), 2)) for axis in PROVED_AXES)  # type: ignore[arg-type]
 
 
-def all_layouts(ranks: int, *, experts: bool = False) -> Iterator[ProveLayout]:
+def all_layouts(ranks: int, *, experts: bool = False, windows: bool = False) -> Iterator[ProveLayout]:
     """Yield every layout of at most `ranks` ranks that trains the curve of one process, its degrees powers of two, smallest first; with
-    `experts`, also with ep > 1. Those that another engine trains and `native` runs too are there once for each."""
+    `experts`, also with ep > 1. Those that another engine trains and `native` runs too are there once for each. `windows`: context ranks
+    exchange tokens for heads, where they would gather keys else."""
     degrees = [2**power for power in range(ranks.bit_length()) if 2**power <= ranks]
     axes = [axis for axis in PROVED_AXES if AXES[axis].within is None]
     meshes = (mesh for mesh in product(degrees, repeat=len(axes)) if 1 < prod(mesh) <= ranks)
     for mesh in sorted(meshes, key=lambda mesh: (prod(mesh), mesh)):
-        whole = ProveLayout(**dict(zip(axes, mesh, strict=True)))
+        degrees_of_mesh = dict(zip(axes, mesh, strict=True))
+        whole = ProveLayout(**degrees_of_mesh, all_to_all=windows and degrees_of_mesh["cp"] > 1)
         expert_degrees = [each for each in degrees if each <= whole.dp] if experts else [1]
         stages = ZERO_STAGES if whole.dp * whole.cp > 1 else ZERO_STAGES[:1]
         schedules = FLUSHING_SCHEDULES if whole.pp > 1 else FLUSHING_SCHEDULES[:1]
@@ -211,6 +217,7 @@ def recipe_layout(run: Run) -> ProveLayout | None:
         sync=parallel.sync.every if parallel.sync.every > 1 and dp > 1 else None,
         stale=parallel.staleness if dp * parallel.cp > 1 and parallel.staleness else None,
         servers=parallel.servers if parallel.reduce == "server" and dp * parallel.cp > 1 else None,
+        all_to_all=parallel.cp_comm == ALL_TO_ALL and parallel.cp > 1,
         hierarchical=parallel.reduce == HIERARCHICAL and dp * parallel.cp > 1,
         offload="all" if parallel.offload.parameters else "optimizer" if parallel.offload.optimizer else None,
         engine=NATIVE_ENGINE if run.engine == NATIVE_ENGINE and not auto_is_native(run, parallel) else "auto",
@@ -246,6 +253,7 @@ def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
     degrees: dict[str, Any] = {axis: getattr(layout, axis) for axis in PROVED_AXES}
     parallel = Parallel(
         **degrees,
+        cp_comm=ALL_TO_ALL if layout.all_to_all else "all_gather",
         zero=cast(Literal[0, 1, 2, 3], layout.zero),
         schedule=kept.schedule if layout.schedule == FILE_SCHEDULE else layout.schedule,
         actions=kept.actions if layout.schedule == FILE_SCHEDULE else None,

@@ -156,7 +156,8 @@ def _recipe_steps(run: Run) -> int:
 def candidates(recipe: Run) -> tuple[ProveLayout, ...]:
     """Every layout that this machine has ranks for, the recipe's own among them, and none twice on the same engine."""
     own, limit = recipe_layout(recipe), rank_limit(recipe)
-    layouts = (*all_layouts(limit, experts=recipe.model.experts > 0), *([own] if own and own.ranks <= limit else []))
+    windows = recipe.model.effective_window(recipe.train.seq) is not None
+    layouts = (*all_layouts(limit, experts=recipe.model.experts > 0, windows=windows), *([own] if own and own.ranks <= limit else []))
     return tuple(each for each in dict.fromkeys(layouts) if not _repeats_auto(recipe, each))
 
 

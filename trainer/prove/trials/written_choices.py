@@ -31,6 +31,8 @@ def _choices(run: Run) -> Iterator[str]:
         yield f"parallel.gather={parallel.gather}"
     if parallel.sync.every > 1:
         yield f"parallel.sync.every={parallel.sync.every}"
+    if own and own.all_to_all:
+        yield f"parallel.cp_comm={parallel.cp_comm}"
     if own and (own.servers or own.hierarchical):
         yield f"parallel.reduce={parallel.reduce}"
     yield from (f"parallel.offload.{name}=true" for name in parallel.offload.names)
