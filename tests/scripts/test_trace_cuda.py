@@ -101,6 +101,7 @@ BF16 = ("parallel.recompute=none", "train.attention=flash", "train.precision=bf1
 COMPILED = [  # a model, a layout, dropout
     TraceJob(recipe=MODELS[model][0], words=(*GPU, *PLAIN[:-1], *MODELS[model][1:], *LAYOUTS[layout], *BF16, f"model.dropout={dropout}"))
     for model, layout, dropout in (
+        ("llama", "sequence", 0),
         ("llama", "cp", 0),
         ("llama", "tp", 0),
     )
