@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ...plan.plan import make_plan
 from ...rundir.checkpoints import step_path
+from ...rundir.metric_rows import read_step_rows
+from ...spec.batch_levels import common_divisor
 from ...spec.divisors import divisors
 from .trial import Trial
 
@@ -17,7 +20,7 @@ def control_trial(reference: Trial, *, check: bool) -> Trial | None:
     With `check` it is judged too.
     """
     run = reference.run
-    sizes = [size for size in divisors(run.train.batch) if size != run.train.microbatch]
+    sizes = [size for size in divisors(common_divisor(run.train)) if size != run.train.microbatch]
     size = max((each for each in sizes if each < run.train.microbatch), default=min(sizes, default=0))
     if not size:
         return None
@@ -58,5 +61,5 @@ def move_midway_checkpoint(saver: Trial, resume: Trial, steps: int) -> None:
     target = step_path(resume.folder / "checkpoints", step)
     target.parent.mkdir()
     source.rename(target)
-    rows = (saver.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    (resume.folder / "metrics.jsonl").write_text("".join(rows[:step]), encoding="utf-8")
+    rows = (f"{json.dumps(row)}\n" for row in read_step_rows(saver.folder) if row["step"] <= step)
+    (resume.folder / "metrics.jsonl").write_text("".join(rows), encoding="utf-8")
