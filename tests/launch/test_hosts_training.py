@@ -1,6 +1,7 @@
 """`distrain fit` over two hosts through DeepSpeed's launcher: its losses equal one process's, also after a stop or the loss of a host.
 
-Of ranks along tp, and along dp and pp. A run that nothing stops is one of tests/launch/test_hosts.py, under mpirun.
+Of ranks along tp, and along dp. A run that nothing stops is one of tests/launch/test_hosts.py, under mpirun; one along pp that loses its
+hosts is in tests/launch/test_spares.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distrain.scripts.virtual_hosts import VirtualHosts
-from distrain.tests.fakes.host_runs import LONG, ONE_EACH, PIPELINE, TENSOR, FitOnHosts, one_process_losses
+from distrain.tests.fakes.host_runs import LONG, ONE_EACH, TENSOR, FitOnHosts, one_process_losses
 
 
 def test_a_run_that_one_remote_rank_stops_resumes_with_the_same_losses(hosts: VirtualHosts, tmp_path: Path) -> None:
@@ -33,7 +34,9 @@ def test_a_run_that_one_remote_rank_stops_resumes_with_the_same_losses(hosts: Vi
 
 
 def test_a_run_that_loses_a_host_continues_on_the_others_with_the_same_losses(hosts: VirtualHosts, tmp_path: Path) -> None:
-    fit = FitOnHosts(hosts, tmp_path, *PIPELINE, "checkpoint.every=5", "launch.restarts=1", "train.steps=24")
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("host0 slots=1\nhost1 slots=1\n")
+    fit = FitOnHosts(hosts, tmp_path, ONE_EACH, "checkpoint.every=5", "launch.restarts=1", "train.steps=24", hostfile=hostfile)
     try:
         fit.wait_for_step(6)
         hosts.set_link(1, "down")

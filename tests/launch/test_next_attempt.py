@@ -91,6 +91,15 @@ def test_an_avoided_host_is_left_out_and_so_is_the_rendezvous_address_on_it(clus
     assert (names(attempt), attempt.run.launch.include, attempt.run.launch.address) == ("bc", "b@c", None)
 
 
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
+def test_a_smaller_run_has_whole_replicas(cluster: Cluster, axis: str) -> None:
+    """Of four hosts, of which two hold a replica, three can't be used."""
+    sizes = [("cluster.nodes", 4), ("launch.spares", 0), (f"parallel.{axis}", 2), ("parallel.dp", 2)]
+    attempt = following(first_attempt(with_changes(cluster.with_spares(1), sizes)), avoid={"b": TWICE})
+    assert (names(attempt), attempt.run.parallel.dp, getattr(attempt.run.parallel, axis)) == ("ac", 1, 2)
+    assert attempt.change.startswith(", on a, c: dp 2 -> 1, the same 12 sequences a step; without b")
+
+
 def test_an_avoided_host_is_used_where_the_run_needs_it(cluster: Cluster) -> None:
     run = cluster.with_spares(0)
     run = with_changes(run, [("parallel", replace(run.parallel, dp=1, pp=3)), ("model.layers", 3)])

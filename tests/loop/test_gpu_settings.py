@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+
+import pytest
+import torch
 
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.metrics.throughput import planned_figures
+from distrain.trainer.loop.train_rank import take_deterministic_kernels
 from distrain.trainer.plan.plan import make_plan
 
-SETTINGS = """
-import os, torch
-from distrain.trainer.loop.train_rank import take_deterministic_kernels
-take_deterministic_kernels()
-print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-print(os.environ["CUBLAS_WORKSPACE_CONFIG"])
-"""
 
-
-def test_deterministic_kernels_are_taken_and_where_torch_has_none_it_warns() -> None:
-    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True", ":4096:8"]
+def test_deterministic_kernels_are_taken_and_where_torch_has_none_it_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that what is set here ends with the test
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        take_deterministic_kernels()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_gpus_allocator_is_compared_with_the_plan_without_the_drivers_memory() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +18,13 @@ from distrain.tests.fakes.trained_runs import differing_messages, read_run  # no
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 
 if TYPE_CHECKING:
-    from distrain.tests.fakes.rank_pool import RankPool
+    from distrain.tests.fakes.rank_pool import PoolJob, RankPool
 
 Words = tuple[str, ...]
 
 BASE = (
     *("quickstart", "data=synthetic", "train.seq=32", "train.evaluate.every=0", "log.every=1", "log.ledger=true", "checkpoint.final=false"),
-    *("train.clip=0.5", "train.microbatch=1", "train.batch=4", "train.steps=5", "optim.lr=3e-3", "optim.warmup=2", "parallel.zero=0"),
+    *("train.clip=0.5", "train.microbatch=1", "train.batch=4", "train.steps=3", "optim.lr=3e-3", "optim.warmup=2", "parallel.zero=0"),
 )
 FP8 = ("train.precision=fp8", "train.gradients=fp32")
 GPT = ("model=tiny", "model.layers=2", "model.dropout=0.1")
@@ -54,12 +56,26 @@ LAYOUTS: list[tuple[Words, Words]] = [
 # fmt: on
 
 
+@pytest.fixture(scope="module")
+def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PoolJob]:
+    """The run of one process, by its words."""
+    folder = tmp_path_factory.mktemp("one")
+
+    @cache
+    def train(*words: str) -> PoolJob:
+        return ranks.train(folder / f"run{train.cache_info().misses}", *words, "cluster.gpus=1")
+
+    return train
+
+
 @pytest.mark.parametrize(("curve", "layout"), LAYOUTS)
-def test_a_layout_trains_the_curve_of_one_process(ranks: RankPool, tmp_path: Path, curve: Words, layout: Words) -> None:
+def test_a_layout_trains_the_curve_of_one_process(
+    ranks: RankPool, tmp_path: Path, one_process: Callable[..., PoolJob], curve: Words, layout: Words
+) -> None:
     """Scales are of each rank's own tensors, and powers of two. Where tensor parallelism splits products, losses were at most 1.2e-3 apart
     and norms 9e-3 of themselves; elsewhere 5e-7 and 3e-7."""
     words = (*BASE, *curve, *(each for each in layout if each.startswith("train.")), *FP8)
-    one = ranks.train(tmp_path / "one", *words, "cluster.gpus=1")
+    one = one_process(*words)
     job = ranks.train(tmp_path / "run", *words, *layout)
     loss, norm = (2e-3, 1e-2) if "parallel.tp=2" in layout else (3e-6, 2e-5)
     assert job.figures("loss") == pytest.approx(one.figures("loss"), abs=loss, rel=0)

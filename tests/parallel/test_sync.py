@@ -55,7 +55,7 @@ LAYOUTS: list[tuple[Words, float]] = [  # the layout and what else differs, the 
     ((TWO,   *NODES, "parallel.zero=1", "parallel.bucket=20000", *HALF),                                               2e-3),
     ((THREE, *NODES, "parallel.zero=2", "optim=sgd", "optim.lr=0.03", "train.clip=0", *HEAVY),                          1e-5),
     ((TWO,   *NODES, "parallel.zero=3", *NESTEROV),                                                                      1e-5),
-    ((TWO,   *NODES, "cluster.gpus=4", "parallel.tp=2", "parallel.sequence=true", "parallel.zero=3"),                    1e-5),
+    ((TWO,   *NODES, "cluster.gpus=4", "parallel.tp=2", "parallel.sequence=true", "parallel.zero=3", "train.steps=5"), 1e-5),
     ((TWO,   "cluster.gpus=4", "parallel.pp=2", "parallel.schedule=zb_h1", *HEAVY),                                    1e-5),
     ((THREE, *NODES, "parallel.ep=2", "parallel.zero=1", "model=tiny_moe", *NESTEROV),                                  1e-5),
 ]
