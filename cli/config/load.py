@@ -18,7 +18,7 @@ from ..keys import library
 from ..keys.keys import config_keys
 from . import ask_transformers
 from .composition import RECIPE_NAME, Composer, apply_override, merge_hf_sizes, read_schedule, resolve_weights_path, select_value, to_plain
-from .composition_problems import composition_problem, device_name_problems, improve_problem
+from .composition_problems import check_is_recipe, composition_problem, device_name_problems, improve_problem
 from .family_defaults import fill_in_family
 from .machine_values import auto_memory, fill_auto_device, fill_cpu_rates
 from .yaml_file import read_config
@@ -125,6 +125,7 @@ class Loader:
         try:
             file = library.recipe_path(conf, self.config_dir)
             recipe = read_config(file)
+            check_is_recipe(recipe, file, self.known)
             node = self._composer.compose(recipe, user.choices, file)
             recipe_family = select_value(node, "model.family")
             merge_hf_sizes(node, recipe, file, user.values)

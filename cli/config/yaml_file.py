@@ -22,6 +22,7 @@ from ...trainer.spec.regular_file import read_plain
 from ..keys.library import MOST_BYTES
 from .interrupts import raise_if_interrupted
 
+MAPPING = "a recipe must be a mapping of keys"
 MOST_NODES = 20_000  # mappings, lists and values, counted again for each alias
 
 
@@ -37,7 +38,9 @@ def read_config(file: Path) -> DictConfig:
     """Return the keys of a recipe or an option, not yet composed; raises Unreadable."""
     config = _read(file)
     if not isinstance(config, DictConfig):
-        raise _unreadable_error(f"{file} holds a list", "a recipe must be a mapping of keys")
+        raise _unreadable_error(f"{file} holds a list", MAPPING)
+    if [config.get(key) for key in config] == [None] and any(letter.isspace() for letter in str(next(iter(config)))):
+        raise _unreadable_error(f"{file} holds text", MAPPING)  # which OmegaConf makes one key
     if "hydra" in config:
         raise _unreadable_error(f"{file}: no key hydra", "leave it out")
     defaults = config.get("defaults", [])
@@ -56,6 +59,8 @@ def _read(file: Path) -> DictConfig | ListConfig:
         config: DictConfig | ListConfig = pickle.loads(_parse_yaml(text, str(file)))
         return config
     except OSError as error:
+        if str(error).startswith("Invalid loaded object type"):  # OmegaConf's own
+            raise _unreadable_error(f"{file} holds one value", MAPPING) from None
         raise _unreadable_error(f"{file} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise _unreadable_error(f"{file} is not valid UTF-8") from None

@@ -93,7 +93,8 @@ def _missing_file_problem(conf: str, path: Path) -> Problem:
     if why := _why_not_listable(folder):
         return Problem(rule="file", says=f"conf={conf}: no such file", mend=f"{folder} {why}")
     names = [each.name for each in folder.iterdir() if each.suffix in SUFFIXES]
-    mend = suggest_name(path.name, names) if names else f"{folder} contains no YAML file"
+    here = "this folder" if folder == Path() else str(folder)
+    mend = suggest_name(path.name, names) if names else f"{here} contains no YAML file"
     return Problem(rule="file", says=f"conf={conf}: no such file", mend=mend)
 
 

@@ -137,6 +137,12 @@ FILES: list[tuple[str, list[str]]] = [
     ("name: x\n\tmodel: y\n", ["FILE, line 2, column 1: found character '\\t' that cannot start any token"]),
     ("name: x\nname: y\n", ["FILE, line 2, column 1: found duplicate key name"]),
     ("- name\n", ["FILE holds a list: a recipe must be a mapping of keys"]),
+    ("42\n", ["FILE holds one value: a recipe must be a mapping of keys"]),
+    ("root:x:0 and more\nbin:x:1\n", ["FILE holds text: a recipe must be a mapping of keys"]),
+    (
+        "family: gpt\nlayers: 2\n",
+        ["FILE holds keys of model alone: it is an option, not a recipe: name it as model=NAME, beside conf=RECIPE"],
+    ),
     ("name: x\n---\nname: y\n", ["FILE, line 2, column 1: but found another document"]),
     ("a: &a [*a]\n", ["FILE contains itself: break the loop of defaults, anchors or ${...}"]),
     ("defaults: [mine]\n", ["FILE contains itself: break the loop of defaults, anchors or ${...}"]),
