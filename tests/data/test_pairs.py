@@ -238,7 +238,7 @@ def test_the_survey_remarks_on_cut_examples_and_refuses_other_rows(mode: str, tm
         "2 of 6 examples are longer than train.seq=7 and the token after it"
     ]
     (problem,) = survey(mode, path, prompt_key="question")[-1]["problems"]
-    assert problem["says"] == f"{path} line 1 has no key question: set data.prompt_key to one of id, prompt, completion"
+    assert problem["says"] == f"{path} line 1 has no key question: set data.prompt_key to one of id, prompt"
 
 
 def test_entropy_is_that_of_the_training_completions(tmp_path: Path) -> None:
@@ -266,11 +266,12 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "AT/a.jsonl line 2 is not JSON: Expecting ',' delimiter at character 15"),
     "no object": (lines(GOOD, "7"), {}, "AT/a.jsonl line 2 is not a JSON object"),
     "no prompt": (lines({"question": "a", "completion": "b"}), {},
-        "AT/a.jsonl line 1 has no key prompt: set data.prompt_key to one of question, completion"),
+        "AT/a.jsonl line 1 has no key prompt: set data.prompt_key to one of question"),
     "no completion": (lines("", GOOD, {"prompt": "a", "answer": "b"}), {},
-        "AT/a.jsonl line 3 has no key completion: set data.completion_key to one of prompt, answer"),
+        "AT/a.jsonl line 3 has no key completion: set data.completion_key to one of answer"),
+    "a prompt alone": (lines({"prompt": "a"}), {}, "AT/a.jsonl line 1 has no key completion, and none but prompt"),
     "a key of another name": (lines(GOOD), {"completion_key": "answer"},
-        "AT/a.jsonl line 1 has no key answer: set data.completion_key to one of prompt, completion"),
+        "AT/a.jsonl line 1 has no key answer: set data.completion_key to one of completion"),
     "a number": (lines({"prompt": 7, "completion": "b"}), {},
         "AT/a.jsonl line 1 has neither text nor messages under prompt but 7"),
     "nothing": (lines({"prompt": "a", "completion": None}), {},

@@ -46,7 +46,7 @@ class PairReader:
         if not isinstance(row, dict):
             raise BadLine("is not a JSON object")
         prompt, completion = (
-            _check_value(keyed_value(row, key, f"data.{setting}_key"), key) for setting, key in self._keys._asdict().items()
+            _check_value(keyed_value(row, key, f"data.{setting}_key", self._keys), key) for setting, key in self._keys._asdict().items()
         )
         if isinstance(prompt, str) != isinstance(completion, str):
             kinds = ["text" if isinstance(each, str) else "messages" for each in (prompt, completion)]

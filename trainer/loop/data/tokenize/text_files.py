@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -224,8 +224,10 @@ def json_object(raw: bytes) -> dict[str, Any]:
     return found
 
 
-def keyed_value(found: dict[str, Any], key: str, setting: str) -> Any:
-    """Return the value of a key that a `data` key names; raises BadLine."""
+def keyed_value(found: dict[str, Any], key: str, setting: str, others: Collection[str] = ()) -> Any:
+    """Return the value of a key that a `data` key names; raises BadLine. `others`: keys of the line that other settings name."""
     if key not in found:
-        raise BadLine(f"has no key {key}: set {setting} to one of {', '.join(map(str, found))}")
+        free = [str(each) for each in found if each not in others]
+        others_alone = f", and none but {', '.join(map(str, found))}" if found else ""
+        raise BadLine(f"has no key {key}" + (f": set {setting} to one of {', '.join(free)}" if free else others_alone))
     return found[key]
