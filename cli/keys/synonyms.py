@@ -57,6 +57,8 @@ ROWS: tuple[Synonym, ...] = (
          "train.seq", "tokens in a sequence"),
     _row("max_steps train_steps train_iters max_iters num_steps total_steps num_train_steps training_steps", "train.steps"),
     _row("max_tokens train_tokens total_tokens num_tokens", "train.tokens"),
+    _row("rampup_batch_size batch_size_rampup rampup", "train.rampup.batch",
+         "START; INCREMENT is train.rampup.by, and train.rampup.until is in tokens: SAMPLES x train.seq", {}),
     _row("num_train_epochs epochs num_epochs max_epochs", "", "train.steps or train.tokens sets the length of a run"),
     # optimizer
     _row("learning_rate base_lr peak_lr max_lr", "optim.lr"),
@@ -84,6 +86,9 @@ ROWS: tuple[Synonym, ...] = (
          {"true": "flash", "false": "math"}),
     _row("attn_implementation", "train.attention", "flash or math", {"flash_attention_2": "flash", "sdpa": "flash", "eager": "math"}),
     _row("torch_compile use_compile", "train.compile", "", YES),
+    _row("num_output_chunks num_loss_chunks", "train.loss_chunks", "chunks of the vocabulary"),
+    _row("use_liger_kernel liger_fused_linear_cross_entropy fused_linear_cross_entropy cut_cross_entropy", "train.loss_chunks",
+         "chunks of the vocabulary", {"true": "8", "false": "1"}),
     _row("random_seed", "train.seed"),
     # layout
     _row("tensor_parallel_size tensor_model_parallel_size tp_size tensor_parallel_degree tensor_parallel "

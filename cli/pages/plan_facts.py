@@ -29,6 +29,7 @@ TIME_PARTS = {
     "optimizer": "optimizer step",
 }
 MESSAGE_COLUMNS = ("axis", "verb", "link", "messages", "sent", "takes", "waited for")
+MAX_LEVELS = 4  # of a batch that grows, which are named
 MAX_MESSAGES = 14  # rows of messages, the largest first
 
 
@@ -278,6 +279,21 @@ def run_figures(plan: Plan) -> dict[str, str]:
         "a checkpoint": size_text(run.checkpoint_bytes),
     }
     return {name: figure for name, figure in known.items() if figure}
+
+
+def rampup_text(plan: Plan) -> str:
+    """How the batch grows: the steps of each level and the time of one; "" where every step has the same batch."""
+    levels = plan.run.levels if plan.run else ()
+    if not levels:
+        return ""
+    shown = levels if len(levels) <= MAX_LEVELS else (levels[0], levels[-1])
+    parts = [
+        f"{each.batch:,} sequences in {plural(each.steps, 'step')}{f' of {seconds_text(each.step)}' if each.step is not None else ''}"
+        for each in shown
+    ]
+    between = [] if shown is levels else [f"{len(levels) - len(shown):,} batches between"]
+    mean = f"; MFU over the run {share_text(plan.run.mfu)}" if plan.run and plan.run.mfu is not None else ""
+    return f"the batch grows: {', '.join([parts[0], *between, *parts[1:]])}{mean}"
 
 
 def saving_text(plan: Plan) -> str:

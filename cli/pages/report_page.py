@@ -51,7 +51,9 @@ def planned_measured_table(run: MeasuredRun, style: Style) -> list[str]:
 def planned_measured_title(run: MeasuredRun) -> str:
     """The heading of the table, with what the process takes beside its tensors."""
     resident = f"; the process takes {size_text(run.resident)} in all" if run.resident and run.device == "cpu" else ""
-    return f"Planned and measured{resident}"
+    early = "" if run.whole_batch else ", before those of train.batch"
+    steps = f" in steps of {plural(run.batch, 'sequence')}{early}" if run.batch else ""
+    return f"Planned and measured{steps}{resident}"
 
 
 def planned_measured_rows(run: MeasuredRun) -> list[list[str]]:

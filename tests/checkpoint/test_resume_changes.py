@@ -157,6 +157,7 @@ def test_a_longer_sequence_than_the_position_table_has_rows_is_mended_by_the_old
         ("optim.lr", 5e-4, "optim.lr 0.001 -> 0.0005"),
         ("optim.betas", (0.8, 0.9), "optim.betas [0.9,0.99] -> [0.8,0.9]"),
         ("train.batch", 32, "train.batch 16 -> 32"),
+        ("train.rampup.until", 2e6, "train.rampup.until null -> 2000000.0"),
         ("train.clip", 0.0, "train.clip 1.0 -> 0.0"),
         ("train.seed", 1, "train.seed 1234 -> 1"),
         ("train.precision", "bf16", "train.precision fp32 -> bf16"),
@@ -181,7 +182,7 @@ def test_permitted_changes_are_one_line() -> None:
     [
         ("parallel.tp", 2), ("parallel.zero", 3), ("engine", "zero"), ("launch.restarts", 3), ("launch.spares", 1), ("log.every", 1),
         ("checkpoint.every", 5), ("name", "other"), ("cluster.gpus", 4), ("train.microbatch", 4), ("train.attention", "math"),
-        ("train.compile", True), ("model.vocab_multiple", 64), ("data.cache", "elsewhere"),
+        ("train.compile", True), ("train.loss_chunks", 8), ("model.vocab_multiple", 64), ("data.cache", "elsewhere"),
     ],
 )  # fmt: skip
 def test_a_free_change_is_not_reported(change: tuple[str, object]) -> None:

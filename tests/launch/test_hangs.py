@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.trainer.launch.goodput import GoodputMeter
@@ -21,6 +22,7 @@ from distrain.trainer.launch.rank.log import RankLog
 from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome
 from distrain.trainer.launch.supervisor.watchdog import Watchdog, hung_rank, stack_location
+from distrain.trainer.launch.watchdog_times import load_watchdog, save_phase_times
 from distrain.trainer.spec.format_numbers import plural
 from distrain.trainer.system.child_process import end_child
 
@@ -117,6 +119,19 @@ LIMITS: tuple[tuple[str, dict[str, float], dict[str, float], float], ...] = (
 def test_the_limit_is_learned_from_completed_phases(phase: str, longest: dict[str, float], seen: dict[str, float], seconds: float) -> None:
     ranks = [IdleRank(0, phase=phase, longest=longest)]
     assert Watchdog(patience=20.0, seen=seen).limit(ranks, ranks) == seconds
+
+
+def test_steps_of_a_batch_that_grows_may_take_as_much_longer(tmp_path: Path) -> None:
+    run = load_recipe("quickstart", ["train.batch=32", "train.rampup.batch=[2,16]", "train.rampup.until=[1e4,2e4]", "launch.patience=20"])
+    watchdog = load_watchdog(run, tmp_path)
+    assert watchdog.growth == 8
+    for phase, seconds in (("step", 8 * 10 * 5.0), ("save", 200.0)):
+        ranks = [IdleRank(0, phase=phase, longest={"step": 5.0})]
+        assert watchdog.limit(ranks, ranks) == seconds
+    save_phase_times(run, tmp_path, Watchdog(seen={"step": 7.0}), resumed=False)
+    ranks = [IdleRank(0, phase="step", longest={})]
+    assert load_watchdog(run, tmp_path).limit(ranks, ranks) == 8 * 10 * 7.0
+    assert load_watchdog(load_recipe("quickstart", []), tmp_path).growth == 1
 
 
 def test_learned_durations_are_kept_for_the_next_attempt(tmp_path: Path) -> None:

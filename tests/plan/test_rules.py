@@ -14,6 +14,8 @@ from distrain.trainer.spec.run import Model
 
 WIDTHS: Keys = dict.fromkeys(LATENT_KEYS, 8)
 LATENT: Keys = {"model": Model(family="mla", layers=2, hidden=64, heads=4, vocab=256, experts=4, top_k=2, **WIDTHS)}
+FROM, UNTIL, BY = "train.rampup.batch", "train.rampup.until", "train.rampup.by"
+LISTED: Keys = {"parallel.schedule": "a.csv", "parallel.actions": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "parallel.pp": 2, "train.batch": 32}
 # fmt: off
 BROKEN: list[tuple[Keys, str]] = [
     ({"model.family": "gtp"},
@@ -55,6 +57,10 @@ BROKEN: list[tuple[Keys, str]] = [
         "train.seq=2048 is longer than the 1024 tokens of its config.json: set train.seq=1024"),
     (HF | {"model.dropout": 0.1},
         "model.dropout=0.1: dropout of family hf is not keyed by train.seed and differs between layouts: set model.dropout=0"),
+    (HF | {"train.loss_chunks": 4},
+        "train.loss_chunks=4: transformers computes all logits of family hf at once: set train.loss_chunks=1"),
+    ({"model.vocab": 250, "parallel.tp": 4, "train.loss_chunks": 16},
+        "train.loss_chunks=16: a rank's 63 tokens of the vocabulary have 8 chunks of 8: set train.loss_chunks=8"),
     (HF | {"data.documents": True},
         "data.documents=true: attention of family hf crosses document boundaries: set data.documents=false"),
     (HF | {"data.name": "pairs", "data.documents": True},
@@ -190,6 +196,52 @@ BROKEN: list[tuple[Keys, str]] = [
         "train.batch=240 is not a multiple of dp 16 x train.microbatch=2: set train.microbatch=1 or train.batch=256"),
     ({"train.batch": 250},
         "train.batch=250 is not a multiple of dp 16 x train.microbatch=2: set train.batch=256"),
+    ({UNTIL: 1e6},
+        "train.rampup.until=1000000 without train.rampup.batch, the batch of the first steps: set train.rampup.until=null"),
+    ({BY: 16},
+        "train.rampup.by=16 without train.rampup.batch, the batch of the first steps: set train.rampup.by=null"),
+    ({FROM: (), UNTIL: 1e6},
+        "train.rampup.batch=[] names no batch: set train.rampup.batch=null train.rampup.until=null"),
+    ({FROM: 32},
+        ("train.rampup.batch=32 without train.rampup.until: "
+         "set train.rampup.until to the tokens of the run that end it, as train.rampup.until=20e9")),
+    ({FROM: (32, 64), UNTIL: 1e6},
+        "train.rampup.batch=[32,64] names 2 batches, and train.rampup.until 1 end: give each batch the tokens that end it"),
+    ({FROM: (32, 64), UNTIL: (2e6, 1e6)},
+        "train.rampup.until=[2000000,1000000] does not rise: put the earlier end first"),
+    ({FROM: (64, 32), UNTIL: (1e6, 2e6)},
+        "train.rampup.batch=[64,32] does not rise to train.batch=256: set train.rampup.batch=null train.rampup.until=null"),
+    ({FROM: 256, UNTIL: 1e6},
+        ("train.rampup.batch=256 does not rise to train.batch=256: "
+         "set train.batch=512 or train.rampup.batch=null train.rampup.until=null")),
+    ({FROM: 32, UNTIL: 1e6, BY: 100},
+        ("train.rampup.by=100 does not divide the rise of 224 from 32 to 256 sequences: "
+         "set train.rampup.by=112 train.microbatch=1 or train.rampup.by=32")),
+    ({FROM: 32, UNTIL: 1e9, BY: 3, "train.batch": 320000032},
+        ("train.rampup.by=3 does not divide the rise of 320000000 from 32 to 320000032 sequences: "
+         "set train.rampup.by=32000 or train.rampup.by=40000 or train.rampup.by=50000 train.microbatch=1")),
+    ({FROM: 32, UNTIL: 1e9, BY: 32, "train.batch": 640032},
+        ("train.rampup.by=32 makes 20,000 levels, more than 10,000: "
+         "set train.rampup.by=64 or train.rampup.by=80 train.microbatch=1")),
+    ({FROM: (32, 40), UNTIL: (1e6, 2e6)},
+        ("train.rampup.batch=[32,40]: its step of 40 sequences is not a multiple of dp 16 x train.microbatch=2: "
+         "set train.rampup.batch=[32,64] or train.rampup.batch=null train.rampup.until=null")),
+    ({FROM: 48, UNTIL: 1e6, BY: 16},
+        ("train.rampup.batch=48: its step of 48 sequences is not a multiple of dp 16 x train.microbatch=2: "
+         "set train.microbatch=1 or train.rampup.batch=64 train.rampup.by=32 or "
+         "train.rampup.batch=null train.rampup.until=null train.rampup.by=null")),
+    (INTERLEAVED | {FROM: 32, UNTIL: 1e6, "parallel.pp": 2, "parallel.chunks": 2, "train.microbatch": 4},
+        ("train.rampup.batch=32: its step of 32 sequences has 1 micro-batch, not a multiple of parallel.pp=2, "
+         "which schedule interleaved needs: set train.microbatch=2 or train.rampup.batch=64 or parallel.schedule=1f1b parallel.chunks=1")),
+    (FOLDED | {FROM: 32, UNTIL: 1e6, "parallel.pp": 2},
+        ("train.rampup.batch=32: its step of 32 sequences has 2 micro-batches, fewer than 2 x parallel.pp=2, "
+         "which schedule dualpipev needs: set train.microbatch=1 or train.rampup.batch=64 or parallel.schedule=1f1b")),
+    ({FROM: 32, UNTIL: 1e6, "parallel.pp": 4, "parallel.schedule": "pipedream", "model.tied": False},
+        ("train.rampup.batch=32: parallel.schedule=pipedream does not flush, and needs as many micro-batches in every step: "
+         "set parallel.schedule=1f1b or train.rampup.batch=null train.rampup.until=null")),
+    (LISTED | {FROM: 16, UNTIL: 1e6},
+        ("train.rampup.batch=16: parallel.schedule=a.csv lists as many micro-batches in every step: "
+         "set parallel.schedule=1f1b or train.rampup.batch=null train.rampup.until=null")),
     ({"train.steps": None},
         "neither train.steps nor train.tokens is set: set one of them"),
     ({"train.tokens": 1e9},

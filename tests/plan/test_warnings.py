@@ -63,6 +63,8 @@ COSTLY: list[tuple[str, Keys, str]] = [
         "model.ffn=3004 is padded to 3008 so that tp 8 splits it: less than 1 % of the feed-forward's products are padding"),
     ("kv_heads", {"model.kv_heads": 2, "parallel.tp": 4},
         "parallel.tp=4 is more than model.kv_heads=2: each is held by 2 ranks"),
+    ("rampup", {"train.rampup.batch": (32, 64), "train.rampup.until": (1e6, 1e9)},
+        "the run ends with steps of 64 sequences: train.batch=256 is never trained: end train.rampup.until before the run"),
     ("idle", {"parallel.sequence": True},
         "parallel.sequence=true does nothing with parallel.tp=1"),
     ("recompute", {"parallel.recompute": "selective"},

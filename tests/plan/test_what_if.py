@@ -132,3 +132,9 @@ def test_variation_that_can_not_be_told_from_noise_is_left_out() -> None:
     assert not any("varied" in each.says for each in what_ifs(run, costs_of(run), 0))
     run = run_of("gpt3_175b")
     assert any("varied" in each.says for each in what_ifs(run, costs_of(run), 0))
+
+
+def test_a_batch_that_grows_is_asked_about_at_its_largest(answers: dict[str, float]) -> None:
+    run = load_recipe("gpt3_175b", ("train.rampup.batch=512", "train.rampup.by=1024", "train.rampup.until=10e9"))
+    assert make_plan(run).ok
+    assert {each.says: each.seconds for each in what_ifs(run, costs_of(run), 15)} == answers

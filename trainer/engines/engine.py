@@ -70,6 +70,17 @@ class Engine(ABC):
         )
         self._show_gradients: Callable[[], None] | None = None
 
+    def set_batch(self, batch: int) -> None:
+        """Have the steps that follow train a global batch of so many sequences, in as many micro-batches of the same size."""
+        micros = batch // (self.grid.size("dp") * self.run.train.microbatch)
+        if micros != self.micros:
+            self.micros = micros
+            self._change_micros()
+
+    def _change_micros(self) -> None:
+        """Called when a step has another number of micro-batches than the one before."""
+        return
+
     @classmethod
     def parameter_partitioner(cls, run: Run, grid: Grid) -> ParameterPartitioner | None:
         """Return what replaces each parameter, as soon as it is allocated, by one of which this rank has its part alone; None where

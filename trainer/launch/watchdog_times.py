@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
 from ..rundir.files import write_json
+from ..spec.batch_levels import batches_of_levels
 from ..spec.changed_run import with_changes
 from ..spec.regular_file import read_plain
 from ..spec.run import Checkpoint, Launch, Log, Run
@@ -40,11 +42,13 @@ def load_watchdog(run: Run, folder: Path) -> Watchdog:
     """Return a watchdog with the times of earlier attempts of the same run, or with none if the file is unreadable or of another run."""
     from msgspec import DecodeError, json
 
+    batches = batches_of_levels(run.train)
+    growth = max([later / earlier for earlier, later in pairwise(batches)], default=1.0)
     with suppress(OSError, DecodeError):
         found = json.decode(read_plain(folder / INTERVALS_FILE), type=PhaseTimes)
         if found.of == fingerprint(run):
-            return Watchdog(patience=run.launch.patience, seen=found.seen, timed_out=found.hung)
-    return Watchdog(patience=run.launch.patience)
+            return Watchdog(patience=run.launch.patience, growth=growth, seen=found.seen, timed_out=found.hung)
+    return Watchdog(patience=run.launch.patience, growth=growth)
 
 
 def save_phase_times(run: Run, folder: Path, learned: Watchdog, *, resumed: bool) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ..engines.engine import StepResult
 from ..engines.held_bytes import ByteCounter
 from ..parallel.world import StopVote, any_rank
+from ..spec.batch_levels import samples_before
 from ..spec.lr_schedule import learning_rate
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
@@ -99,16 +100,17 @@ def read_micro_batches(run: Run, setup: TrainingSetup, first: int, last: int) ->
     Workers that step alone take equal pieces of a global batch, one after another; the replicas of a worker share out its piece.
     """
     grid, microbatch, workers = setup.grid, run.train.microbatch, setup.grid.size("workers")
-    replicas, share = grid.size("dp") // workers, run.train.batch // workers  # of a worker
-    rank, offset = grid.coordinate("dp") % replicas, grid.coordinate("workers") * share
-    samples = (
-        microbatch_samples(
-            setup.start.after(run, step).sample + offset, micro=micro, dp_rank=rank, dp=replicas, microbatch=microbatch, batch=share
-        )
-        for step in range(first, last)
-        for micro in range(setup.engine.micros)
-    )
-    return prefetch(setup.batches, samples, setup.world.device)
+    replicas, worker = grid.size("dp") // workers, grid.coordinate("workers")  # replicas of a worker
+    rank = grid.coordinate("dp") % replicas
+
+    def samples() -> Iterator[range]:
+        for step in range(first, last):
+            share = setup.start.batch(run, step) // workers
+            begin = setup.start.after(run, step).sample + worker * share
+            for micro in range(share // (replicas * microbatch)):
+                yield microbatch_samples(begin, micro=micro, dp_rank=rank, dp=replicas, microbatch=microbatch, batch=share)
+
+    return prefetch(setup.batches, samples(), setup.world.device)
 
 
 def train_step(
@@ -116,7 +118,9 @@ def train_step(
 ) -> StepResult | None:
     """Run forward and backward on this rank's micro-batches of a step, then the optimizer; all ranks call this together. Return its result,
     or that of an earlier step where the engine gives them late."""
-    label_count = run.train.batch * run.train.seq
+    batch = setup.start.batch(run, step)
+    setup.engine.set_batch(batch)
+    label_count = batch * run.train.seq
     if setup.batches.corpus.ignores_labels:  # read the whole step to know how many labels count
         batches = [next(micro_batches) for _ in range(setup.engine.micros)]
         label_count = count_labels(batches, setup.grid, setup.host)
@@ -160,7 +164,7 @@ def is_save_due(run: Run, done: int, last: int) -> bool:
 
 def no_steps_message(run: Run, first: int, last: int) -> str:
     """Return the message that a run has no step left, with the override that continues it."""
-    longer = f"train.steps={2 * first}" if run.train.steps else f"train.tokens={2 * first * run.train.batch * run.train.seq:g}"
+    longer = f"train.steps={2 * first}" if run.train.steps else f"train.tokens={2 * samples_before(run.train, first) * run.train.seq:g}"
     if first == last:
         return f"step {first} of {last} is done: nothing to train; set {longer} to train longer"
     return f"the newest checkpoint is of step {first}, and the run ends at step {last}: nothing to train; set {longer} to train longer"

@@ -16,6 +16,7 @@ from .costs.cost_context import CostContext
 from .engines import cost_model, engine_for
 from .engines.engine_row import EngineRow
 from .layout.layout import LayerPartition, Layout, mesh_of
+from .layout.mesh import Mesh
 from .layout.schedule_of_run import delay_of, schedule_of
 from .layout.sum_routes import inner_ranks, server_count
 from .layout.workers import worker_ranks
@@ -74,12 +75,23 @@ class LayoutBase:
     def _step(self, parallel: Parallel, microbatch: int) -> tuple[int, GradientSync]:
         """(micro-batches of a replica in a step, how its gradients travel)."""
         micros = self.context.run.train.batch // (self.mesh.dp * microbatch)
-        path, alone = cost_model(self.engine).gradient_path(self.context, parallel, micros), self.mesh.size("data") == 1
-        return micros, path._replace(
-            staleness=0 if alone else parallel.staleness,
-            inner=inner_ranks(parallel, self.mesh, self.context.run.cluster.gpus),
-            servers=server_count(parallel, self.mesh),
-        )
+        return micros, _gradient_sync(self.context, self.engine, parallel, self.mesh, micros)
+
+
+def _gradient_sync(context: CostContext, engine: str | None, parallel: Parallel, mesh: Mesh, micros: int) -> GradientSync:
+    """How the gradients of a step with so many micro-batches travel."""
+    path, alone = cost_model(engine).gradient_path(context, parallel, micros), mesh.size("data") == 1
+    return path._replace(
+        staleness=0 if alone else parallel.staleness,
+        inner=inner_ranks(parallel, mesh, context.run.cluster.gpus),
+        servers=server_count(parallel, mesh),
+    )
+
+
+def layout_at_batch(context: CostContext, layout: Layout, batch: int) -> Layout:
+    """The layout in a step that trains another batch, in as many micro-batches of the same size."""
+    micros = batch // (layout.mesh.dp * layout.microbatch)
+    return layout._replace(micros=micros, gradient_sync=_gradient_sync(context, layout.engine, layout.parallel, layout.mesh, micros))
 
 
 def layout_of_run(context: CostContext, parallel: Parallel, microbatch: int) -> Layout:

@@ -7,23 +7,22 @@ from typing import Any
 
 from ..spec.problem import Problem
 from ..spec.run import Run
-from .costs.checkpoint import saved_width
 from .costs.cost_context import CostContext
 from .engines import cost_model, engine_for, engine_reason
 from .error_bars import Bar, Planned, memory_bar, step_bar
 from .fixes import memory_problem, problems_with_fixes
-from .gpu_hours_cost import gpu_hours_cost
 from .layout.layout import Layout
 from .layout.mesh import Mesh
 from .layout.schedules import bubble_share
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, fits, in_flight, layout_cost, stage_bytes, uses_host
 from .layout_of_run import layout_of_run
-from .result import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, Plan, RankHostBytes, StageMemory, StepTime, Throughput, WholeRun
+from .result import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, Plan, RankHostBytes, StageMemory, StepTime, Throughput
 from .rules.rules import broken_rules
 from .save_interval import plan_saving, save_warnings
 from .stage_cost import snapshot_bytes
 from .traffic import busiest_traffic
 from .warnings import warnings
+from .whole_run import plan_whole_run
 
 PLAN_VERSION = 1
 
@@ -43,7 +42,7 @@ def make_plan(run: Run) -> Plan:
     throughput = plan_throughput(context, layout, seconds) if seconds else None
     is_enough = fits(context, cost.peak, cost.host)
     errors = cost_model(layout.engine).saved_error_bytes(context, layout)
-    whole, step = plan_whole_run(context, seconds, errors), seconds.step if seconds else None
+    whole, step = plan_whole_run(context, layout, seconds, errors), seconds.step if seconds else None
     saved = plan_saving(run, whole, step, largest_snapshot(context, layout, cost), forward_seconds(layout, cost))
     planned = Planned(run, parallel, engine.name if engine else None, memory.peak)
     return Plan(
@@ -239,28 +238,4 @@ def plan_throughput(context: CostContext, layout: Layout, seconds: StepSeconds) 
         hardware_flops_per_second_per_gpu=hardware,
         mfu=model / peak,
         hfu=hardware / peak,
-    )
-
-
-def plan_whole_run(context: CostContext, seconds: StepSeconds | None, errors: int = 0) -> WholeRun:
-    """Return the length and the cost of the whole run, whose checkpoints keep `errors` bytes of compression; None: the seconds of a step
-    are not known."""
-    train, device = context.run.train, context.run.cluster.device
-    step_tokens = train.batch * train.seq
-    steps = train.steps or ceil((train.tokens or 0) / step_tokens)
-    flops = context.flops_per_token * steps * step_tokens
-    peak = device.peak.get(train.precision)
-    total = steps * seconds.step if seconds else None
-    return WholeRun(
-        steps=steps,
-        tokens=steps * step_tokens,
-        flops=flops,
-        ideal_seconds=flops / (peak * context.world) if peak else None,
-        seconds=total,
-        days=total / 86400 if total is not None else None,
-        cost=gpu_hours_cost(context.run.cluster, total) if total is not None else None,
-        checkpoint_bytes=context.trained_parameters * saved_width(context)
-        - context.spared_bytes
-        + context.layers * context.layer_constants
-        + errors,
     )

@@ -127,8 +127,21 @@ class Throughput:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchLevel:
+    """Steps of a run that ramps its batch up: how many train a batch of so many sequences, the micro-batches of a replica and the seconds
+    of one of them (None: not known), and the tokens of all."""
+
+    batch: int
+    microbatches: int
+    steps: int
+    tokens: int
+    step: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class WholeRun:
-    """The whole run: model FLOPs, seconds if all devices ran at their peak, planned seconds, bytes of a checkpoint."""
+    """The whole run: model FLOPs, seconds if all devices ran at their peak, planned seconds, bytes of a checkpoint. `mfu` is the mean over
+    the run; `levels` are those of a batch that is ramped up, () where every step has the same."""
 
     steps: int
     tokens: int
@@ -138,6 +151,8 @@ class WholeRun:
     days: float | None
     cost: float | None  # in the currency of cluster.price; None: no price or no time
     checkpoint_bytes: int
+    mfu: float | None = None  # None: no time or no peak
+    levels: tuple[BatchLevel, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

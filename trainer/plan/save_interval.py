@@ -144,7 +144,7 @@ def save_warnings(run: Run, whole: WholeRun, step: float | None, found: Saving) 
     assert save is not None
     assert found.pause is not None
     assert found.goodput is not None
-    ours = goodput((often or whole.steps) * step, found.pause, found.mtbf, save=save)
+    ours = goodput(often * step if often else whole.seconds or 0.0, found.pause, found.mtbf, save=save)
     if ours < found.goodput - WORTH:
         how = f"checkpoint.every={often} keeps" if often else f"saving {_when_without_interval(run)} keeps"
         says = f"{expected}: {how} {percent_text(ours)} of the time, the best interval {percent_text(found.goodput)}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ..models.families import has_experts
 from ..models.ops.op_table import block_weights
+from ..spec.batch_levels import level_of_step, run_steps
 from ..spec.format_numbers import plural
 from ..spec.key_units import LINK, gib_text, percent_text
 from ..spec.problem import Problem
@@ -154,6 +155,15 @@ PADDED = {
 }
 
 
+def _unfinished_rampup(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    """A run that ends before its batch is train.batch."""
+    train = context.run.train
+    last = level_of_step(train, run_steps(train) - 1)
+    if last.batch < train.batch:
+        says = f"the run ends with steps of {plural(last.batch, 'sequence')}: train.batch={train.batch} is never trained"
+        yield Problem(rule="rampup", says=says, mend="end train.rampup.until before the run")
+
+
 def _padding(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     model, sizes, degree = context.run.model, context.table.sizes, layout.mesh.tp
     local = local_sizes(sizes, degree, vocab_multiple=model.vocab_multiple)
@@ -280,6 +290,7 @@ WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], I
     _workers_alone,
     _stale_gradients,
     _unbalanced_stages,
+    _unfinished_rampup,
     _padding,
     _replicated_kv_heads,
     _useless_recompute,

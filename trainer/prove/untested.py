@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..models.families import has_experts
+from ..spec.batch_levels import steps_of_levels
 from ..spec.run import Run
 from .judge import ProofResult
 from .trials.plan_proof import Proof
@@ -52,6 +53,8 @@ def skipped_checks(proof: Proof, result: ProofResult) -> Iterator[str]:
         yield "a resume"
     if result.reference.curve and result.reference.curve.evaluation is None:
         yield "evaluation"
+    if len(begun := steps_of_levels(proof.reference.run.train)) > 1 and begun[1].steps >= proof.steps:
+        yield f"a batch that grows, as train.rampup has it after step {begun[1].steps:,}"
 
 
 def _pads_vocabulary(run: Run) -> bool:

@@ -82,6 +82,8 @@ class MeasuredRun:
     saves: SavesInAll = field(default_factory=SavesInAll)
     saving: tuple[PlannedMeasured, ...] = ()  # of one save
     restart_reasons: tuple[RestartReason, ...] = ()  # of each restart, also of those that reached no step
+    batch: int | None = None  # of a run that ramps its batch up: sequences of the steps whose times are compared, its largest so far
+    whole_batch: bool = True  # whether it is train.batch
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
@@ -100,6 +102,11 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     last = list({step: row for row in of_steps if (step := whole_number(row.get("step"))) is not None}.values())
     timed = [row for row in rows if "seconds" in row]
     steady = timed[1:] or timed  # without the first, which includes warming up
+    batch = max((int(row["batch"]) for row in steady if "batch" in row), default=None)
+    whole_batch = batch in (None, nested_value(run, "train", "batch"))
+    if batch is not None:  # steps of one batch are compared with a planned step of it
+        steady = [row for row in steady if row.get("batch") == batch]
+        plan |= {} if whole_batch else _times_of_batch(plan, run, batch)
     name, again = run.get("name"), pairwise(int(row["step"]) for row in logged)
     steps, saves = max((int(row["step"]) for row in rows), default=0), tuple(recorded_saves(written))
     return MeasuredRun(
@@ -115,7 +122,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         saved=tuple(_saved_steps(folder / "checkpoints")),
         device=str(plan.get("device", "")),
         entropy=finite_number(counted.get("unigram_entropy")),
-        memory=tuple(_memory(plan, counted)),
+        memory=tuple(_memory(plan, counted, nested_value(run, "train", "batch"))),
         time=tuple(_time(plan, run, steady)),
         speed=tuple(_speed(plan, steady)),
         resident=max((int(row["memory_peak"]) for row in steady if row.get("memory_peak")), default=None),
@@ -130,6 +137,8 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         saving=tuple(_saving(plan, run, saves, steps)),
         restart_reasons=tuple(restart_reasons(written)),
         tokens_per_second=tuple((int(row["step"]), row["tokens_per_second"]) for row in rows if "tokens_per_second" in row),
+        batch=batch,
+        whole_batch=whole_batch,
     )
 
 
@@ -174,8 +183,21 @@ def _slow_devices(rows: Sequence[Mapping[str, Any]]) -> Iterator[SlowDevice]:
         )
 
 
-def _memory(plan: Mapping[str, Any], counted: Mapping[str, Any]) -> Iterator[PlannedMeasured]:
-    """Bytes by kind of the planned fullest stage: of its rank that holds most. Logits count as saved activations."""
+def _times_of_batch(plan: Mapping[str, Any], run: Mapping[str, Any], batch: int) -> dict[str, Any]:
+    """The planned times of a step of a batch smaller than train.batch: its seconds, not their parts, and its rates."""
+    levels = nested_value(plan, "run", "levels")
+    steps = [nested_value(each, "step") for each in levels if nested_value(each, "batch") == batch] if isinstance(levels, list) else []
+    step, whole = finite_number(next(iter(steps), None)), finite_number(nested_value(plan, "time", "step"))
+    of = finite_number(nested_value(run, "train", "batch"))
+    slower = batch / of * whole / step if step and whole and of else None  # by what its rates are lower
+    rates = {key: finite_number(nested_value(plan, "throughput", key)) for key in ("tokens_per_second", "mfu")}
+    scaled = {key: rate * slower for key, rate in rates.items() if rate is not None and slower is not None}
+    return {"time": {"step": step}, "throughput": scaled, "traffic": [], "step_low": None, "step_high": None}
+
+
+def _memory(plan: Mapping[str, Any], counted: Mapping[str, Any], batch: Any) -> Iterator[PlannedMeasured]:
+    """Bytes by kind of the planned fullest stage: of its rank that holds most. Logits count as saved activations. What steps of a batch
+    smaller than train.batch hold of activations and gradients is not planned: a pipeline has fewer micro-batches under way."""
     stage = nested_value(plan, "memory", "stage")
     held, ranks = nested_value(plan, "memory", "stages", stage, "bytes"), _ranks_of_stage(plan, counted, stage)
     for kind in ("weights", "gradients", "optimizer", "activations"):
@@ -184,6 +206,8 @@ def _memory(plan: Mapping[str, Any], counted: Mapping[str, Any]) -> Iterator[Pla
             unknown = nested_value(plan, "memory", "unknown")
             is_unknown = isinstance(unknown, list) and kind in unknown
             planned = None if is_unknown else planned + (finite_number(nested_value(held, "logits")) or 0)
+        if kind in ("activations", "gradients") and counted.get("batch", batch) != batch:
+            planned = None
         found = [each for each in (finite_number(nested_value(rank, kind)) for rank in ranks) if each is not None]
         measured = max(found) if found else finite_number(nested_value(counted, "memory", kind))
         yield PlannedMeasured(name=kind, unit="bytes", planned=planned, measured=measured)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..plan.layout.mesh import replica_size
 from ..plan.plan import make_plan
 from ..plan.timeline.compare_steps import StepComparison, measured_timeline
 from ..plan.timeline.critical_path import critical_path, slowest_stage
@@ -12,6 +13,7 @@ from ..plan.timeline.make_timeline import make_timeline
 from ..plan.timeline.step_costs import StepCosts, step_costs
 from ..plan.timeline.step_segments import segmented_step, simulated_lanes
 from ..plan.timeline.timeline import Timeline
+from ..spec.batch_levels import run_at_batch
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from .measured_step import MeasuredStep, measured_step
@@ -39,9 +41,9 @@ def read_timeline_report(folder: Path) -> TimelineReport:
     if run is None:
         raise _unreadable(f"{folder / 'run.json'} can't be read, or is of another version of distrain", "train the run again")
     timelines = read_timelines(folder, run)
-    costs = _costs(run, folder)
+    step = measured_step(timelines, run.parallel.pp)
+    costs = _costs(_run_of_step(run, step), folder)
     simulated = make_timeline(costs)
-    step = measured_step(timelines, costs.layout.mesh.pp)
     comparison = StepComparison(
         measured=segmented_step(step.lanes, origin="measured"),
         simulated=segmented_step(simulated_lanes(simulated), origin="simulated"),
@@ -55,6 +57,15 @@ def read_timeline_report(folder: Path) -> TimelineReport:
         slowest=slowest_stage(critical_path(simulated)),
         costs=costs,
     )
+
+
+def _run_of_step(run: Run, step: MeasuredStep) -> Run:
+    """The run whose steps all have the batch of a measured step, which may be smaller while the batch is ramped up."""
+    if not run.train.rampup.batches:
+        return run
+    micros = 1 + max(span.micro for lane in step.lanes for span in lane.spans if span.is_pass)
+    dp = run.cluster.nodes * run.cluster.gpus // replica_size(run.parallel)
+    return run_at_batch(run, micros * dp * run.train.microbatch)
 
 
 def _costs(run: Run, folder: Path) -> StepCosts:

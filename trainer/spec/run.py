@@ -15,6 +15,7 @@ from .cluster import Link as Link
 from .cluster import NodeHost as NodeHost
 from .lora import Lora
 from .optimizer import Optim
+from .rampup import Rampup
 from .rope import Rope
 from .router import Router
 from .search_goal import SearchGoal
@@ -236,6 +237,7 @@ class Train:
     batch: Count
     seq: Count
     microbatch: Count = 1
+    rampup: Rampup = field(default_factory=Rampup)
     steps: Count | None = None
     tokens: Positive | None = None
     precision: Precision = "bf16"
@@ -243,6 +245,7 @@ class Train:
     attention: Literal["flash", "math"] = "flash"
     flops: Literal["attention", "parameters"] = "attention"
     compile: bool = False
+    loss_chunks: Count = 1
     deterministic: bool = False
     seed: Seed = 1234
     clip: NotNegative = 1.0

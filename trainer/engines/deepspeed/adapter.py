@@ -55,6 +55,11 @@ class DeepSpeedAdapter(Engine):
         """The ZeRO stage that DeepSpeed runs."""
         return zero_stage(self.run)
 
+    def _change_micros(self) -> None:
+        """DeepSpeed ends a step after the micro-batch whose number, counted from `micro_steps` 0, divides by those of a step."""
+        self.engine.set_train_batch_size(self.micros * self.run.train.microbatch * self.grid.size("data"))
+        self.engine.micro_steps = 0
+
     def _summed_gradients(self, rows: Sequence[RankParameter]) -> Iterator[Tensor]:
         return averaged_gradients(rows, self.stepper, self.zero_stage)
 

@@ -329,16 +329,16 @@ class NativeEngine(Engine):
         return self._schedule.splits_backward
 
     def _make_pipeline(self) -> Pipeline:
-        run, grid = self.run, self.grid
-        stages, chunks, schedule = grid.position.mesh.pp, len(self.modules), self._schedule
-        chain = StageChain(stages=stages, chunks=chunks, folded=schedule.folded)
-        self._actions = [schedule.actions(stage, stages, self.micros, chunks) for stage in range(stages)]
+        run, grid, reducer, hooks = self.run, self.grid, self.reducer, self._pass_hooks()
+        self._change_micros()
+        messages = StageMessages(grid, StageChain(stages=grid.position.mesh.pp, chunks=len(self.modules), folded=self._schedule.folded))
         tokens = run.train.seq // grid.size("cp") // (grid.size("tp") if run.parallel.sequence else 1)
         stream = torch.empty(run.train.microbatch, tokens, run.model.hidden, dtype=self._types[0], device="meta")
-        messages = StageMessages(grid, chain)
-        reducer = self.reducer
-        hooks = self._pass_hooks()
         return Pipeline(self.modules, messages, stream, reducer.add_gradient, reducer.before_backward, self._measure_time, hooks)
+
+    def _change_micros(self) -> None:
+        stages = range(self.grid.position.mesh.pp)
+        self._actions = [self._schedule.actions(stage, len(stages), self.micros, len(self.modules)) for stage in stages]
 
     def _pass_hooks(self) -> PassHooks:
         return PassHooks()

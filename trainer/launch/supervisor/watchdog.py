@@ -40,10 +40,12 @@ class Watchdog:
 
     `seen` holds the longest seconds that each phase took in earlier attempts of the run. `timed_out` maps a phase to the (step, seconds)
     at which it was killed as hung. It may only have been slow, so until the run passes that step the limit is at least twice those
-    seconds; no more than that, so that a run which does hang there does not cost hours.
+    seconds; no more than that, so that a run which does hang there does not cost hours. `growth` is how many times as large as before the
+    batch of a step may become (train.rampup).
     """
 
     patience: float = PATIENCE
+    growth: float = 1.0
     seen: dict[str, float] = field(default_factory=dict)
     timed_out: dict[str, tuple[int, float]] = field(default_factory=dict)
 
@@ -75,7 +77,8 @@ class Watchdog:
         if phase == "step" and longest == 0.0:
             longest = self._longest("first", ranks)  # which is a step too
         timeout_step, seconds = self.timed_out.get(phase, (-1, 0.0))
-        learned = max(self.patience, PHASE_FACTOR * longest) if longest else PHASE_FACTOR * self.patience
+        factor = PHASE_FACTOR * (self.growth if phase == "step" else 1.0)
+        learned = max(self.patience, factor * longest) if longest else PHASE_FACTOR * self.patience
         return max(learned, HUNG_FACTOR * seconds) if step <= timeout_step else learned
 
     def _longest(self, phase: str, ranks: Sequence[WatchedRank]) -> float:

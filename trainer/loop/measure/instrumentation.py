@@ -21,6 +21,7 @@ from ...system.atomic_file import write_atomically
 from ..data.samples.sample_log import SampleLog
 from ..metrics.throughput import ThroughputMeter
 from ..state.training_setup import TrainingSetup
+from ..step.train_progress import TrainProgress
 from ..trace.tensor_recorder import requested_trace
 from .timeline_window import TimelineWindow
 
@@ -33,13 +34,16 @@ class Instruments:
 
     def __init__(self, run: Run, setup: TrainingSetup, first: int, last: int) -> None:
         self.setup, self.last = setup, last
+        self.run = run
         self.meter = ThroughputMeter(run, setup.plan, setup.world)
         self.profiler = ProfilerWindow(run, setup.world, setup.folder)
         self.timeline = TimelineWindow(run, setup)
-        self.progress = ProgressLine(run, first, last)
+        self.progress = ProgressLine(run, setup.start, last)
         self.trace = requested_trace(run, setup.engine, setup.grid, setup.folder)
         # Bytes are counted in the step after the first that updates weights, by then all tensors that stay are allocated.
-        self._counted_step = first + 1 + run.parallel.staleness
+        self._counted_steps = {first + 1 + run.parallel.staleness}
+        # While the batch grows, pipelines hold less: they are counted again in the first step of the whole batch.
+        self._counted_steps.add(max(*self._counted_steps, setup.start.whole_batch_step(run)))
         # Messages are recorded in the third, or the first that compresses gradients or uses a late sum: in the first two, engines send some
         # of their set-up. Where workers step alone, it is the first then that they end together.
         together, third = run.parallel.sync.every, max(first + 2, run.parallel.compress.start, first + run.parallel.staleness)
@@ -52,12 +56,14 @@ class Instruments:
         self._actions: list[dict[str, Any]] = []
         self._count: ByteCounter | None = None
         self._first = first
-        self.samples = SampleLog(setup.batches, setup.engine.micros) if run.log.ledger else None
+        each = setup.grid.size("dp") * run.train.microbatch
+        logged = SampleLog(setup.batches, lambda step: setup.start.batch(run, first + step) // each)
+        self.samples = logged if run.log.ledger else None
 
     @contextmanager
     def measure(self, step: int) -> Iterator[ByteCounter | None]:
         """Measure step `step` (from 0) while the block runs it. Yield the byte counter that the engine fills, in one step only."""
-        self._count = ByteCounter() if step == self._counted_step else None
+        self._count = ByteCounter() if step in self._counted_steps else None
         self.profiler.start_step(step + 1)
         self.timeline.start_step(step + 1)
         ledger = Ledger(self.setup.grid) if step == self._recorded_step else None
@@ -66,7 +72,7 @@ class Instruments:
         traced = self.trace.trace_step(step) if self.trace else nullcontext()
         with ledger or nullcontext(), times, traced, self.timeline.record(step + 1):
             yield self._count
-        self.meter.add_step(perf_counter() - start, self.setup.engine.clock)
+        self.meter.add_step(perf_counter() - start, self.setup.engine.clock, self.setup.start.batch(self.run, step))
         if ledger:
             self.setup.warn(write_ledger(ledger, self.setup, step + 1, averages=(step + 1) % self._together == 0))
         if self._timed_steps and step == self._timed_steps[-1]:
@@ -79,7 +85,8 @@ class Instruments:
     def report(self, done: int, loss: float | None) -> None:
         """Write what was measured in step `done` (from 1), and show the progress line with the newest loss; None: there is none yet."""
         if self._count is not None:
-            self.setup.warn(write_measured(self._count, self.setup, done))
+            batch = self.setup.start.batch(self.run, done - 1) if self.run.train.rampup.batches else None
+            self.setup.warn(write_measured(self._count, self.setup, done, batch))
         if self.samples and done == self.last:
             self.setup.warn(write_samples(self.samples, self.setup, self._first))
         self.setup.warn(self.timeline.end_step(done, last=done == self.last))
@@ -89,13 +96,14 @@ class Instruments:
             self.setup.channel.report_status(line)
 
 
-def write_measured(count: ByteCounter, setup: TrainingSetup, done: int) -> str:
+def write_measured(count: ByteCounter, setup: TrainingSetup, done: int, batch: int | None = None) -> str:
     """Write RUN_DIR/measured.json: "step", "unigram_entropy" of the training text (nats a token), "memory": bytes by kind on the rank
-    that holds most of that kind, "ranks": [bytes by kind]. Return why it could not be written, else "".
+    that holds most of that kind, "ranks": [bytes by kind], and of a run that ramps its batch up "batch": sequences of that step. Return
+    why it could not be written, else "".
     """
     ranks = _gather(setup, count.bytes)
     most = {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
-    facts = {"step": done, "unigram_entropy": setup.batches.corpus.entropy}
+    facts = {"step": done, "unigram_entropy": setup.batches.corpus.entropy, **({"batch": batch} if batch is not None else {})}
     return _write(setup, "measured.json", {**facts, "memory": most, "ranks": ranks})
 
 
@@ -183,9 +191,9 @@ class ProfilerWindow:
 class ProgressLine:
     """The progress line: steps done, tokens/s, time left."""
 
-    def __init__(self, run: Run, first: int, last: int) -> None:
-        self.first, self.last = first, last
-        self.tokens = run.train.batch * run.train.seq  # a step
+    def __init__(self, run: Run, start: TrainProgress, last: int) -> None:
+        self.run, self.start, self.last = run, start, last
+        self.tokens = start.after(run, max(last, start.step)).tokens - start.tokens  # of all steps
         self._began = self._shown = perf_counter()
 
     def line(self, done: int, loss: float | None) -> str | None:
@@ -194,8 +202,9 @@ class ProgressLine:
         if now - self._shown < LINE_INTERVAL:
             return None
         self._shown = now
-        seconds = (now - self._began) / (done - self.first)  # a step
-        left = round(seconds * (self.last - done))
+        trained = self.start.after(self.run, done).tokens - self.start.tokens
+        seconds = (now - self._began) / trained  # a token
+        left = round(seconds * (self.tokens - trained))
         clock = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}" if left >= 3600 else f"{left // 60}:{left % 60:02}"
         words = [f"step {done}/{self.last}", *([] if loss is None else [f"loss {loss:.4f}"])]
-        return "  ".join([*words, f"{self.tokens / seconds:,.0f} tokens/s", f"{clock} left"])
+        return "  ".join([*words, f"{1 / seconds:,.0f} tokens/s", f"{clock} left"])

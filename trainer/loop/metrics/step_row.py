@@ -41,6 +41,8 @@ def console_line(row: Row, last: int) -> str:
         parts.append(f"validation {row['validation_loss']:.4f}")
     if row.get("grad_norm") is not None:
         parts.append(f"norm {row['grad_norm']:.3f}")
+    if "batch" in row:
+        parts.append(f"batch {row['batch']}")
     if "lr" in row:
         parts += [f"lr {row['lr']:.2e}", f"{row['tokens_per_second']:,.0f} tokens/s"]
     if "skipped" in row:

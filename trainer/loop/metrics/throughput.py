@@ -15,17 +15,23 @@ PLANNED_IN_ROWS = ("planned_seconds", "planned_memory_peak")  # the planned figu
 
 
 class ThroughputMeter:
-    """Averages over the steps since the last row, under the keys of metrics.jsonl."""
+    """Averages over the steps since the last row, under the keys of metrics.jsonl. Where train.rampup makes the batch larger, they are over
+    the steps since then, and a row names the batch."""
 
     def __init__(self, run: Run, plan: Plan, world: World) -> None:
         self.run, self.plan, self.world = run, plan, world
         self._seconds: list[float] = []
         self._parts: dict[str, float] = {}
         self._figures: dict[str, Any] = {}  # of the last row
+        self._batch = run.train.batch  # of the steps that are averaged
+        self._planned = {each.batch: each.step for each in plan.run.levels} if plan.run else {}  # seconds of a step of each batch
         self._is_warm = False
 
-    def add_step(self, seconds: float, parts: dict[str, float]) -> None:
-        """Add a step, with the seconds of its parts where the engine measures them. The first compiles: memory is counted after it."""
+    def add_step(self, seconds: float, parts: dict[str, float], batch: int) -> None:
+        """Add a step of a batch of so many sequences, with the seconds of its parts where the engine measures them. The first compiles:
+        memory is counted after it."""
+        if batch != self._batch:
+            self._batch, self._seconds, self._parts = batch, [], {}
         if not self._is_warm and self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
         self._is_warm = True
@@ -39,13 +45,15 @@ class ThroughputMeter:
             return self._figures
         count = len(self._seconds)
         seconds = sum(self._seconds) / count
-        tokens = self.run.train.batch * self.run.train.seq / seconds
+        tokens = self._batch * self.run.train.seq / seconds
         assert self.plan.model is not None
         flops = tokens * self.plan.model.flops_per_token / self.plan.world
         peak = self.run.cluster.device.peak.get(self.run.train.precision)
         parts = {f"seconds_{part}": each / count for part, each in self._parts.items() if self.world.device.type == "cpu"}
         self._seconds, self._parts = [], {}
+        ramps = bool(self.run.train.rampup.batches)
         self._figures = {
+            **({"batch": self._batch} if ramps else {}),
             "seconds": seconds,
             "tokens_per_second": tokens,
             "model_flops_per_second_per_gpu": flops,
@@ -53,6 +61,7 @@ class ThroughputMeter:
             "memory_peak": memory_peak(self.world.device),
             **parts,
             **{key: value for key, value in planned_figures(self.plan).items() if key in PLANNED_IN_ROWS},
+            **({"planned_seconds": self._planned.get(self._batch)} if ramps else {}),
         }
         return self._figures
 

@@ -19,6 +19,7 @@ from ...plan.axes.low_rank import compressed_stack
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.mesh_position import mesh_position
 from ...plan.native.buckets import compression_rank
+from ...spec.batch_levels import samples_before
 from ...spec.lr_schedule import learning_rate
 from ...spec.run import Run
 from ..data.samples.batches import Batch
@@ -74,9 +75,11 @@ def compressed_curve(run: Run) -> ReferenceCurve:
     data, module = read_batches(run, "train"), whole_model(run)
     weights = dict(module.named_parameters())
     optimizer = plain_optimizer(run, list(weights.values()))
-    losses, norms, share = [], [], train.batch // ranks
+    losses, norms = [], []
     for step in range(steps):
-        batches = [data.batch(step * train.batch + rank * share, share) for rank in range(ranks)]
+        begin = samples_before(train, step)
+        share = (samples_before(train, step + 1) - begin) // ranks
+        batches = [data.batch(begin + rank * share, share) for rank in range(ranks)]
         count = sum(int((each.labels != IGNORED).sum()) for each in batches)
         parts, total = [], 0.0
         for batch in batches:

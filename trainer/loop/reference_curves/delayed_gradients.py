@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...plan.mesh_position import mesh_position
+from ...spec.batch_levels import samples_before
 from ...spec.lr_schedule import learning_rate
 from ...spec.run import Parallel, Run
 from ..train import is_due
@@ -29,7 +30,7 @@ from .reference_run import (
 def delayed_curve(run: Run) -> ReferenceCurve:
     """Train a run of schedule pipedream or pipedream_2bw, or of parallel.staleness, in any layout, by delayed gradients in one process."""
     train, parallel, steps = run.train, run.parallel, run.train.steps or 0
-    late, sequences = _updates_late(parallel), _sequences_of_update(run)
+    late = _updates_late(parallel)
     stages = _weights_of_stages(run)
     data, module = read_batches(run, "train"), whole_model(run)
     newest = dict(module.named_parameters())
@@ -39,7 +40,9 @@ def delayed_curve(run: Run) -> ReferenceCurve:
     losses, norms = [], []
     for step in range(steps):
         totals, squares = [], []
-        for first in range(step * train.batch, (step + 1) * train.batch, sequences):
+        begin, end = samples_before(train, step), samples_before(train, step + 1)
+        sequences = end - begin if parallel.staleness else _sequences_of_update(run)
+        for first in range(begin, end, sequences):
             met = dict[str, Tensor]()  # of each stage the weights `late` updates before, at most those of the flush
             for stage, names in enumerate(stages):
                 version = history[-1 - min(late(stage), len(history) - 1)]
@@ -75,9 +78,7 @@ def _updates_late(parallel: Parallel) -> Callable[[int], int]:
 
 
 def _sequences_of_update(run: Run) -> int:
-    """The sequences of an update: pipedream's are a micro-batch of each replica, others' a step."""
-    if run.parallel.staleness:
-        return run.train.batch
+    """The sequences of an update of a pipeline without a flush: pipedream's are a micro-batch of each replica, the other's a step."""
     data = run.cluster.nodes * run.cluster.gpus // (run.parallel.tp * run.parallel.pp * run.parallel.cp)
     return run.train.batch if run.parallel.schedule == "pipedream_2bw" else data * run.train.microbatch
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...plan.layout.layout import mesh_of
 from ...plan.layout.workers import worker_count
+from ...spec.batch_levels import samples_before
 from ...spec.lr_schedule import learning_rate
 from ...spec.run import Run
 from ..data.samples.batches import Batch
@@ -40,12 +41,13 @@ def local_steps_curve(run: Run) -> ReferenceCurve:
     mesh = mesh_of(run.parallel, run.cluster.nodes * run.cluster.gpus)
     data, module = read_batches(run, "train"), whole_model(run)
     workers = [_Worker(run, module) for _ in range(worker_count(run.parallel, mesh, run.cluster.gpus))]
-    share = train.batch // len(workers)
     agreed = [nn.Parameter(each.detach().clone()) for each in module.parameters()]
     outer = torch.optim.SGD(agreed, lr=sync.outer.lr, momentum=sync.outer.momentum, nesterov=sync.outer.nesterov)
     losses, norms = [], []
     for step in range(steps):
-        pieces = (data.batch(step * train.batch + first, share) for first in range(0, train.batch, share))
+        begin, end = samples_before(train, step), samples_before(train, step + 1)
+        share = (end - begin) // len(workers)
+        pieces = (data.batch(first, share) for first in range(begin, end, share))
         rows = [_step_alone(run, module, worker, piece, step) for worker, piece in zip(workers, pieces, strict=True)]
         losses.append(sum(loss for loss, _ in rows) / len(rows))
         norms.append((sum(norm**2 for _, norm in rows) / len(rows)) ** 0.5)

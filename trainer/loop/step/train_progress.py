@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
+from ...spec.batch_levels import level_of_step, samples_before, steps_of_levels, steps_until
 from ...spec.run import Run
 
 
@@ -19,16 +19,23 @@ class TrainProgress:
     tokens: int = 0
 
     def after(self, run: Run, done: int) -> TrainProgress:
-        """Return the progress after step `done`, if every step from here on has the run's present batch."""
-        samples = (done - self.step) * run.train.batch
+        """Return the progress after step `done`, if the steps from here on have the batches that the run has now."""
+        samples = samples_before(run.train, done - self.step, self.tokens)
         return TrainProgress(step=done, sample=self.sample + samples, tokens=self.tokens + samples * run.train.seq)
 
     def last_step(self, run: Run) -> int:
         """Return the step at which the run ends: train.steps, or the step that reaches train.tokens."""
         if run.train.steps is not None:
             return run.train.steps
-        left = (run.train.tokens or 0) - self.tokens
-        return self.step + max(0, ceil(left / (run.train.batch * run.train.seq)))
+        return self.step + steps_until(run.train, (run.train.tokens or 0) - self.tokens, self.tokens)
+
+    def batch(self, run: Run, step: int) -> int:
+        """Return the sequences of step `step` (from 0), which is not before this progress: train.batch, or what train.rampup says."""
+        return level_of_step(run.train, step - self.step, self.tokens).batch
+
+    def whole_batch_step(self, run: Run) -> int:
+        """Return the first step from here on (from 0) whose batch is train.batch: the next one, or that after train.rampup."""
+        return self.step + steps_of_levels(run.train, self.tokens)[-1].steps
 
     def extra(self) -> dict[str, int]:
         """Return what a checkpoint records of it."""

@@ -1,6 +1,6 @@
 """The reference of a trace: all that one process computes in the traced steps, written whole and read back in slices.
 
-FOLDER/reference.json holds the batch and the micro-batch; FOLDER/step_N/micro_M.safetensors holds the outputs of a micro-batch and
+FOLDER/reference.json holds the micro-batch; FOLDER/step_N/micro_M.safetensors holds the outputs of a micro-batch and
 their gradients by module; FOLDER/step_N/weights.safetensors holds the weights before the step and their gradients in it by name.
 Gradients are those of the mean loss of the global batch.
 """
@@ -31,7 +31,7 @@ class ReferenceWriter:
     def __init__(self, run: Run, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        sizes = {"batch": run.train.batch, "microbatch": run.train.microbatch}
+        sizes = {"microbatch": run.train.microbatch}
         (folder / "reference.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
         self._tensors: dict[str, Tensor] = {}
 
@@ -74,13 +74,13 @@ class ReferenceReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         sizes: dict[str, int] = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
-        self.batch, self.microbatch = sizes["batch"], sizes["microbatch"]
+        self.microbatch = sizes["microbatch"]
 
     def samples(self, step: int, kind: TensorKind, name: str, samples: Sequence[int]) -> Tensor:
-        """A module's output, or its gradient, of these samples of the run: [B, S, ...]."""
+        """A module's output, or its gradient, of these samples of the step's batch, numbered from 0: [B, S, ...]."""
         rows = []
         for sample in samples:
-            micro, row = divmod(sample - step * self.batch, self.microbatch)
+            micro, row = divmod(sample, self.microbatch)
             rows.append(self._slice(step, f"micro_{micro}", kind, name)[row : row + 1])
         return torch.cat(rows)
 

@@ -65,9 +65,9 @@ class ReferenceComparison:
         self._file.write_text(json.dumps([asdict(each) for each in self._differences]) + "\n", encoding="utf-8")
 
     def _expected_samples(self, micro: int) -> range:
-        """The samples that are due in a micro-batch, written out: `shard`, by which ranks choose theirs, is judged too."""
+        """The samples of the batch that are due in a micro-batch, written out: `shard`, by which ranks choose theirs, is judged too."""
         train, dp = self._run.train, self._grid.size("dp")
-        first = self._step * train.batch + (micro * dp + self._grid.coordinate("dp")) * train.microbatch
+        first = (micro * dp + self._grid.coordinate("dp")) * train.microbatch
         return range(first, first + train.microbatch)
 
     def _record(self, micro: int, name: str, kind: TensorKind, apart: float, scale: float) -> None:

@@ -7,9 +7,10 @@ fix: trainer/plan/fixes.py plans each of them again before a user sees it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import ceil, prod
+from math import prod
 
 from ...models.families import FAMILIES, has_experts, is_made_by_transformers
+from ...spec.batch_levels import run_steps
 from ...spec.changed_run import Change
 from ...spec.divisors import divisors
 from ...spec.problem import suggest_name
@@ -24,9 +25,11 @@ from .fp8_rule import fp8_rule
 from .gradient_sum_rules import servers_rule, staleness_rule
 from .latent_rule import latent_rule
 from .lora_rule import lora_rule
+from .loss_chunks_rule import loss_chunks_rule
 from .norm_rule import norm_rule
 from .pipeline_rules import pipeline_rule
 from .position_rules import exchanged_heads_rule, rotary_rule, window_layout_rule, window_rule
+from .rampup_rules import rampup_layout_rule, rampup_rule
 from .router_rule import router_rule
 from .sync_rule import agreement_rule, sync_rule
 from .value_rules import folders_rule, pairs_rule, plannable_ranks_rule, rates_rule, step_windows_rule, timeline_rule
@@ -239,7 +242,7 @@ def length_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
         tries: tuple[Change, ...] = ((("train.tokens", None),), (("train.steps", None),))
         yield BrokenRule("length", f"train.steps={train.steps} and train.tokens={train.tokens:g} are both set: a run has one length", tries)
         return
-    steps = train.steps or (ceil(train.tokens / (train.batch * train.seq)) if train.tokens else 0)
+    steps = run_steps(train)
     if steps and run.optim.warmup >= steps and run.optim.warmup:
         length = f"train.steps={steps}" if train.steps else f"the {steps} steps of train.tokens={train.tokens:g}"
         yield BrokenRule("warmup", f"optim.warmup={run.optim.warmup} is not shorter than {length}", ((("optim.warmup", steps // 10),),))
@@ -282,14 +285,15 @@ def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (
     names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, router_rule, lora_rule, hugging_face_rule,
-    pairs_rule, length_rule, rates_rule, step_windows_rule, precision_rule, device_rule, agreement_rule,
+    pairs_rule, rampup_rule, length_rule, rates_rule, step_windows_rule, precision_rule, device_rule, agreement_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,
-    context_rule, exchanged_heads_rule, pipeline_rule, batch_rule, offload_rule, plannable_ranks_rule, timeline_rule, fp8_rule,
+    context_rule, exchanged_heads_rule, pipeline_rule, batch_rule, rampup_layout_rule, offload_rule, plannable_ranks_rule, timeline_rule,
+    fp8_rule, loss_chunks_rule,
 )  # fmt: skip
 # Those of a layout that read its micro-batch or its recomputation, and all keys of parallel that they read. The others read neither.
-OF_STEP: tuple[Rule, ...] = (hugging_face_layout_rule, pipeline_rule, batch_rule, fp8_rule)
+OF_STEP: tuple[Rule, ...] = (hugging_face_layout_rule, pipeline_rule, batch_rule, rampup_layout_rule, fp8_rule)
 STEP_KEYS = (*AXES, "sequence", "recompute", "schedule", "actions", "chunks", "stages", "vertical")
 
 

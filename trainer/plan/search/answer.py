@@ -17,8 +17,9 @@ from ..error_bars import Planned, memory_bar, step_bar
 from ..fixes import problems_with_fixes
 from ..layout.layout import Layout
 from ..layout_cost import StepSeconds, layout_cost
-from ..plan import make_plan, plan_throughput, plan_whole_run
+from ..plan import make_plan, plan_throughput
 from ..rules.rules import OF_LAYOUT, OF_RUN, broken_rules
+from ..whole_run import plan_whole_run
 from .front import CostedLayout
 from .search import candidate_layout, search_layouts
 from .space import ZEROS, Candidate
@@ -224,7 +225,7 @@ def _found_layout(
     run, (parallel, microbatch, engine) = context.run, found.candidate
     layout, seconds = _layout_seconds(context, found)
     speed = plan_throughput(context, layout, seconds) if seconds else None
-    whole = plan_whole_run(context, seconds)
+    whole = plan_whole_run(context, layout, seconds)
     moved = parallel.offload
     planned = Planned(run, parallel, engine, found.peak)
     held, taken = memory_bar(planned), step_bar(planned, seconds.step, seconds.optimizer) if seconds else None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
+from ...spec.batch_levels import run_at_batch
 from ...spec.run import Cluster, Device, Link, NodeHost, Run
 from ..rules.rules import broken_rules
 from .simulated_seconds import simulated_seconds, varied_seconds
@@ -83,7 +84,7 @@ def _other_pipelines(run: Run, costs: StepCosts, slowest: int) -> Iterator[WhatI
         mean, error = varied_seconds(costs, VARIATION, min(MOST_STEPS, max(LEAST_STEPS, MOST_VARIED // passes)))
         if abs(mean - simulated_seconds(costs)) > 2 * error:
             yield WhatIf(f"passes varied by {100 * VARIATION:g} %", mean)
-    larger = replace(run, train=replace(run.train, batch=2 * run.train.batch))
+    larger = run_at_batch(run, 2 * run.train.batch)
     is_legal = not layout.schedule.simulated and not broken_rules(larger, larger.parallel, larger.train.microbatch)
     if is_legal and (twice := step_costs(larger)):  # a list of actions from a file fixes its micro-batches
         seconds = simulated_seconds(twice) if is_short else simulated_seconds(costs) * twice.planned / costs.planned

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ...plan.compare_rank_messages import CONTROL, ComparedMessages, compare_rank_messages
+from ...spec.batch_levels import level_of_step, run_at_batch
 from ...spec.format_numbers import size_text
 from ..trials.trial import Trial
 
@@ -24,7 +25,8 @@ def compare_trial_messages(trial: Trial) -> dict[str, Any] | None:
     ledger = _read_ledger(trial)
     if ledger is None:
         return None
-    ranks = [compare_rank_messages(trial.run, rank, rows, averages=ledger["averages"]) for rank, rows in enumerate(ledger["ranks"])]
+    run = run_at_batch(trial.run, level_of_step(trial.run.train, ledger["step"] - 1).batch)  # that of the step whose messages are counted
+    ranks = [compare_rank_messages(run, rank, rows, averages=ledger["averages"]) for rank, rows in enumerate(ledger["ranks"])]
     verdicts = {line.verdict for lines in ranks for line in lines if line.axis != CONTROL or line.verdict == "differs"}
     return {
         "verdict": next((each for each in reversed(VERDICTS) if each in verdicts), VERDICTS[0]),
@@ -41,7 +43,7 @@ def message_differences(messages: Mapping[str, Any] | None) -> str:
 def _read_ledger(trial: Trial) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
         ledger: dict[str, Any] = json.loads((trial.folder / "ledger.json").read_text())
-        return ledger if ledger.keys() >= {"ranks", "averages"} else None
+        return ledger if ledger.keys() >= {"ranks", "averages", "step"} else None
     return None
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ...plan.mesh_position import mesh_position
+from ...spec.batch_levels import samples_before
+from ...spec.run import Train
 from ..trials.trial import Trial
 
 SHOWN = 3  # samples that are named
@@ -25,7 +27,7 @@ def sample_problem(trial: Trial, reference: Trial) -> str:
     if log is None or expected is None or not (all(log["ranks"]) and all(expected["ranks"])):
         return "its ranks recorded no samples"
     replicas = [mesh_position(trial.run, rank).coordinates["dp"] for rank in range(trial.plan.world)]
-    batches = _batch_problems(log, replicas, trial.run.train.batch)
+    batches = _batch_problems(log, replicas, trial.run.train)
     return next(chain(batches, _content_problems(log, expected), _epoch_problems(expected)), "")
 
 
@@ -36,7 +38,7 @@ def _read_log(folder: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def _batch_problems(log: Mapping[str, Any], replicas: Sequence[int], batch: int) -> Iterator[str]:
+def _batch_problems(log: Mapping[str, Any], replicas: Sequence[int], train: Train) -> Iterator[str]:
     """Yield, for each step, a sample that the replicas read twice or never; or ranks of one replica that read different ones."""
     for index, ranks in enumerate(zip(*log["ranks"], strict=True)):
         step, of_replica = log["first"] + index, dict[int, list[int]]()
@@ -45,7 +47,7 @@ def _batch_problems(log: Mapping[str, Any], replicas: Sequence[int], batch: int)
             if of_replica.setdefault(replica, numbers) != numbers:
                 yield f"step {step + 1}: rank {rank} reads others than the ranks with which it shares replica {replica}"
         counts = Counter(number for numbers in of_replica.values() for number in numbers)
-        wanted = range(step * batch, (step + 1) * batch)
+        wanted = range(samples_before(train, step), samples_before(train, step + 1))
         if counts != Counter(wanted):
             yield f"step {step + 1}: {_miscounts(counts, wanted)}"
 

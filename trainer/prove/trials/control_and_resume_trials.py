@@ -9,6 +9,7 @@ from dataclasses import replace
 from ...plan.plan import make_plan
 from ...rundir.checkpoints import step_path
 from ...rundir.metric_rows import read_step_rows
+from ...spec.batch_levels import common_divisor
 from ...spec.divisors import divisors
 from .trial import Trial
 
@@ -19,7 +20,7 @@ def control_trial(reference: Trial, *, check: bool) -> Trial | None:
     With `check` it is judged too.
     """
     run = reference.run
-    sizes = [size for size in divisors(run.train.batch) if size != run.train.microbatch]
+    sizes = [size for size in divisors(common_divisor(run.train)) if size != run.train.microbatch]
     size = max((each for each in sizes if each < run.train.microbatch), default=min(sizes, default=0))
     if not size:
         return None

@@ -14,6 +14,7 @@ from ...plan.engines.engine_row import EngineRow
 from ...plan.layout.mesh import replica_size
 from ...plan.layout.schedule_of_run import is_file, read_lists
 from ...plan.layout.schedules import SCHEDULES, Schedule
+from ...spec.batch_levels import batches_of_levels, common_divisor
 from ...spec.divisors import divisors
 from ...spec.run import Compress, Offload, Parallel, Run, Sync
 from .covering import covering_rows
@@ -244,7 +245,8 @@ def auto_is_native(run: Run, parallel: Parallel) -> bool:
 def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
     """The run in that layout, on one node with as many devices; of `parallel` it keeps only what can't change a curve, vertical sync, which
     is a part of schedule pipedream, and how workers step together. Where those of a node are a worker, or sum gradients first, the recipe's
-    `nodes` share out the devices, if they can; two do where the recipe has one."""
+    `nodes` share out the devices, if they can; two do where the recipe has one. One process holds all logits, against which others' chunks
+    are proved."""
     kept = run.parallel
     if layout.hierarchical:
         nodes = _nodes_of_levels(layout, nodes)
@@ -280,7 +282,9 @@ def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
         reading=None,
         parallel=parallel,
         cluster=replace(run.cluster, nodes=nodes, gpus=layout.ranks // nodes),
-        train=replace(run.train, microbatch=layout_microbatch(run, layout)),
+        train=replace(
+            run.train, microbatch=layout_microbatch(run, layout), loss_chunks=1 if layout == ONE_PROCESS else run.train.loss_chunks
+        ),
     )
 
 
@@ -300,12 +304,13 @@ def layout_microbatch(run: Run, layout: ProveLayout) -> int:
     if layout.schedule == FILE_SCHEDULE and layout.pp > 1:
         return _file_microbatch(run, layout)
     least, multiple = _needed_microbatches(layout)
-    share, rest = divmod(run.train.batch, layout.dp * multiple)  # of a replica, and of each of its rounds
+    share, rest = divmod(common_divisor(run.train), layout.dp * multiple)  # of a replica, and of each of its rounds
     if rest:
         return run.train.microbatch  # the plan refuses this batch anyway
-    size = _largest_divisor(share, min(run.train.microbatch, share * multiple // least))
+    fewest = min(batches_of_levels(run.train)) // layout.dp  # sequences of a replica in a step
+    size = _largest_divisor(share, min(run.train.microbatch, fewest // least))
     if run.cluster.device.kind == "cpu" and layout not in (ONE_PROCESS, recipe_layout(run)):
-        return max(size, _largest_divisor(share, share * multiple // max(least, 2)))
+        return max(size, _largest_divisor(share, fewest // max(least, 2)))
     return size
 
 

@@ -13,6 +13,7 @@ from ...machine.facts import CPU_RANKS_PER_CORE
 from ...plan.layout.schedule_of_run import is_file
 from ...plan.plan import make_plan
 from ...plan.rules.value_rules import folders_rule
+from ...spec.batch_levels import run_steps
 from ...spec.problem import Problem
 from ...spec.regular_file import expand_home
 from ...spec.run import Checkpoint, Evaluate, Log, Run
@@ -150,6 +151,8 @@ def _no_file(recipe: Run, layout: ProveLayout) -> Problem:
 
 def _recipe_steps(run: Run) -> int:
     tokens = run.train.tokens or 0
+    if run.train.rampup.batches:
+        return max(1, run_steps(run.train))
     return run.train.steps or max(1, int(tokens // (run.train.batch * run.train.seq)))
 
 

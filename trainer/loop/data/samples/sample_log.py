@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from zlib import crc32
 
 from .batches import Batch, Batches
@@ -15,15 +15,18 @@ SampleRow = tuple[int, int, int, int]  # a sample's number, its source, its wind
 class SampleLog:
     """The samples of each step of this rank, in the order in which it reads them."""
 
-    def __init__(self, batches: Batches, micros: int) -> None:
-        """`micros`: micro-batches of a step."""
+    def __init__(self, batches: Batches, micros: Callable[[int], int]) -> None:
+        """`micros` returns how many micro-batches of this rank a step has, from 0."""
         self._batches, self._micros = batches, micros
         self.steps: list[list[SampleRow]] = []
 
     def record(self, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the micro-batches, and record the samples of each that is taken."""
-        for number, batch in enumerate(micro_batches):
-            step = number // self._micros
+        step, left = -1, 0  # micro-batches that the step has left
+        for batch in micro_batches:
+            if not left:
+                step, left = step + 1, self._micros(step + 1)
+            left -= 1
             if step < MOST_STEPS:
                 self.steps += [[]] if step == len(self.steps) else []
                 self.steps[step] += self._rows(batch)
