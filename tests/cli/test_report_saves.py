@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from distrain.cli.app import command
+from distrain.cli.config.load import load_recipe
 from distrain.cli.html.report_html import report_html
 from distrain.cli.pages.report_page import LONGEST_REASON, history_sentences, incident_lines, planned_measured_rows, report_text
 from distrain.cli.pages.text_layout import Style
+from distrain.cli.verbs.fit_run import closing_text
 from distrain.cli.verbs.report import report_document
 from distrain.tests.fakes.html_page import SVG, HtmlPage, text_of
 from distrain.trainer.prove.checks.curve import read_curve
@@ -96,6 +98,8 @@ def test_a_damaged_row_of_a_save_is_left_out(row: dict[str, Any], tmp_path: Path
 def test_without_the_time_between_saves_there_is_no_share(interval: Any, tmp_path: Path) -> None:
     says = "1 save took 1.00 s and wrote 1.00 MiB; training waited 500 ms in all"
     assert sentences(tmp_path, [{**WHOLE, "save_interval": interval}]) == [says]
+    (both,) = sentences(tmp_path, [{**WHOLE, "save_interval": interval}, {**WHOLE, "save_interval": 5.0}])
+    assert both.endswith("; training waited 1.00 s in all") or interval == 0
 
 
 def saving_rows(folder: Path) -> dict[str, list[str]]:
@@ -129,6 +133,12 @@ def test_saves_are_measured_beside_the_plan(rows: Rows, plan: dict[str, Any], sh
 
 def test_training_waits_for_the_last_save_too_where_none_is_in_the_background(tmp_path: Path) -> None:
     assert saving_rows(write_run(tmp_path, [step(8), save(8, 3.0, 3.5)]))["pause of a save"] == ["?", "3.50 s", ""]
+
+
+def test_the_end_of_a_fit_leaves_saves_to_their_own_lines(tmp_path: Path) -> None:
+    run = load_recipe("quickstart", [f"log.dir={tmp_path.parent}", f"name={tmp_path.name}"])
+    write_run(tmp_path, [step(8), save(4, 3.0, 0.5)], PLANNED)
+    assert not [line for line in closing_text(run).splitlines() if "save" in line]
 
 
 def test_rows_of_saves_are_no_steps(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from distrain.tests.fakes.rank_threads import run_on_ranks
 from distrain.trainer.launch.rank.channel import STOPPED, ignore_text
 from distrain.trainer.loop.checkpoint import BackgroundWriter, Gather, SaveFailed, Shard, find_newest, whole_slice
 from distrain.trainer.loop.checkpoint.host_copy import HostCopy
+from distrain.trainer.loop.state.save_pauses import SavePauses
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.checkpoints import MANIFEST, checkpoint_steps
 from distrain.trainer.rundir.files import write_launch_files
@@ -145,6 +146,18 @@ def test_a_rank_without_memory_for_the_copy_fails_the_save_of_all(tmp_path: Path
     assert run_on_ranks(2, work) == [(says, 2)] * 2
 
 
+# What is recorded
+
+
+def test_each_save_has_its_own_pauses() -> None:
+    pauses = SavePauses(100.0)
+    pauses.add(1.0)
+    pauses.add(2.0)
+    assert pauses.end(110.0) == {"save_pause": 3.0, "save_interval": 10.0}
+    pauses.add(0.5)
+    assert pauses.end(114.0) == {"save_pause": 0.5, "save_interval": 4.0}
+
+
 # Runs
 
 SMALL = (
@@ -208,7 +221,7 @@ def test_checkpoints_are_those_of_a_run_that_waits_for_each(ranks: RankPool, tmp
 
 def test_a_save_that_fails_is_a_warning_and_the_next_one_works(ranks: RankPool, tmp_path: Path) -> None:
     """Those of steps 4 and 8, the last; the run has trained to its end, and says what it resumes from."""
-    choose_program(tmp_path, "spoiled", {"run": "failed_writes"})
+    choose_program(tmp_path, "spoiled", {"run": "failed_writes slow_copies"})
     job = ranks.fit(tmp_path / "run", *SMALL, BACKGROUND)
     assert set(job.codes) == {1}
     assert saved_steps(job) == [6, 2]
@@ -220,6 +233,7 @@ def test_a_save_that_fails_is_a_warning_and_the_next_one_works(ranks: RankPool, 
     assert [(row["step"], "save_failed" in row, "save_seconds" in row) for row in job.saves] == [
         (step, step in (4, 8), step in (2, 6)) for step in (2, 4, 6, 8)
     ]
+    assert all(0.2 <= row["save_pause"] <= row["save_interval"] for row in job.saves), "training waits for the copy"
     assert any("trained to step 8, which could not be saved: make room and start it again, and it resumes from step 6" in each
                for each in job.problems)  # fmt: skip
 

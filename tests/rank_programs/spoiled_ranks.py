@@ -24,6 +24,7 @@ from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.layers.transformer import head_exchange as exchange_module
 from distrain.trainer.layers.transformer.transformer import Transformer
 from distrain.trainer.loop import train as loop
+from distrain.trainer.loop.checkpoint import host_copy as copy_module
 from distrain.trainer.loop.checkpoint import save as save_module
 from distrain.trainer.loop.checkpoint import shard_file as file_module
 from distrain.trainer.loop.rank import run_rank
@@ -33,6 +34,7 @@ from distrain.trainer.prove.locate_departure import TRACED_SUFFIX
 
 train: Any = loop  # the module whose functions the faults replace
 save: Any = save_module
+host_copy: Any = copy_module
 shard_file: Any = file_module
 adapter: Any = DeepSpeedAdapter  # the classes whose methods they replace
 native: Any = NativeEngine
@@ -297,6 +299,17 @@ def slow_writes() -> None:
     shard_file._sync = sync
 
 
+def slow_copies() -> None:
+    """A copy on the host takes a fifth of a second longer."""
+    original = host_copy.HostCopy.take
+
+    def take(self, shards):
+        sleep(0.2)
+        return original(self, shards)
+
+    host_copy.HostCopy.take = take
+
+
 def failed_writes() -> None:
     """The last rank can't write the checkpoint of step 4, nor that of the last step."""
     original = save._Save._write
@@ -309,7 +322,7 @@ def failed_writes() -> None:
     save._Save._write = write
 
 
-FAULTS = {each.__name__: each for each in (late_writes, slow_writes, failed_writes)}
+FAULTS = {each.__name__: each for each in (late_writes, slow_writes, slow_copies, failed_writes)}
 FAULTS |= {each.__name__: each for each in (same_samples, faster, dies, poisons, poisons_ever, spikes)}
 FAULTS |= {each.__name__: each for each in (extra_native_sum, small_native_norm)}
 FAULTS |= {each.__name__: each for each in (other_order, lost_weights, swapped_layers, wrong_shard_group, gathers_once, chunks_by_rank)}

@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from ...parallel.world import new_host_group
-from ...rundir.metric_rows import SAVE_KEY
 from ...rundir.run_in_manifest import run_record
 from ...spec.run import Run
 from ..checkpoint import BackgroundWriter, SaveFailed, SaveResult, gather_over, save_shards
@@ -16,6 +15,7 @@ from ..failures.failure import AllRanksFailed
 from ..step.train_progress import TrainProgress
 from .engine_state import owned_shards
 from .resume_loss_check import resume_check_record
+from .save_pauses import SavePauses
 from .training_setup import TrainingSetup
 
 WORTH_TELLING = 0.05  # seconds
@@ -36,8 +36,7 @@ class Saver:
         self._gather = gather_over(new_host_group() if self._writer else setup.host)
         self._step = self.newest  # of the last save that was begun
         self._pause = ""  # what the user is told of how long training waited for it
-        self._paused = 0.0  # seconds that training has waited for it
-        self._last_end = perf_counter()  # when the last save ended, or this attempt began to train
+        self._pauses = SavePauses(perf_counter())
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +67,8 @@ class Saver:
             return
         self._writer.start(folder, progress.step, **what, **ranks)
         ended = perf_counter()
-        self._pause, self._paused = _pause_text(ended - began, waited, before), ended - since
+        self._pause = _pause_text(ended - began, waited, before)
+        self._pauses.add(ended - since)
 
     def report(self) -> None:
         """Report the save under way once it has ended."""
@@ -108,8 +108,8 @@ class Saver:
         """Write the row of the save that has ended to the sinks of rank 0, in seconds and bytes: its figures, how long training waited for
         it, and the time since the last save ended."""
         now = perf_counter()
-        row = {"step": self._step, **figures, SAVE_KEY: self._paused + now - since, "save_interval": now - self._last_end}
-        self._paused, self._last_end = 0.0, now
+        self._pauses.add(now - since)
+        row = {"step": self._step, **figures, **self._pauses.end(now)}
         if self._setup.sinks:
             self._setup.sinks.write(row)
 
