@@ -10,7 +10,6 @@ machine.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from ..cli.config.load import load_recipe
 from ..trainer.machine.facts import measure_once
 from ..trainer.plan.plan import make_plan
+from ..trainer.rundir.metric_rows import read_step_rows
 from .virtual_hosts import VirtualHosts, missing_tools
 
 LINK, LATENCY = 12.5e6, 1e-4  # bytes/s in one direction, seconds
@@ -124,7 +124,7 @@ def fit(command_line: Any, folder: Path, *words: str) -> None:
 
 def read_metrics(folder: Path) -> Sequence[dict[str, Any]]:
     """Read the metrics of the quickstart run in a folder."""
-    return [json.loads(line) for line in (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()]
+    return read_step_rows(folder / "quickstart")
 
 
 if __name__ == "__main__":

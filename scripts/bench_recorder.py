@@ -7,7 +7,6 @@ by itself, measured in a loop, times the spans of a step.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from ..cli.config.load import load_recipe
 from ..trainer.engines.span_recorder import SpanRecorder
 from ..trainer.prove.fork_client import ForkServer
+from ..trainer.rundir.metric_rows import read_step_rows
 from ..trainer.rundir.timeline_files import read_timelines
 
 THIRD, WARM, RANKS, DEADLINE = 20, 6, 2, 600.0  # steps of a third; steps before them
@@ -64,7 +64,7 @@ def measured_run(server: ForkServer, folder: Path, words: Sequence[str]) -> tupl
     result = server.run_job(folder / "run.json", RANKS, seconds=DEADLINE)
     if set(result.codes) != {0}:
         raise SystemExit(f"{folder.name} failed: {result.problems}")
-    seconds = [json.loads(line)["seconds"] for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM:]
+    seconds = [row["seconds"] for row in read_step_rows(folder)][WARM:]
     spans = fmean(len(step.spans) for each in read_timelines(folder, run) for step in each.steps)
     return spans, median([*seconds[:THIRD], *seconds[2 * THIRD :]]), median(seconds[THIRD : 2 * THIRD])
 

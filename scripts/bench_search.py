@@ -6,7 +6,6 @@ each round; a figure is the median over the rounds, and its spread their slowest
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 from ..cli.config.load import load_recipe
 from ..trainer.plan.search.answer import FoundLayout, find_layouts
+from ..trainer.rundir.metric_rows import read_step_rows
 
 TOP = 3
 STEPS = 6
@@ -56,8 +56,8 @@ def measured_step(layout: FoundLayout) -> float:
         words = [*WORDS, *layout.overrides, f"log.dir={folder}", "log.every=1"]
         subprocess.run([sys.executable, "-m", "distrain", "fit", "conf=quickstart", *words], check=True, stdout=subprocess.DEVNULL)
         (metrics,) = Path(folder).rglob("metrics.jsonl")
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return float(median(row["seconds"] for row in rows if row.get("step", 0) > SKIPPED))
+        rows = read_step_rows(metrics.parent)
+    return float(median(row["seconds"] for row in rows if row["step"] > SKIPPED))
 
 
 def layout_words(layout: FoundLayout) -> str:

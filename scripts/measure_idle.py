@@ -27,6 +27,7 @@ from ..trainer.plan.layout.simulate import simulate
 from ..trainer.plan.plan import make_plan
 from ..trainer.plan.result import Plan
 from ..trainer.prove.fork_client import ForkServer
+from ..trainer.rundir.metric_rows import read_step_rows
 from ..trainer.spec.run import Run
 
 MICROS, ROUNDS, DEADLINE = 8, 3, 300.0
@@ -82,8 +83,7 @@ def table_row(name: str, stages: int, plan: Plan, idle: float, seconds: float) -
 
 def step_seconds(folder: Path) -> float:
     """The median seconds of a run's steps after the third, in which messages are counted; of a short run, its last step's."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return float(median(row["seconds"] for row in rows[3:]))
+    return float(median(row["seconds"] for row in read_step_rows(folder)[3:]))
 
 
 def idle_share(server: ForkServer, run: Run, folder: Path) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured
-from ...trainer.spec.format_numbers import plural, share_text
+from ...trainer.spec.format_numbers import plural, seconds_text, share_text
 from ...trainer.spec.problem import one_line
 from ..drawings.curve_drawing import DrawnCurve, curve_drawing, line_of
 from ..pages.loss_chart import loss_label
@@ -19,6 +19,7 @@ from ..pages.report_page import (
     history_sentences,
     planned_measured_rows,
     planned_measured_title,
+    restart_text,
 )
 from .markup import Markup, element
 from .page import details, figure, page, paragraphs, section, sentence, table, tiles
@@ -54,9 +55,12 @@ def _tiles(run: MeasuredRun) -> Iterator[tuple[str, str, str]]:
     for each in (*run.time[:1], *run.speed):
         if each.measured is not None:
             yield {"step": "a step"}.get(each.name, each.name), figure_text(each, each.measured), _against_plan(each)
-    if run.restarts or run.goodput is not None:
+    if run.restart_reasons or run.goodput is not None:
         good = f"goodput {share_text(run.goodput)}" if run.goodput is not None else ""
-        yield "restarts after faults", f"{len(run.restarts):,}", good
+        yield "restarts after faults", f"{len(run.restart_reasons):,}", good
+    if run.saves.count or run.saves.failed:
+        share = f" ({share_text(run.saves.share)})" if run.saves.share is not None else ""
+        yield "saves", f"{run.saves.count:,}", f"training waited {seconds_text(run.saves.pause)}{share}"
 
 
 def _against_plan(each: PlannedMeasured) -> str:
@@ -91,4 +95,4 @@ def _speed_drawing(run: MeasuredRun) -> str:
 
 
 def _restarts(run: MeasuredRun) -> list[tuple[int, str, str]]:
-    return [(step, "restart", f"restart after a fault from step {step:,}, {plural(lost, 'step')} lost") for step, lost in run.restarts]
+    return [(each.step, "restart", restart_text(each)) for each in run.restart_reasons if each.step is not None]

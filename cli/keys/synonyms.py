@@ -86,6 +86,9 @@ ROWS: tuple[Synonym, ...] = (
          {"true": "flash", "false": "math"}),
     _row("attn_implementation", "train.attention", "flash or math", {"flash_attention_2": "flash", "sdpa": "flash", "eager": "math"}),
     _row("torch_compile use_compile", "train.compile", "", YES),
+    _row("num_output_chunks num_loss_chunks", "train.loss_chunks", "chunks of the vocabulary"),
+    _row("use_liger_kernel liger_fused_linear_cross_entropy fused_linear_cross_entropy cut_cross_entropy", "train.loss_chunks",
+         "chunks of the vocabulary", {"true": "8", "false": "1"}),
     _row("random_seed", "train.seed"),
     # layout
     _row("tensor_parallel_size tensor_model_parallel_size tp_size tensor_parallel_degree tensor_parallel "

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured, SlowDevice
+from ...trainer.rundir.saves_and_restarts import RestartReason, SavesInAll
 from ...trainer.spec.format_numbers import count_text, plural, seconds_range_text, seconds_text, share_text, size_text
 from ...trainer.spec.problem import one_line
 from .loss_chart import loss_label, run_chart
@@ -14,6 +14,8 @@ from .text_layout import Style, evenly_spaced, table, wrap
 SMALL_DRIFT = 0.02  # below it a figure is as planned
 PLANNED_COLUMNS = ("", "planned", "measured", "drift")
 NOTHING_MEASURED = "Nothing was measured yet"
+MOST_RESTARTS = 5  # the last ones, that have a line each
+LONGEST_REASON = 200  # characters
 
 
 def report_text(run: MeasuredRun, style: Style) -> str:
@@ -56,19 +58,24 @@ def planned_measured_title(run: MeasuredRun) -> str:
 
 def planned_measured_rows(run: MeasuredRun) -> list[list[str]]:
     """Name, planned figure, measured figure and drift of all that is known."""
-    known = (each for each in (*run.memory, *run.time, *run.speed) if each.planned is not None or each.measured is not None)
+    known = (each for each in (*run.memory, *run.time, *run.speed, *run.saving) if each.planned is not None or each.measured is not None)
     return [[each.name, figure_text(each, each.planned), figure_text(each, each.measured), drift_text(each)] for each in known]
 
 
 def incident_lines(run: MeasuredRun) -> list[str]:
     """A line that counts skipped steps, loss spikes and restarts after faults; none where there were none."""
+    restarts = [f"{plural(len(run.restart_reasons), 'restart')} after faults"] if run.restart_reasons else []
+    counts = [*_anomaly_counts(run), *restarts]
+    return ["; ".join(counts)] if counts else []
+
+
+def _anomaly_counts(run: MeasuredRun) -> list[str]:
+    """How many steps were skipped, and how many losses were spikes."""
     counts = []
     if run.skipped:
         skipped = f"{run.skipped:,} of {plural(run.steps, 'step')} {'was' if run.skipped == 1 else 'were'} skipped, weights unchanged"
         counts.append(f"{skipped}, because a loss or gradient was not finite")
-    counts += [plural(run.spikes, "loss spike")] if run.spikes else []
-    counts += [f"{plural(len(run.restarts), 'restart')} after faults"] if run.restarts else []
-    return ["; ".join(counts)] if counts else []
+    return [*counts, plural(run.spikes, "loss spike")] if run.spikes else counts
 
 
 def drift_sentences(run: MeasuredRun) -> list[str]:
@@ -117,7 +124,7 @@ def _sentence(each: PlannedMeasured) -> str:
 
 
 def history_sentences(run: MeasuredRun) -> list[str]:
-    """Damaged files, attempts, repeated steps, restarts, incidents, checkpoints, validation losses."""
+    """Damaged files, attempts, repeated steps, restarts, incidents, checkpoints, saves, validation losses."""
     says = []
     if run.damaged:
         says.append(f"damaged and left out: {', '.join(run.damaged)}")
@@ -126,18 +133,54 @@ def history_sentences(run: MeasuredRun) -> list[str]:
     if run.starts > 1:
         twice = "".join(f"; went back from step {reached} to before step {began}" for reached, began in run.again)
         says.append(f"{plural(run.starts, 'attempt')}{twice}")
-    if run.restarts or run.goodput is not None:
-        after = "".join(f"; from step {step}, {plural(lost, 'step')} lost" for step, lost in run.restarts)
+    if run.restart_reasons or run.goodput is not None:
         good = f"; goodput {share_text(run.goodput)}" if run.goodput is not None else ""
-        says.append(f"{plural(len(run.restarts), 'restart')} after faults{after}{good}")
-    says += incident_lines(replace(run, restarts=()))
+        says.append(f"{plural(len(run.restart_reasons), 'restart')} after faults{good}")
+    says += restart_lines(run)
+    says += ["; ".join(counts)] if (counts := _anomaly_counts(run)) else []
     says += [slow_device_text(each) for each in run.slow]
     if run.saved:
         says.append(f"checkpoints: step {', '.join(map(str, run.saved))}")
+    says += saves_sentences(run.saves)
     if run.validation:
         points = evenly_spaced(run.validation, 8)
         says.append("validation loss " + ", ".join(f"{loss:.3f} at step {step}" for step, loss in points))
     return says
+
+
+def restart_lines(run: MeasuredRun) -> list[str]:
+    """A line for each of the last restarts, and how many there were before."""
+    more = len(run.restart_reasons) - MOST_RESTARTS
+    lines = [restart_text(each) for each in run.restart_reasons[-MOST_RESTARTS:]]
+    return [*lines, *([f"and {more:,} more before these"] if more > 0 else [])]
+
+
+def restart_text(restart: RestartReason) -> str:
+    """From which step a run went on after a fault, why it was restarted, and how its hosts changed."""
+    where = "restart that reached no step" if restart.step is None else f"restart from step {restart.step:,}"
+    lost = f", {plural(restart.lost, 'step')} lost" if restart.lost is not None else ""
+    why = [_shorten(each) for each in (restart.says.partition("; its log is ")[0], restart.hosts) if each]
+    return f"{where}{lost}{': ' if why else ''}{'; '.join(why)}"
+
+
+def _shorten(text: str) -> str:
+    """Text as one line of a length that a page can hold."""
+    line = one_line(text)
+    return line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 4]} ..."
+
+
+def saves_sentences(saves: SavesInAll) -> list[str]:
+    """How many saves there were, how long they took, and how long training waited for them; none where no save is recorded."""
+    if not saves.count and not saves.failed:
+        return []
+    took = []
+    if saves.seconds is not None and saves.longest is not None:
+        longest = f" (longest {seconds_text(saves.longest)})" if saves.count > 1 else ""
+        each = "a median of " if saves.count > 1 else ""
+        took = [f"{plural(saves.count, 'save')} took {each}{seconds_text(saves.seconds)}{longest} and wrote {size_text(saves.bytes)}"]
+    share = f", {share_text(saves.share)} of the time up to the last" if saves.share is not None else ""
+    failed = [f"{plural(saves.failed, 'save')} failed"] if saves.failed else []
+    return ["; ".join([*took, *failed, f"training waited {seconds_text(saves.pause)} in all{share}"])]
 
 
 def slow_device_text(slow: SlowDevice) -> str:

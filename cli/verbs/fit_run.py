@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from shlex import quote
 
 from ...trainer.launch import train_run
@@ -98,7 +99,7 @@ def closing_text(run: Run) -> str:
         *([f"generate {quote(name)} --prompt 'def '"] if saved is not None else []),
         "plan conf=megatron_1t_6x8x64",
     )
-    trained = read_measured_run(folder)
+    trained = replace(read_measured_run(folder), saving=())  # each save has had its line
     incidents = [line for each in incident_lines(trained) for line in wrap(each)]
     return "\n".join(
         [

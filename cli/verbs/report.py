@@ -138,6 +138,6 @@ def _run_folders(run_dirs: Sequence[Path]) -> list[Path]:
 def report_document(run: Any) -> dict[str, Any]:
     """A run as plain data: every field, and the drift of each figure."""
     plain = asdict(run)
-    for section in ("memory", "time", "speed"):
+    for section in ("memory", "time", "speed", "saving"):
         plain[section] = [{**asdict(each), "drift": each.drift} for each in getattr(run, section)]
     return {"version": 1, **plain}

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from ...trainer.rundir.read_files import read_rows
+from ...trainer.rundir.metric_rows import read_step_rows
 from .check_context import CheckContext
 from .finding import CheckBroken, Finding
 from .fit_runs import ONE_DEVICE, RECIPE, FinishedFit, FitRun, fit, started_fit
@@ -37,13 +37,13 @@ def kill_and_resume(context: CheckContext) -> Finding:
 
 def _train_until(run: FitRun, context: CheckContext, step: int) -> int:
     """Start a run, kill it with its ranks once it has logged `step`; return the last step that it logged. Raises CheckBroken."""
-    file = context.folder / run.name / "metrics.jsonl"
+    folder = context.folder / run.name
     with started_fit(run, context) as child:
-        while child.poll() is None and max((row.get("step", 0) for row in read_rows(file)), default=0) < step:
+        while child.poll() is None and max((row["step"] for row in read_step_rows(folder)), default=0) < step:
             time.sleep(0.01)
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-    logged = [row["step"] for row in read_rows(file) if "step" in row]
+    logged = [row["step"] for row in read_step_rows(folder)]
     if not logged or logged[-1] < step:
         raise CheckBroken(f"{run.name} ended before step {step}")
     return int(logged[-1])

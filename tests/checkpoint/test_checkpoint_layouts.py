@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from distrain.trainer.loop.checkpoint import (
     save_shards,
     whole_slice,
 )
+from distrain.trainer.rundir.metric_rows import read_step_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,16 +103,12 @@ def test_a_run_resumes_in_any_layout_from_a_checkpoint_of_any_other(
     assert set(job.codes) == {0}, job.problems
     assert f"resumes from step {SAVED}" in job.lines
     plain = saved_run("dp1", STEPS)
-    losses = [row["loss"] for row in rows(plain)][SAVED:]
+    losses = [row["loss"] for row in read_step_rows(plain)][SAVED:]
     assert job.figures("loss") == pytest.approx(losses, abs=2e-6, rel=0)
     (_, mine), (_, theirs) = newest_tensors(tmp_path / "run"), newest_tensors(plain)
     assert mine.keys() == theirs.keys()
     errors = {key: float((tensor - theirs[key]).abs().max()) for key, tensor in mine.items()}
     assert not {key: most for key, most in errors.items() if most > APART[key[1]]}
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # --- the resume check

@@ -182,7 +182,7 @@ def test_permitted_changes_are_one_line() -> None:
     [
         ("parallel.tp", 2), ("parallel.zero", 3), ("engine", "zero"), ("launch.restarts", 3), ("launch.spares", 1), ("log.every", 1),
         ("checkpoint.every", 5), ("name", "other"), ("cluster.gpus", 4), ("train.microbatch", 4), ("train.attention", "math"),
-        ("train.compile", True), ("model.vocab_multiple", 64), ("data.cache", "elsewhere"),
+        ("train.compile", True), ("train.loss_chunks", 8), ("model.vocab_multiple", 64), ("data.cache", "elsewhere"),
     ],
 )  # fmt: skip
 def test_a_free_change_is_not_reported(change: tuple[str, object]) -> None:

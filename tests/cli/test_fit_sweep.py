@@ -19,6 +19,7 @@ from distrain.cli.app import command
 from distrain.cli.verbs.fit_sweep import LONGEST_NAME, fit_sweep, sweep_name, sweep_runs
 from distrain.trainer.launch.hosts.shell_safe import SAFE
 from distrain.trainer.launch.train_run import TrainingResult
+from distrain.trainer.rundir.metric_rows import read_step_rows
 from distrain.trainer.rundir.run_summary import run_summary
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
@@ -169,7 +170,7 @@ def test_a_sweep_trains_each_run_in_its_own_folder_and_goes_on_after_one_fails(t
     out, err = capsys.readouterr()
     failed, trained = (tmp_path / "runs" / name for name in sorted(os.listdir(tmp_path / "runs"), reverse=True))
     assert (run_summary(failed).state, run_summary(trained).state) == ("failed", "finished")
-    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    rows = read_step_rows(trained)
     table = [line.split(maxsplit=4) for line in out.splitlines() if re.match(r"lr=\S+ +\S+ +\S+ +\S+ +\w", line)]
     assert [(row[0], row[4]) for row in table] == [("lr=1e+30", "failed"), ("lr=0.001", "trained")]
     assert table[1][1:3] == [f"{rows[-1]['loss']:.4f}", f"{rows[-1]['validation_loss']:.4f}"]

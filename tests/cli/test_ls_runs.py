@@ -20,6 +20,7 @@ from distrain.tests.fakes.run_command import run_command
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.files import write_outcome
 from distrain.trainer.rundir.lock import hold_run_folder, lock_holder
+from distrain.trainer.rundir.metric_rows import read_step_rows
 from distrain.trainer.rundir.run_summary import RunSummary, run_summaries, run_summary
 from distrain.trainer.spec.run import Run
 
@@ -57,7 +58,7 @@ def state_of(run: Path) -> tuple[str, str]:
 
 
 def test_a_run_that_trained_to_its_end_is_finished(run: Path) -> None:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_step_rows(run)
     assert run_summary(run) == RunSummary(
         folder=run,
         name="run",

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from distrain.cli.app import command
+from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.cli.pages.timeline_page import COLUMNS, clock_text, timeline_text
 from distrain.trainer.plan.layout.schedules import SCHEDULES, part_of
@@ -24,7 +25,7 @@ from distrain.trainer.plan.timeline.step_segments import IDLE_CAUSES
 from distrain.trainer.plan.timeline.timed_spans import TimedSpan
 from distrain.trainer.rundir.measured_step import MachineUse, MeasuredStep, measured_step
 from distrain.trainer.rundir.run_in_manifest import read_run_file
-from distrain.trainer.rundir.timeline_files import RankTimeline, read_timelines
+from distrain.trainer.rundir.timeline_files import RankTimeline, layout_key, read_timelines
 from distrain.trainer.rundir.timeline_report import read_timeline_report
 
 if TYPE_CHECKING:
@@ -270,6 +271,11 @@ CARELESS = [  # what happens to the folder, what is said
      "{0}/run.json can't be read, or is of another version of distrain: train the run again"),
 ]
 # fmt: on
+
+
+def test_a_timeline_of_another_number_of_loss_chunks_is_not_of_the_same_costs() -> None:
+    keys = [layout_key(load_recipe("quickstart", [f"train.loss_chunks={chunks}"])) for chunks in (1, 2, 3)]
+    assert len(set(keys)) == 3
 
 
 @pytest.mark.parametrize(("damage", "says"), CARELESS)

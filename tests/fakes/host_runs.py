@@ -15,6 +15,7 @@ from typing import Any
 from distrain.scripts.virtual_hosts import VirtualHost, VirtualHosts
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.overrides import without_repeats
+from distrain.trainer.rundir.metric_rows import SAVE_KEY
 
 # A controller that runs on host0. Its arguments: folder, hostfile, program of a rank, patience, runner.
 CONTROLLER = """
@@ -151,9 +152,10 @@ class TrainedRun:
         self.folder = folder / "run"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl so far."""
+        """Return the rows of metrics.jsonl so far, without those of saves."""
         file = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [row for row in rows if SAVE_KEY not in row]
 
     def losses(self) -> list[float]:
         """Return the loss of every step; of a step that was done twice, the second."""

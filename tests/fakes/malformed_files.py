@@ -111,7 +111,8 @@ def run_folder(folder: Path) -> Path:
          "seconds_backward": 0.06, "seconds_step": 0.01}
         for step in range(1, 7)
     ]  # fmt: skip
-    rows += [{"step": 6, "validation_loss": 4.5}, {"restart": 1, "step": 3, "lost_steps": 2, "says": "x"}, {"goodput": 0.9}]
+    rows += [{"step": 6, "validation_loss": 4.5}, {"restart": 1, "step": 3, "lost_steps": 2, "says": "x", "hosts": "on a: spare a for b"}]
+    rows += [{"step": 6, "save_seconds": 0.5, "save_bytes": 1 << 20, "save_pause": 0.2, "save_interval": 3.0}, {"goodput": 0.9}]
     (folder / "ranks").mkdir(parents=True)
     (folder / "ranks" / "0.log").write_text("== rank 0 of 1\n")
     (folder / "checkpoints" / "step_6").mkdir(parents=True)

@@ -18,6 +18,7 @@ from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.launch.admission import check_start
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.prove.fork_client import ForkServer
+from distrain.trainer.rundir.metric_rows import SAVE_KEY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,17 @@ class PoolJob:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl, of all attempts of the folder's run."""
+        """The rows of metrics.jsonl, of all attempts of the folder's run, without those of saves."""
+        return [row for row in self.all_rows if SAVE_KEY not in row]
+
+    @property
+    def saves(self) -> list[dict[str, Any]]:
+        """The rows of saves."""
+        return [row for row in self.all_rows if SAVE_KEY in row]
+
+    @property
+    def all_rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl in their order."""
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def figures(self, key: str) -> list[float]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome
 from distrain.trainer.launch.supervisor.watchdog import Watchdog, hung_rank, stack_location
 from distrain.trainer.launch.watchdog_times import load_watchdog, save_phase_times
+from distrain.trainer.spec.format_numbers import plural
 from distrain.trainer.system.child_process import end_child
 
 LOG = RankLog(Path("rank.log"), 0)
@@ -239,6 +240,28 @@ def test_goodput_counts_the_seconds_of_steps_that_are_kept(tmp_path: Path) -> No
     assert rows[1]["goodput"] == pytest.approx(0.7, abs=1e-3)
 
 
+def test_each_restart_has_a_row_with_its_reason_and_its_hosts(tmp_path: Path) -> None:
+    """The second attempt reached no step, so the work of the first is lost once; the fourth and last did not either."""
+    tally, now = GoodputMeter(folder=tmp_path), time.monotonic()
+    failed = outcome_at(step=50, last_step_at=now)
+    tally.note_first_step(0)
+    tally.note_end(failed)
+    tally.note_restart(failed, ", on a, c: spare c for b (it can't be reached)")
+    tally.note_end(failed)
+    tally.note_restart(replace(failed, says="c did not register"), ", on a, d: spare d for c (it could not be used)")
+    tally.note_first_step(40)
+    tally.note_end(failed)
+    tally.note_restart(failed)
+    tally.summary()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[:3] == [
+        {"restart": 1, "step": 40, "lost_steps": 10, "says": failed.says, "hosts": "on a, c: spare c for b (it can't be reached)"},
+        {"restart": 2, "step": 40, "lost_steps": 0, "says": "c did not register", "hosts": "on a, d: spare d for c (it could not be used)"},
+        {"restart": 3, "says": failed.says},
+    ]
+    assert (rows[3]["restarts"], rows[3]["lost_steps"], len(rows)) == (3, 10, 4)
+
+
 ARGUMENTS = (
     "quickstart", "model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=2",
     "train.evaluate.every=0", "log.every=1", "optim.warmup=3", "train.steps=40",
@@ -281,7 +304,9 @@ def test_a_run_whose_rank_is_killed_continues_with_the_same_losses(tmp_path: Pat
     assert restart["step"] % 5 == 0
     assert restart["lost_steps"] < 10
     shown = subprocess.run([sys.executable, "-m", "distrain", "report", str(tmp_path / "run")], capture_output=True, text=True, check=True)
-    assert "1 restart after faults; from step " in shown.stdout
+    page = " ".join(shown.stdout.split())
+    assert "1 restart after faults; goodput " in page
+    assert f"restart from step {restart['step']}, {plural(restart['lost_steps'], 'step')} lost: rank 1 was killed by SIGKILL" in page
 
 
 def rank_process(folder: Path, rank: int) -> int:

@@ -47,4 +47,5 @@ def test_a_run_that_loses_a_host_continues_on_the_others_with_the_same_losses(ho
     assert (restart["restart"], restart["step"] % 5) == (1, 0)
     assert 0 <= restart["lost_steps"] <= 10
     assert "was lost, at step " in restart["says"]
+    assert restart["hosts"].startswith("on host0: dp 2 -> 1, the same 8 sequences a step; without host1 (")
     assert fit.losses() == pytest.approx(one_process_losses(24), abs=2e-6, rel=0)

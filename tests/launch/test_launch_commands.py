@@ -26,6 +26,7 @@ from distrain.tests.fakes.path_commands import SBATCH, SCONTROL, SRUN, FakeComma
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.launch.commands.command import PORTS, forwarded_variables, run_port
 from distrain.trainer.launch.hosts_and_commands import launch_commands, resolve_hosts
+from distrain.trainer.rundir.metric_rows import read_step_rows
 
 RECIPES = Path(distrain.recipes.__path__[0])
 SMALL = (
@@ -189,7 +190,7 @@ def test_runs_have_different_ports_below_the_ephemeral_ones() -> None:
 
 
 def losses_of_run(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in read_step_rows(folder)]
 
 
 def _state_of_ranks(run_folder: Path) -> str:

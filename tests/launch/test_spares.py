@@ -86,6 +86,8 @@ def test_a_run_whose_hosts_die_for_good_ends_on_spares_with_the_same_losses(host
     assert "): spare host3 takes its place" in said
     assert f"launch.address={hosts.hosts[1].address} is not used: it belongs to host1" in said
     assert "restart 1 of 1, from the newest checkpoint, on host3, host0: spare host0 for host2 (it can't be reached)" in said
+    (restart,) = (row for row in fit.rows() if "restart" in row)
+    assert restart["hosts"] == "on host3, host0: spare host0 for host2 (it can't be reached)"
     assert fit.losses() == pytest.approx(one_process_losses(24), abs=2e-6, rel=0)
 
 

@@ -199,6 +199,11 @@ def test_checkpoints_are_those_of_a_run_that_waits_for_each(ranks: RankPool, tmp
     steps = [next(at for at, line in enumerate(late.lines) if re.match(rf"step +{step}/10 ", line)) for step in (6, 10)]
     assert len(saves) == 2
     assert steps[0] - 3 <= saves[0] < steps[1] - 1, late.lines  # after the step that it was written under; two late ones are logged later
+    size = sum(file["bytes"] for file in contents(late)[4][0].values())
+    for job in (waiting, late):
+        assert [(row["step"], row["save_bytes"]) for row in job.saves] == [(4, size), (8, size)]
+        assert all(0 < row["save_pause"] <= row["save_interval"] for row in job.saves)
+    assert all(row["save_pause"] >= row["save_seconds"] for row in waiting.saves)
 
 
 def test_a_save_that_fails_is_a_warning_and_the_next_one_works(ranks: RankPool, tmp_path: Path) -> None:
@@ -212,6 +217,9 @@ def test_a_save_that_fails_is_a_warning_and_the_next_one_works(ranks: RankPool, 
     assert [line for line in job.lines if "was not saved" in line] == [
         f"warning: step {step} was not saved: {reason}; training continues" for step in (4, 8)
     ]
+    assert [(row["step"], "save_failed" in row, "save_seconds" in row) for row in job.saves] == [
+        (step, step in (4, 8), step in (2, 6)) for step in (2, 4, 6, 8)
+    ]
     assert any("trained to step 8, which could not be saved: make room and start it again, and it resumes from step 6" in each
                for each in job.problems)  # fmt: skip
 
@@ -224,6 +232,9 @@ def test_a_stopped_run_ends_with_its_checkpoint(ranks: RankPool, tmp_path: Path)
     last, *before = saved_steps(job)
     assert last > 4
     assert before == [4]
+    first, second = job.saves
+    assert (first["step"], second["step"]) == (4, last)
+    assert second["save_pause"] > 0.5 * second["save_seconds"], "the run waits for it at its end"
     assert f"resumes from step {last}" in ranks.train(tmp_path / "run", *SMALL, BACKGROUND).lines
 
 
@@ -233,3 +244,4 @@ def test_a_run_that_all_ranks_give_up_completes_the_save_under_way(ranks: RankPo
     job = ranks.fit(tmp_path / "run", *SMALL, BACKGROUND, "train.skip=1")
     assert set(job.codes) == {1}
     assert saved_steps(job)[-1] == 2
+    assert job.saves[0]["step"] == 2, "sinks are open until then"

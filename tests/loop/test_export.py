@@ -21,6 +21,7 @@ from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
 from distrain.trainer.loop.offline.export import _check_logits, _new_folder, _round_weights, _write_model, export
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.rundir.metric_rows import read_step_rows
 from distrain.trainer.spec.problem import Unreadable
 
 SMALL = ("model.layers=2", "data=synthetic", "train.batch=4", "train.microbatch=2", "train.seq=32", "train.steps=4", "optim.warmup=1")
@@ -44,8 +45,7 @@ def runs(ranks, tmp_path_factory):
 
 
 def test_a_run_logs_as_often_as_it_is_told_and_its_last_step(runs: dict[str, Path]) -> None:
-    rows = [json.loads(line) for line in (runs["gpt2"] / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [3, 4]
+    assert [row["step"] for row in read_step_rows(runs["gpt2"])] == [3, 4]
 
 
 def ours(folder: Path, tokens: torch.Tensor) -> torch.Tensor:

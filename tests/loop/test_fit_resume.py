@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -17,6 +16,7 @@ import pytest
 
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.overrides import without_repeats
+from distrain.trainer.rundir.metric_rows import read_step_rows
 from distrain.trainer.system.child_process import end_child
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def test_sigterm_to_fit_saves_and_the_next_attempt_resumes(start_fit, ranks: Ran
     assert (process.returncode, wrong) == (STOPPED, "distrain: stopped; a checkpoint is saved\n")
     assert "SIGTERM: finishing the step and saving" in said
     assert not processes(tmp_path)
-    reached = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    reached = read_step_rows(tmp_path / "run")[-1]["step"]
     again = ranks.train(tmp_path / "run", "quickstart", *LONG, f"train.steps={reached + 3}")
     assert f"resumes from step {reached}" in again.lines
     job = ranks.train(tmp_path / "whole", "quickstart", *LONG, f"train.steps={reached + 3}")

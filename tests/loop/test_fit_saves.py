@@ -199,6 +199,8 @@ def test_a_run_saves_at_an_interval_and_after_its_last_step(
 ) -> None:
     job = ranks.train(tmp_path / "run", *SMALL, *words, "checkpoint.keep=2", "log.every=1")
     assert checkpoint_steps(job.folder / "checkpoints") == steps
+    assert [row["step"] for row in job.saves][::-1][:2] == steps
+    assert len([line for line in job.lines if line.startswith("step ")]) == 5, "a save has no line of a step"
     assert len(job.figures("loss")) == 5
 
 

@@ -338,6 +338,9 @@ def test_a_killed_and_resumed_run_is_one_curve_in_tensorboard_and_one_wandb_run(
     curve = [(each.step, each.value) for each in board(tmp_path / "run").Scalars("loss")]
     assert [step for step, _ in curve] == list(range(1, 13))
     assert [loss for _, loss in curve] == pytest.approx(job.figures("loss"), rel=1e-6)
+    saves = [(each.step, each.value) for each in board(tmp_path / "run").Scalars("save_seconds")]
+    assert saves == [(row["step"], pytest.approx(row["save_seconds"], rel=1e-6)) for row in job.saves]
+    assert [step for step, _ in saves] == [4, 8, 12]
     assert (tmp_path / "run" / WANDB).read_text() == noted
     assert {each.name.rpartition("-")[2] for each in (tmp_path / "run" / "wandb").glob("offline-run-*")} == {json.loads(noted)["id"]}
     assert not [key for key in os.environ if key.startswith("WANDB_")]

@@ -23,6 +23,7 @@ from distrain.trainer.loop.offline.load_run import load_model, load_saved_run  #
 from distrain.trainer.models.build import build_model, load_weights, merged_weights  # noqa: E402
 from distrain.trainer.models.hf_format.weights import read_hf_weights, write_hf_folder  # noqa: E402
 from distrain.trainer.models.ops.lora import without_lora  # noqa: E402
+from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 
@@ -33,7 +34,8 @@ NORMS = ("model.qk_norm_over=all", "model.norm_place=both")
 CURVE = ("quickstart", "data=synthetic", *COMMON, *TUNED, "optim.lr=1e-2", "optim.warmup=1")
 LAYOUTS = (
     ("cluster.gpus=2", "parallel.zero=2"),
-    ("cluster.gpus=4", "parallel.tp=4", "parallel.zero=1", "parallel.sequence=true"),  # each key head on two ranks
+    # each key head on two ranks; for the loss in chunks backward gathers the input of a head that is not trained
+    ("cluster.gpus=4", "parallel.tp=4", "parallel.zero=1", "parallel.sequence=true", "train.loss_chunks=4"),
     ("cluster.gpus=2", "parallel.zero=3", "parallel.recompute=full"),
     ("cluster.gpus=4", "parallel.cp=2", "parallel.tp=2", "parallel.zero=0", "parallel.recompute=selective"),
     ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=dualpipev"),
@@ -47,18 +49,21 @@ def test_a_layout_trains_the_curve_of_one_process_and_holds_the_planned_bytes(
     ranks: RankPool, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
     losses, norms = reference_curve((*CURVE, *NORMS))
-    job = ranks.train(tmp_path / "run", *CURVE, *NORMS, *layout)
+    job = ranks.train(tmp_path / "run", *CURVE, *NORMS, *layout, "log.ledger=true")
     assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(
         norms, abs=0, rel=1e-3
     )  # Adam enlarges the rounding of A's first gradients, which are 0
     counted = json.loads((tmp_path / "run" / "measured.json").read_text())["memory"]
-    plan = make_plan(load_recipe(CURVE[0], [*CURVE[1:], *NORMS, *layout]))
+    run = load_recipe(CURVE[0], [*CURVE[1:], *NORMS, *layout])
+    plan = make_plan(run)
     assert plan.memory is not None
     held = plan.memory.stages[0].bytes
     for kind in ("weights", "gradients", "optimizer"):
         assert counted[kind] == pytest.approx(getattr(held, kind), rel=0.003), kind
     assert counted["activations"] == held.activations + held.logits
+    rows = json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"]
+    assert not [line for rank, each in enumerate(rows) for line in compare_rank_messages(run, rank, each) if line.verdict == "differs"]
 
 
 def test_the_plan_counts_trained_weights_alone() -> None:

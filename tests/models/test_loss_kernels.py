@@ -17,6 +17,7 @@ from distrain.tests.fakes.deadline import DEADLINE  # noqa: E402
 from distrain.tests.fakes.inductor_settings import INDUCTOR  # noqa: E402
 from distrain.trainer.layers import cross_entropy as entropy  # noqa: E402
 from distrain.trainer.layers import loss_kernels  # noqa: E402
+from distrain.trainer.layers.chunked_loss import chunked_loss  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy  # noqa: E402
 
 if TYPE_CHECKING:
@@ -124,6 +125,31 @@ def test_where_the_compiler_fails_the_loss_is_made_in_chunks_from_then_on(
     assert len(tried) == 1
     said = "torch's compiler can't make the loss's kernels (no code for this GPU): separate kernels move more bytes\n"
     assert tuple(capsys.readouterr()) == ("", said)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", ["row_statistics", "write_gradient"])
+def test_where_the_compiler_fails_a_loss_in_chunks_of_the_vocabulary_goes_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, labels = torch.randn(B, S, 16), torch.randn(16, V), logits_and_labels(torch.float32, 50)[1]
+
+    def gradients() -> tuple[Tensor, ...]:
+        given = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        found: tuple[Tensor, ...] = torch.autograd.grad(chunked_loss(*given, labels, 50, None, 4, transposed=False), given)
+        return found
+
+    with monkeypatch.context() as plain:
+        plain.setattr(loss_kernels, "has_loss_kernels", lambda device: False)
+        wanted = gradients()
+    written, tried = getattr(loss_kernels, name), list[object]()
+
+    def fails_once(*given: Any) -> Any:  # the path without kernels computes the same statistics
+        tried.append(given)
+        return written(*given) if len(tried) > 1 else fail_with(ValueError("no code for this GPU"), [])()
+
+    monkeypatch.setattr(loss_kernels, name, fails_once)
+    torch.testing.assert_close(gradients(), wanted)
+    assert tried
+    assert loss_kernels._broken == ["no code for this GPU"]
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -29,9 +29,11 @@ from distrain.trainer.models.ops.op_table import (  # noqa: E402
     round_up,
 )
 from distrain.trainer.parallel.saved_bytes import count_saved_tensors  # noqa: E402
+from distrain.trainer.plan.costs.cost_context import CostContext  # noqa: E402
 from distrain.trainer.spec.router import Router  # noqa: E402
 from distrain.trainer.spec.run import Model, Run, Train  # noqa: E402
 
+LOGITS = ("seq", "batch", "vocab")
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
 
@@ -114,16 +116,22 @@ FUSED = {
 def test_torch_counts_the_flops_of_the_op_table(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention, model__vocab_multiple=1)
     table = table_of(run)
-    module = build_model(run, device=CPU, dtype=torch.float32, seed=1)
-    with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
-        module(*batch_of(run))[0].backward()
     expected = sum(
         many * forward_flops(op, table.sizes) * (op.product.backward if is_frozen(op) else 1 + op.product.backward)
         for many, ops in table.blocks(run.model.layers)
         for op in ops
         if op.product
     )
-    assert counter.get_total_flops() == expected + flops_with_padding(table, run)
+    assert counted_flops(run) == expected + flops_with_padding(table, run)
+
+
+def counted_flops(run: Run) -> int:
+    """Return the FLOPs of a forward and a backward pass."""
+    module = build_model(run, device=CPU, dtype=torch.float32, seed=1)
+    with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
+        module(*batch_of(run))[0].backward()
+    flops: int = counter.get_total_flops()
+    return flops
 
 
 def flops_with_padding(table: OpTable, run: Run) -> float:
@@ -227,6 +235,16 @@ def test_torch_saves_the_bytes_of_the_op_table_for_every_router(router: Router, 
     run = run_of("moe", model__router=router, model__aux_loss=aux_loss, train__precision="bf16")
     counts = 8 * run.train.microbatch if aux_loss else 0  # labels of each sequence
     assert measured_saved_bytes(run) == planned_saved_bytes(run) + counts
+
+
+@EVERY_MODEL
+def test_a_loss_in_chunks_saves_no_logits_and_computes_them_twice(name: str) -> None:
+    run, whole = (run_of(name, train__loss_chunks=chunks, model__vocab_multiple=1) for chunks in (5, 1))
+    size = table_of(run).sizes
+    kept = 4 * element_count(("seq", "batch", "hidden"), size) if run.model.lora.rank else 0  # the input of a frozen head too
+    assert measured_saved_bytes(run) == planned_saved_bytes(run) == planned_saved_bytes(whole) - 4 * element_count(LOGITS, size) + kept
+    again = CostContext(run).recompute_flops_per_token("none") * size["seq"] * size["batch"]
+    assert counted_flops(run) - counted_flops(whole) == again == 2 * element_count((*LOGITS, "hidden"), size)
 
 
 def test_a_storage_is_counted_once_while_it_is_alive() -> None:

@@ -14,6 +14,7 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.inductor_settings import INDUCTOR
 from distrain.tests.fakes.rank_pool import RankPool
+from distrain.trainer.rundir.metric_rows import read_step_rows
 
 PROGRAM = Path(__file__).parents[1] / "rank_programs" / "compiled_layers.py"
 LAYOUTS = (
@@ -64,6 +65,6 @@ def test_an_engine_trains_compiled_layers(layout: str, ranks: RankPool, tmp_path
     command = [sys.executable, "-m", "distrain", "fit", "conf=quickstart", *run]
     done = subprocess.run(command, env={**os.environ, **INDUCTOR}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in read_step_rows(tmp_path / "quickstart")]
     assert losses == pytest.approx(ranks.train(tmp_path / "plain", "quickstart", *words).figures("loss"), abs=1e-5, rel=0)
     assert len(losses) == 3

@@ -74,9 +74,10 @@ SCHEDULES: tuple[Choice, ...] = ((("parallel.schedule", "1f1b"),), (("parallel.s
 NATIVE_SCHEDULES: tuple[Choice, ...] = (*SCHEDULES[:1], (("parallel.schedule", "zb_h1"),), (("parallel.schedule", "zb_v"),),
                                         (("parallel.schedule", "interleaved"), ("parallel.chunks", 2)))
 TWO_PARTS  = ("zb_v", "dualpipev", "interleaved")
-RECOMPUTES = tuple((("parallel.recompute", word), ("train.microbatch", many)) for word, many in
-                   (("none", 2), ("selective", 1), ("full", 2)))
-NATIVE_RECOMPUTES = tuple((("parallel.recompute", word), ("train.microbatch", 1)) for word in ("none", "full"))
+RECOMPUTES = tuple((("parallel.recompute", word), ("train.microbatch", many), ("train.loss_chunks", chunks)) for word, many, chunks in
+                   (("none", 2, 1), ("selective", 1, 1), ("full", 2, 3)))
+NATIVE_RECOMPUTES = tuple((("parallel.recompute", word), ("train.microbatch", 1), ("train.loss_chunks", chunks)) for word, chunks in
+                          (("none", 1), ("full", 3)))
 PRECISIONS = ((("train.precision", "fp32"),), (("train.precision", "bf16"), ("train.gradients", "bf16")),
               (("train.precision", "bf16"), ("train.gradients", "fp32")))
 # fmt: on

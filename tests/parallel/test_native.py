@@ -121,7 +121,7 @@ def test_stages_have_the_layers_that_the_user_gives_them(
 
 # fmt: off
 APART = [
-    (LLAMA, 4, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_h1")),
+    (LLAMA, 4, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_h1", "train.loss_chunks=4")),
     (MOE,   4, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=dualpipev_w", "model.tied=false", "train.batch=8", FOUR)),
 ]
 # fmt: on
@@ -173,7 +173,7 @@ def test_gradients_are_clipped_as_by_torch(ranks: RankPool, tmp_path: Path, word
 # fmt: off
 FP16 = [
     (GPT,   ("cluster.gpus=1",)),
-    (GPT,   ("cluster.gpus=2", "parallel.zero=2")),
+    (GPT,   ("cluster.gpus=2", "parallel.zero=2", "train.loss_chunks=4")),
     (LLAMA, ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=1", "parallel.schedule=zb_h1")),
 ]
 # fmt: on
@@ -194,7 +194,7 @@ def test_fp16_trains_the_curve_and_skips_no_step_whose_gradients_are_finite(
 HELD = [
     (GPT,   ("cluster.gpus=2", "parallel.zero=0")),
     (LLAMA, ("cluster.gpus=2", "parallel.zero=2", "parallel.bucket=20000")),
-    (GPT,   ("cluster.gpus=4", "parallel.zero=2", "parallel.tp=2", "parallel.sequence=true", "parallel.bucket=20000")),
+    (GPT,   ("cluster.gpus=4", "parallel.zero=2", "parallel.tp=2", "parallel.sequence=true", "train.loss_chunks=4")),
     (LLAMA, ("cluster.gpus=2", "parallel.zero=3", "train.precision=bf16")),
     (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.zero=3", "parallel.gather=micro")),
     (LLAMA, ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_h1", *HALF)),

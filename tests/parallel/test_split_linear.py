@@ -18,6 +18,7 @@ FACTS = (
     "f forward", "f backward", "g forward", "g backward", "products forward", "products input", "column weight", "column bias",
     "second column weight", "row weight", "row bias", "one column layer", "embedding", "logits", "loss", "table",
     "loss by kernels", "logits' gradient by kernels",
+    *(f"{what} in chunks, {of}" for what in ("loss", "input", "weight") for of in ("of a table", "of a matrix", "of a table by kernels")),
 )
 # fmt: on
 

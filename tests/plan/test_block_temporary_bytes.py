@@ -1,5 +1,6 @@
 """Bytes that the passes, and the optimizer's step, hold for a moment: closed forms, one mechanism a test."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from distrain.trainer.models.families import op_table
 from distrain.trainer.plan.costs.block_temporary_bytes import LOGITS_AT_A_TIME, op_bytes
 from distrain.trainer.plan.costs.local_tensors import LocalTensors, block_split
 from distrain.trainer.plan.result import MemoryBytes
+from distrain.trainer.spec.lora import Lora
 from distrain.trainer.spec.run import Device, Model
 
 H, F, V, S = 1024, 4096, 50000, 2048
@@ -40,6 +42,18 @@ def test_on_a_cpu_the_loss_makes_the_logits_gradient_from_some_rows_in_float32_a
     cpu: dict[str, Any] = {"cluster__device": CPU, "train__precision": "fp32", "engine": "native"}
     assert stage_bytes(model, train__seq=few, **cpu).temporary == few * V * 4 + 2 * (few * V * 4)
     assert stage_bytes(model, **cpu).temporary == S * V * 4 + 3 * (rows * V * 4)
+
+
+def test_a_loss_in_chunks_holds_the_logits_of_one_and_the_gradients_of_the_heads_input_and_weight() -> None:
+    """The chunks are of a multiple of eight columns. On a CPU it holds the float32 of some rows of one besides."""
+    model, chunk = gpt(1, 64, 4, vocab=V, dropout=0.0, tied=False), 7144
+    held = stage_bytes(model, train__loss_chunks=7)
+    assert held.logits == 0
+    assert held.temporary == 2 * (S * chunk + S * 64 + 64 * V)
+    frozen = replace(model, lora=Lora(rank=1, targets=("query",)))
+    assert stage_bytes(frozen, train__loss_chunks=7).temporary == 2 * (S * chunk + S * 64)
+    cpu = stage_bytes(model, cluster__device=CPU, train__precision="fp32", engine="native", train__loss_chunks=7)
+    assert cpu.temporary == 4 * (S * chunk + S * 64 + 64 * V + 3 * (2**20 // chunk) * chunk)
 
 
 def test_the_planned_chunks_of_logits_are_those_of_the_loss() -> None:
@@ -123,3 +137,5 @@ def test_a_head_that_gathers_a_split_sequence_holds_its_input_whole(sequences: i
     keys: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence": True, "train__microbatch": sequences, "train__batch": 4}
     rows = sequences * S
     assert stage_bytes(model, ranks=2, **keys).temporary == 2 * (inputs * rows * 64 + 64 * V // 2) - 4 * rows
+    chunked = stage_bytes(model, ranks=2, train__loss_chunks=5, **keys)  # whose input's gradient is sent when no logits are held
+    assert chunked.temporary == 2 * (2 * rows * 64 + 64 * V // 2 + rows * V // 10)

@@ -94,6 +94,9 @@ def test_an_offloaded_optimizer_and_offloaded_weights_are_not_on_the_device() ->
 def test_logits_take_two_bytes_and_their_softmax_four() -> None:
     held = first_stage(run_of(SMALL, 2, parallel__tp=2, train__microbatch=2, train__batch=2))
     assert held.logits == 2048 * 2 * (V // 2) * (2 + 4)
+    assert (
+        first_stage(run_of(SMALL, 2, parallel__tp=2, train__microbatch=2, train__batch=2, train__loss_chunks=4)).logits == held.logits / 4
+    )
 
 
 def test_gpipe_keeps_every_micro_batchs_logits_on_the_last_stage() -> None:

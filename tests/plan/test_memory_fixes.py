@@ -6,6 +6,7 @@ from dataclasses import fields
 import pytest
 
 from distrain.tests.fakes.valid_run import BASE, Keys, fixed_run, gpt
+from distrain.trainer.plan.fixes import _single_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.key_units import gib_text
@@ -18,6 +19,7 @@ LLAMA = Model(
 MIXTRAL = Model(
     family="moe", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, positions="rope", act="swiglu", experts=8, top_k=2
 )
+WORDS = Model(family="llama", layers=8, hidden=2048, heads=16, vocab=262144, norm="rmsnorm", act="swiglu", positions="rope")
 WIDE, SEVEN = gpt(96, 12288, 96), gpt(32, 4096, 32)
 
 # Runs that don't fit, and the number of keys in the smallest change that makes them fit (None: there is no such change).
@@ -36,6 +38,7 @@ FULL: dict[str, tuple[Keys, int | None]] = {
     "experts split":           ({"model": MIXTRAL, "parallel.ep": 8, "train.seq": 4096},                                      2),
     "a hybrid shard":          ({"model": WIDE, "parallel.zero": 3, "parallel.shard": 2, "cluster.nodes": 8},                 2),
     "a long context":          ({"model": LLAMA, "train.seq": 65536, "train.microbatch": 1, "train.batch": 16},               1),
+    "a large vocabulary":      ({"model": WORDS, "parallel.zero": 3, "train.microbatch": 8, "cluster.device.memory": 14e9},    1),
     "an offloaded optimizer":  ({"model": WIDE, "parallel.zero": 1, "parallel.offload.optimizer": True},                      2),
     "offload on one device":   ({"model": SEVEN, "cluster.nodes": 1, "cluster.gpus": 1, "parallel.zero": 2, "train.microbatch": 1,
                                  "parallel.recompute": "full", "parallel.offload.optimizer": True, "cluster.device.memory": 23e9},   1),
@@ -48,6 +51,7 @@ FULL: dict[str, tuple[Keys, int | None]] = {
 # The keys that the planner changes, smallest change first, as in trainer/plan/fixes.py.
 ORDER = (
     "train.compile",
+    "train.loss_chunks",
     "parallel.recompute=selective",
     "parallel.schedule=1f1b",
     "parallel.shard=all",
@@ -119,6 +123,14 @@ def test_the_smallest_changes_come_first(name: str) -> None:
     assert [len(each) for each in places] == [FULL[name][1]] * len(places)
     assert places == sorted(places) or ORDER.index("cluster.nodes") in dict(places[0])
     assert (not places) == (FULL[name][1] is None)
+
+
+def test_a_loss_in_chunks_is_offered_where_logits_are_large() -> None:
+    _, problem = full("a large vocabulary")
+    assert problem.changes[0] == ("train.loss_chunks=8",)
+    run = with_changes(BASE, FULL["a large vocabulary"][0].items())
+    for others in ({"train.loss_chunks": 2}, {"train.microbatch": 1, "cluster.device.memory": 20e9}):
+        assert not any("train.loss_chunks" in key for change in _single_changes(with_changes(run, others.items())) for key, _ in change)
 
 
 def test_one_gpu_gets_the_engine_that_leaves_less_on_it() -> None:

@@ -140,9 +140,9 @@ def test_our_modules_add_each_micro_batchs_gradients_and_sum_those_of_biases() -
     assert bf16.weight_gradients == pytest.approx(product + summed)
 
 
-def fp8_seconds(name: str, *, fused: bool) -> tuple[OpSeconds, DeviceRates, int]:
+def fp8_seconds(name: str, *, fused: bool, chunks: int = 1) -> tuple[OpSeconds, DeviceRates, int]:
     """The seconds of an op of GPT-2 124M in our modules in fp8, the device's rates, and the kernels of a pass."""
-    run = load_recipe("gpt2_124m_1gpu", ["train.microbatch=12", "train.precision=fp8", "engine=native"])
+    run = load_recipe("gpt2_124m_1gpu", ["train.microbatch=12", "train.precision=fp8", "engine=native", f"train.loss_chunks={chunks}"])
     table, known = CostContext(run).table, rates(H200, "fp8", fused=fused, own=True)
     assert known is not None
     split = block_split(run.parallel, 12, "compiled" if fused else "torch", fused=fused)
@@ -174,6 +174,21 @@ def test_the_head_of_our_modules_computes_in_bf16() -> None:
     found, known, kernels = fp8_seconds("head", fused=True)
     assert kernels == 1
     assert found.forward == pytest.approx(product_seconds(12 * 1024, 50304, 768, 1, 2, known.other, known))
+
+
+def test_a_head_in_chunks_computes_each_chunk_again_and_all_gradients_in_its_backward() -> None:
+    """The terms of the input's gradient are added up chunk by chunk: each later one reads what there is."""
+    whole, _, kernels = fp8_seconds("head", fused=True)
+    found, known, kernels = fp8_seconds("head", fused=True, chunks=8)
+    rows, hidden, chunk = 12 * 1024, 768, 6288
+    sides = ((rows, chunk, hidden), (rows, hidden, chunk), (hidden, chunk, rows))
+    forward, inputs, weights = (8 * product_seconds(*side, 1, 2, known.other, known) for side in sides)
+    added = (7 * 2 * rows * hidden + 6 * hidden * 50304) / known.memory + known.launch  # with those of earlier micro-batches
+    assert kernels == 8
+    assert found.forward == pytest.approx(forward)
+    assert found.input_gradients == pytest.approx(forward + inputs + weights + added)
+    assert found.weight_gradients == 0
+    assert found.forward == pytest.approx(whole.forward, rel=0.1)
 
 
 def test_our_loss_reads_the_logits_once_forward_and_writes_their_gradient_backward() -> None:

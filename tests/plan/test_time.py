@@ -182,6 +182,9 @@ def test_hardware_flops_are_the_models_without_recomputation() -> None:
     assert rates.hfu == rates.mfu
     _, again, _ = known_times(plan_of(SMALL, 8, parallel__recompute="full"))
     assert again.mfu < again.hfu < again.mfu * 4 / 3
+    _, chunked, _ = known_times(plan_of(SMALL, 8, train__loss_chunks=4))
+    assert chunked.mfu < rates.mfu
+    assert 1 < chunked.hfu / chunked.mfu < again.hfu / again.mfu
 
 
 def test_flops_by_parameters_are_six_a_parameter_and_token() -> None:

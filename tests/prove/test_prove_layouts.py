@@ -118,6 +118,12 @@ def test_what_deepspeed_trains_is_proved_on_engine_native_too_and_nothing_is_pro
             assert (row.name == "native") == is_native(replace(each, engine="auto")), each.name
 
 
+def test_a_loss_in_chunks_is_proved_against_all_logits_of_one_process() -> None:
+    run = load_recipe("quickstart", ["train.loss_chunks=4"])
+    assert run_in_layout(run, ProveLayout()).train.loss_chunks == 1
+    assert run_in_layout(run, ProveLayout(dp=2)).train.loss_chunks == 4
+
+
 def test_on_gpus_a_layout_of_one_data_rank_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """There `engine: auto` is native."""
     monkeypatch.setattr("distrain.trainer.machine.facts.cached_facts", lambda: {"cuda": [{}] * 2})

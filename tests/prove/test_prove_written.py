@@ -19,7 +19,7 @@ from distrain.tests.fakes.prove_screen import TINY, ScreenRecord, run_prove
 from distrain.tests.fakes.rank_pool import RankPool, choose_program
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.prove.trials.layouts import FILE_SCHEDULE, ProveLayout, is_native, recipe_layout, run_in_layout
-from distrain.trainer.prove.trials.plan_proof import Proof, SkippedLayout, plan_proof
+from distrain.trainer.prove.trials.plan_proof import Proof, SkippedLayout, candidates, plan_proof
 from distrain.trainer.prove.trials.written_choices import choices_sentence, written_choices
 from distrain.trainer.spec.problem import Problem
 
@@ -93,6 +93,23 @@ def test_a_recipes_own_layout_is_as_it_is_written(tmp_path: Path) -> None:
     assert [each.partition("=")[0] for each in written_choices(run)] == [
         *("parallel.schedule", "parallel.stages", "parallel.shard", "parallel.gather"),
     ]
+
+
+def test_a_recipe_that_exchanges_heads_is_proved_so() -> None:
+    run = load_recipe(
+        "quickstart", [*TINY[1:], "parallel.cp=2", "parallel.cp_comm=all_to_all", "parallel.zero=0", "parallel.dp=1", "cluster.gpus=2"]
+    )
+    own = recipe_layout(run)
+    assert own == ProveLayout(cp=2, all_to_all=True)
+    assert run_in_layout(run, own).parallel == run.parallel
+    assert written_choices(run) == ("parallel.cp_comm=all_to_all",)
+
+
+def test_layouts_of_a_model_with_a_window_exchange_heads_where_ranks_share_a_sequence() -> None:
+    for window, exchanges in (("null", False), ("4", True)):
+        run = load_recipe("quickstart", [*TINY[1:], f"model.window={window}"])
+        assert {each.all_to_all for each in candidates(run) if each.cp > 1} == {exchanges}
+        assert not any(each.all_to_all for each in candidates(run) if each.cp == 1)
 
 
 def test_a_recipe_that_compresses_gradients_is_proved_so_and_its_other_layouts_are_not() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from unittest.mock import patch
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from distrain.tests.rank_programs.forked_ranks import fork_ranks
 from distrain.trainer.layers import loss_kernels
+from distrain.trainer.layers.chunked_loss import chunked_loss
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy
 from distrain.trainer.layers.group import Group
 from distrain.trainer.layers.tensor_parallel import (
@@ -135,15 +137,47 @@ def loss_by_kernels(region: TensorParallel) -> Comparisons:
     (3 * expected).backward()
 
     ours = part(whole.detach(), 2, region.group).requires_grad_()
-    with (
-        patch.object(loss_kernels, "has_loss_kernels", lambda device: True),
-        patch.object(loss_kernels, "loss_rows", loss_kernels.row_statistics),  # the op's first call imports torch's compiler, for 4 s
-        patch.object(loss_kernels, "loss_gradient", loss_kernels.write_gradient),
-    ):
+    with plain_kernels():
         loss = cross_entropy(ours, labels, WORDS, region)
         (3 * loss).backward()
     yield "loss by kernels", loss, expected
     yield "logits' gradient by kernels", grad(ours), part(grad(whole), 2, region.group)
+
+
+def loss_in_chunks(region: TensorParallel) -> Comparisons:
+    """Head and loss in chunks of each rank's vocabulary, one of which is padding in part or in all: of a table and of a matrix, by what a
+    GPU's kernels compute too; of a frozen matrix, without gradients."""
+    group, words, vocab = region.group, 37, 64
+    whole, table, labels = random_tensor(B, S, H), random_tensor(vocab, H), torch.randint(0, words, (B, S))
+    table[words:] += 100
+    labels[0, 2:4] = labels[2] = IGNORED
+    for weight, kernels in ((table, False), (table.mT.contiguous(), False), (table, True)):
+        transposed = weight is table
+        x, expected_weight = whole.clone().requires_grad_(), weight.clone().requires_grad_()
+        logits = x @ (expected_weight.mT if transposed else expected_weight)
+        expected = F.cross_entropy(logits[..., :words].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        (3 * expected).backward()
+        own_x, own_weight = region.shard(whole).clone().requires_grad_(), part(weight, int(not transposed), group).requires_grad_()
+        with plain_kernels() if kernels else nullcontext():
+            loss = chunked_loss(own_x, own_weight, labels, words, region, 4, transposed=transposed)
+            (3 * loss).backward()
+            frozen_x = own_x.detach().requires_grad_()
+            chunked_loss(frozen_x, own_weight.detach(), labels, words, region, 4, transposed=transposed).backward()
+            with torch.no_grad():
+                evaluated = chunked_loss(own_x, own_weight, labels, words, region, 4, transposed=transposed)
+        what = f"in chunks, {'of a table' if transposed else 'of a matrix'}{' by kernels' if kernels else ''}"
+        yield f"loss {what}", torch.stack((loss, evaluated)), torch.stack((expected, expected))
+        yield f"input {what}", torch.stack((grad(own_x), 3 * grad(frozen_x))), region.shard(grad(x)).expand(2, *own_x.shape)
+        yield f"weight {what}", grad(own_weight), part(grad(expected_weight), int(not transposed), group)
+
+
+def plain_kernels() -> ExitStack:
+    """Have the loss take a GPU's passes, as they are written: the ops' first call imports torch's compiler, for 4 s."""
+    stack = ExitStack()
+    stack.enter_context(patch.object(loss_kernels, "has_loss_kernels", lambda device: True))
+    stack.enter_context(patch.object(loss_kernels, "loss_rows", loss_kernels.row_statistics))
+    stack.enter_context(patch.object(loss_kernels, "loss_gradient", loss_kernels.write_gradient))
+    return stack
 
 
 def grad(x: Tensor) -> Tensor:
@@ -164,6 +198,7 @@ CHECKS: tuple[Callable[[TensorParallel], Comparisons], ...] = (
     column_and_row_layers,
     embedding_and_head,
     loss_by_kernels,
+    loss_in_chunks,
 )
 
 

@@ -96,6 +96,7 @@ FINETUNE = (
     "model.kv_heads=2",
     "model.ffn=1024",
     "model.vocab=4096",
+    "train.loss_chunks=4",
 )
 BF16 = ("parallel.recompute=none", "train.attention=flash", "train.precision=bf16", "train.compile=true")
 COMPILED = [  # a model, a layout, dropout
@@ -132,7 +133,9 @@ GLM = (  # a dense layer and one with experts, of whose heads a half turns
     "model.ffn=1792", "model.experts=8", "model.top_k=2", "model.expert_ffn=1024", "model.vocab=8192", "train.precision=bf16",
 )
 # fmt: on
-GLM_JOBS = [TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *GLM, *LAYOUTS["sequence"], "parallel.recompute=none"))]
+GLM_JOBS = [
+    TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *GLM, *LAYOUTS["sequence"], "parallel.recompute=none", "train.loss_chunks=4"))
+]
 # fmt: off
 OLMO = (  # norms after each half, and of all heads together
     "model=olmo2_7b", "model.layers=3", "train.seq=2048", "model.hidden=1024", "model.heads=8", "model.kv_heads=4", "model.head_dim=128",
@@ -165,8 +168,8 @@ FP8_JOBS = [
 JOBS = [
     TraceJob(recipe="gpt2_124m_1gpu", words=("model.layers=3", "model.dropout=0.1")),
     TraceJob(recipe="gpt2_124m", words=(*GPU, *PLAIN, "model.layers=4", *LAYOUTS["tp"], *DROPOUT_AGAIN)),
-    TraceJob(recipe="llama3_2_1b_1node", words=("model.layers=3",)),
-    TraceJob(recipe="finetune_llama", words=FINETUNE),  # documents apart
+    TraceJob(recipe="llama3_2_1b_1node", words=("model.layers=3", "train.loss_chunks=16")),  # of a large vocabulary, tied
+    TraceJob(recipe="finetune_llama", words=FINETUNE),  # documents apart, a frozen head
     *COMPILED,
     *LATENT_JOBS,
     *GLM_JOBS,

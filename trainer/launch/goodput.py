@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..rundir.metric_rows import RESTART_KEY
 from ..spec.format_numbers import plural, share_text
 from ..system.atomic_file import append_line
 from .supervisor.outcome import FAILED, Outcome
@@ -25,16 +26,19 @@ class GoodputMeter:
     _since: float = field(default_factory=time.monotonic)
     _began: tuple[int, float] | None = None  # this attempt: its first step, and when that began
     _failed: tuple[int, int, float] | None = None  # the last attempt, which failed: its first step, its last, the seconds between
-    _why: str = ""
+    _pending: list[dict[str, object]] = field(default_factory=list)  # rows of the restarts since the last first step
 
     def note_first_step(self, step: int) -> None:
         """Note that an attempt has begun its first step: the work of the previous attempt from this step on is lost."""
+        lost = 0
         if self._failed is not None:
             first, last, seconds = self._failed
             lost = max(0, last - step)
             self.lost_steps += lost
             self.productive_seconds += seconds * max(0, step - first) / max(1, last - first)
-            self._write({"restart": self.restarts, "step": step, "lost_steps": lost, "says": self._why})
+        for at, row in enumerate(self._pending):  # what was lost, the first of them lost
+            self._write({**row, "step": step, "lost_steps": 0 if at else lost})
+        self._pending.clear()
         self._began, self._failed = (step, time.monotonic()), None
         self.has_stepped = True
 
@@ -50,16 +54,19 @@ class GoodputMeter:
             self.productive_seconds += time.monotonic() - began
         self._began = None
 
-    def note_restart(self, outcome: Outcome) -> None:
-        """Note that another attempt begins because of this outcome."""
+    def note_restart(self, outcome: Outcome, change: str = "") -> None:
+        """Note that another attempt begins because of this outcome; `change` says how its hosts differ."""
         self.restarts += 1
-        self._why = outcome.says
+        hosts = change.removeprefix(", ")
+        self._pending.append({RESTART_KEY: self.restarts, "says": outcome.says, **({"hosts": hosts} if hosts else {})})
 
     def summary(self) -> str:
         """Write the run's goodput to metrics.jsonl, and return it as a line."""
         whole = time.monotonic() - self._since
         if self._failed is not None:  # no later attempt shows how much of it was lost
             self.productive_seconds += self._failed[2]
+        for row in self._pending:  # the attempts that reached no step
+            self._write(row)
         goodput = self.productive_seconds / whole if whole else 0.0
         self._write({"restarts": self.restarts, "lost_steps": self.lost_steps, "goodput": goodput, "seconds_in_all": whole})
         again = f"{plural(self.restarts, 'restart')}, {plural(self.lost_steps, 'step')} done again" if self.restarts else "no restart"

@@ -73,7 +73,7 @@ def run_attempts(
                     break
             else:
                 last = following
-                goodput.note_restart(outcome)
+                goodput.note_restart(outcome, last.change)
                 show(f"{outcome.says}\nrestart {goodput.restarts} of {run.launch.restarts}, from the newest checkpoint{last.change}")
             if requests:
                 outcome = _outcome_between_attempts(run, outcome, folder, requests)

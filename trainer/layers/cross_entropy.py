@@ -1,4 +1,7 @@
-"""Cross entropy over a vocabulary, whole or split over tensor-parallel ranks: the logits are never gathered."""
+"""Cross entropy over a vocabulary, whole or split over tensor-parallel ranks: the logits are never gathered.
+
+chunked_loss.py computes it together with the head, a chunk of the vocabulary at a time.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +56,24 @@ class _CrossEntropy(torch.autograd.Function):
             with loss_kernels.give_up_where_compiling_fails():
                 loss_kernels.loss_gradient(given, labels - ctx.first, log_sum, scale, ctx.width)
                 return given, None, None, None, None
-        return _gradient_in_chunks(logits, labels - ctx.first, log_sum, scale, ctx.width), None, None, None, None
+        logits_grad = torch.zeros_like(logits) if ctx.width < logits.shape[1] else torch.empty_like(logits)
+        _write_gradient(logits_grad, logits, labels - ctx.first, log_sum, scale, ctx.width)
+        return logits_grad, None, None, None, None
 
 
-def _gradient_in_chunks(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int) -> Tensor:
-    """Return the gradient of logits [R, V], (softmax - one-hot label) x scale, some rows in float32 at a time."""
-    logits_grad = torch.zeros_like(logits) if width < logits.shape[1] else torch.empty_like(logits)
+def replace_by_gradient(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int) -> None:
+    """Replace logits [R, V], of which the first `width` count, by their gradient, (softmax - one-hot label) x scale; `local` are labels [R]
+    counted from the first of these logits."""
+    if loss_kernels.has_loss_kernels(logits.device):
+        with loss_kernels.give_up_where_compiling_fails():
+            loss_kernels.loss_gradient(logits, local, log_sum, scale, width)
+            return
+    _write_gradient(logits, logits, local, log_sum, scale, width)
+    logits[:, width:] = 0.0
+
+
+def _write_gradient(logits_grad: Tensor, logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int) -> None:
+    """Write the gradient of logits [R, V] that are no padding, some rows in float32 at a time; it may take the logits' place."""
     for rows in _chunks(logits):
         label = local[rows, None]  # [rows, 1]
         softmax = torch.exp(at_least_float32(logits[rows, :width]) - log_sum[rows, None])
@@ -66,7 +81,17 @@ def _gradient_in_chunks(logits: Tensor, local: Tensor, log_sum: Tensor, scale: T
         if width:
             softmax.scatter_add_(1, label.clamp(0, width - 1), -here.to(softmax.dtype))
         logits_grad[rows, :width] = softmax.mul_(scale[rows, None])
-    return logits_grad
+
+
+def chunk_statistics(logits: Tensor, local: Tensor, width: int) -> loss_kernels.RowStatistics:
+    """Return loss_kernels.py's `row_statistics` of some of a rank's logits [R, V]; `local` are labels counted from the first of these."""
+    if loss_kernels.has_loss_kernels(logits.device):
+        with loss_kernels.give_up_where_compiling_fails():
+            found: loss_kernels.RowStatistics = loss_kernels.loss_rows(logits, local, width)
+            return found
+    parts = [loss_kernels.row_statistics(logits[rows], local[rows], width) for rows in _chunks(logits)]
+    largest, total, label_logit = (torch.cat(column) for column in zip(*parts, strict=True))
+    return largest, total, label_logit
 
 
 def _row_statistics(logits: Tensor, local: Tensor, width: int, tp: TensorParallel | None) -> tuple[Tensor, Tensor]:
@@ -77,7 +102,7 @@ def _row_statistics(logits: Tensor, local: Tensor, width: int, tp: TensorParalle
         with loss_kernels.give_up_where_compiling_fails():
             found = loss_kernels.loss_rows(logits, local, width)
     if found:
-        return _sum_ranks(*found, tp)
+        return sum_ranks(*found, tp)
     here = (local >= 0) & (local < width)
     log_sum, label_logit = (at_least_float32(logits.new_zeros(logits.shape[0])) for _ in range(2))
     if tp is None:
@@ -100,8 +125,9 @@ def _row_statistics(logits: Tensor, local: Tensor, width: int, tp: TensorParalle
     return total.log_().add_(largest), all_reduce(label_logit, tp.group)
 
 
-def _sum_ranks(largest: Tensor, total: Tensor, label_logit: Tensor, tp: TensorParallel | None) -> tuple[Tensor, Tensor]:
-    """Return what `_row_statistics` does, of this rank's largest logits, sums of exp(logit - largest) and labels' logits [R]."""
+def sum_ranks(largest: Tensor, total: Tensor, label_logit: Tensor, tp: TensorParallel | None) -> tuple[Tensor, Tensor]:
+    """Return (log-sum-exp over the whole vocabulary, the label's logit) of each row [R], of this rank's largest logits, sums of
+    exp(logit - largest) and labels' logits [R]."""
     if tp is None:
         return total.log_().add_(largest), label_logit
     own = largest.clone()

@@ -18,6 +18,7 @@ from .ops.fp8 import with_fp8
 from .ops.fused_attention_saves import with_fused_attention_saves
 from .ops.head_exchange import with_head_exchange
 from .ops.lora import with_lora
+from .ops.loss_chunks import with_loss_chunks
 from .ops.op_table import OpTable
 
 
@@ -126,4 +127,5 @@ def has_experts(model: Model) -> bool:
 def op_table(run: Run) -> OpTable:
     """Return the op table of a run's model."""
     table = with_fused_attention_saves(family_of(run.model).table(run.model, run.train), run)
-    return with_head_exchange(with_lora(with_fp8(table, run), run.model, run.train), run)
+    table = with_lora(with_fp8(table, run), run.model, run.train)
+    return with_loss_chunks(with_head_exchange(table, run), run)

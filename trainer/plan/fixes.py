@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import combinations
 
+from ..models.families import is_made_by_transformers
 from ..spec.bounded_numbers import MOST
 from ..spec.changed_run import Change, overrides, with_changes
 from ..spec.key_units import gib_text
 from ..spec.problem import Problem
 from ..spec.run import Run
+from .costs.precision import widths
 from .engines import data_ranks, engine_for
 from .engines.engine_limits import EngineLimit
 from .estimate import Estimator
@@ -24,6 +26,8 @@ SHOWN = 3  # fixes shown for one problem
 NEAREST = 2  # layouts shown for a limit of an engine
 MOST_FURTHER_CHANGES = 2  # further changes that one change may need
 MOST_TRIES = 400  # changed runs that are planned for one problem
+LOSS_CHUNKS = 8  # for which logits are offered to be cut where they take a share of the device's memory of at least LOGITS_SHARE
+LOGITS_SHARE = 1 / 32
 
 
 def problems_with_fixes(run: Run, broken: list[BrokenRule]) -> tuple[Problem, ...]:
@@ -127,9 +131,9 @@ def memory_problem(run: Run, memory: Memory) -> Problem:
 def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
     """Yield changes with which a run fits, and the peak bytes then: of one key; if there are none, of two, then of three, then more nodes.
 
-    The order is by cost, from the least: saves that training waits for, compiled layers, recomputing attention's core, a schedule that
-    holds less, sharding over all replicas, splitting what tensor parallelism left whole, sharding more, a smaller micro-batch,
-    recomputing all, more ranks for the model, the host's memory, the engine that leaves less on the device, more nodes.
+    The order is by cost, from the least: saves that training waits for, compiled layers, the loss in chunks, recomputing attention's core,
+    a schedule that holds less, sharding over all replicas, splitting what tensor parallelism left whole, sharding more, a smaller
+    micro-batch, recomputing all, more ranks for the model, the host's memory, the engine that leaves less on the device, more nodes.
     """
     single, peaks = list(dict.fromkeys(_single_changes(run))), _ChangedPeaks(run)
     for size in (1, 2, 3):
@@ -204,6 +208,8 @@ def _single_changes(run: Run) -> Iterator[Change]:
         yield (("checkpoint.background", False),)
     if not train.compile and parallel.zero < 3 and run.cluster.device.kind == "cuda":
         yield (("train.compile", True),)
+    if train.loss_chunks == 1 and _has_large_logits(run):
+        yield (("train.loss_chunks", LOSS_CHUNKS),)
     if parallel.recompute == "none" and (train.attention == "math" or run.model.dropout):
         yield (("parallel.recompute", "selective"),)
     if parallel.pp > 1 and schedule_of(parallel).forward_first:
@@ -233,3 +239,10 @@ def _single_changes(run: Run) -> Iterator[Change]:
         yield tuple([(f"parallel.offload.{name}", False) for name in moved])
     if run.engine == "auto" and data_ranks(run, parallel) == 1 and run.cluster.device.kind == "cuda":
         yield (("engine", "zero"),)  # which leaves fewer gradients on the device beside an offloaded optimizer
+
+
+def _has_large_logits(run: Run) -> bool:
+    """Whether the logits of a micro-batch on a rank, of our own head, are a large part of what a device holds."""
+    parallel, train = run.parallel, run.train
+    elements = train.microbatch * train.seq * run.model.vocab / (parallel.cp * parallel.tp)
+    return not is_made_by_transformers(run.model) and elements * widths(run).activation >= LOGITS_SHARE * int(run.cluster.device.memory)

@@ -47,6 +47,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("train.microbatch",     "free"),        # layout
     ("train.attention",      "free"),        # how, not what
     ("train.compile",        "free"),
+    ("train.loss_chunks",    "free"),        # layout
     ("train.deterministic",  "free"),
     ("train.flops",          "free"),        # a way of counting
     ("train.skip",           "free"),

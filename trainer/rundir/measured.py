@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 from ..spec.format_numbers import plural
 from .checkpoints import checkpoint_steps
+from .metric_rows import RESTART_KEY, SLOW_KEY, is_step_row
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number
 from .run_summary import newest_checkpoint, planned_steps
+from .saves_and_restarts import RecordedSave, RestartReason, SavesInAll, median_pause, recorded_saves, restart_reasons, saves_in_all
 
 Unit = Literal["bytes", "seconds", "rate", "share"]
 SNAPSHOT = "snapshot"  # kind of planned bytes on the host that a step's count does not include
-SLOW_KEY = "slow_devices"  # of the rows of metrics.jsonl that name slow devices
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -78,6 +79,9 @@ class MeasuredRun:
     damaged: tuple[str, ...] = ()  # files that can't be read as `fit` writes them
     tokens_per_second: tuple[tuple[int, float], ...] = ()  # by step
     slow: tuple[SlowDevice, ...] = ()
+    saves: SavesInAll = field(default_factory=SavesInAll)
+    saving: tuple[PlannedMeasured, ...] = ()  # of one save
+    restart_reasons: tuple[RestartReason, ...] = ()  # of each restart, also of those that reached no step
     batch: int | None = None  # of a run that ramps its batch up: sequences of the steps whose times are compared, its largest so far
     whole_batch: bool = True  # whether it is train.batch
 
@@ -92,7 +96,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     if unreadable > 0:
         damaged.append(f"{plural(unreadable, 'line')} of metrics.jsonl" if written else "metrics.jsonl")
     damaged += [f"checkpoint {reason}" for reason in newest_checkpoint(folder)[1]]
-    of_steps = [row for row in written if not {"restart", SLOW_KEY} & row.keys()]
+    of_steps = [row for row in written if is_step_row(row)]
     logged = [row for row in map(_numbers, of_steps) if "step" in row]
     rows = list({int(row["step"]): row for row in logged}.values())  # of a step done twice, the last time
     last = list({step: row for row in of_steps if (step := whole_number(row.get("step"))) is not None}.values())
@@ -104,9 +108,10 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         steady = [row for row in steady if row.get("batch") == batch]
         plan |= {} if whole_batch else _times_of_batch(plan, run, batch)
     name, again = run.get("name"), pairwise(int(row["step"]) for row in logged)
+    steps, saves = max((int(row["step"]) for row in rows), default=0), tuple(recorded_saves(written))
     return MeasuredRun(
         name=name if isinstance(name, str) else folder.name,
-        steps=max((int(row["step"]) for row in rows), default=0),
+        steps=steps,
         whole=planned_steps(plan, run) or 0,
         starts=sum(line.startswith(b"== rank 0 of ") for line in read_lines(folder / "ranks" / "0.log")),
         restarts=tuple(_restarts(written)),
@@ -128,6 +133,9 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
         damaged=tuple(damaged),
         slow=tuple(_slow_devices(written)),
+        saves=saves_in_all(saves),
+        saving=tuple(_saving(plan, run, saves, steps)),
+        restart_reasons=tuple(restart_reasons(written)),
         tokens_per_second=tuple((int(row["step"]), row["tokens_per_second"]) for row in rows if "tokens_per_second" in row),
         batch=batch,
         whole_batch=whole_batch,
@@ -152,7 +160,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 def _restarts(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
     for row in rows:
         step, lost = whole_number(row.get("step")), whole_number(row.get("lost_steps"))
-        if "restart" in row and step is not None and lost is not None:
+        if RESTART_KEY in row and step is not None and lost is not None:
             yield step, lost
 
 
@@ -246,6 +254,14 @@ def _time(plan: Mapping[str, Any], run: Mapping[str, Any], rows: Rows) -> Iterat
 def _step_bar(plan: Mapping[str, Any]) -> tuple[float, float] | None:
     low, high = (finite_number(plan.get(key)) for key in ("step_low", "step_high"))
     return (low, high) if low is not None and high is not None else None
+
+
+def _saving(plan: Mapping[str, Any], run: Mapping[str, Any], saves: Sequence[RecordedSave], last: int) -> Iterator[PlannedMeasured]:
+    """Seconds of a save, and for how many of them training waits, where `last` is the last step that was logged."""
+    planned = [finite_number(nested_value(plan, "saving", key)) for key in ("seconds", "pause")]
+    pause = median_pause(saves, last, background=nested_value(run, "checkpoint", "background") is True)
+    yield PlannedMeasured(name="save", unit="seconds", planned=planned[0], measured=saves_in_all(saves).seconds)
+    yield PlannedMeasured(name="pause of a save", unit="seconds", planned=planned[1], measured=pause)
 
 
 def _speed(plan: Mapping[str, Any], rows: Rows) -> Iterator[PlannedMeasured]:

@@ -17,6 +17,7 @@ from .checkpoints import newest_saved
 from .files import OUTCOME_FILE
 from .lock import LOCK_FILE as LOCK
 from .lock import lock_holder
+from .metric_rows import RESTART_KEY, SAVE_KEY
 
 State = Literal["running", "finished", "stopped", "failed", "new", "damaged"]
 
@@ -171,7 +172,7 @@ def _last_figures(file: Path) -> tuple[dict[str, Any], int]:
         row = _json_object(line)
         if row is None:
             unreadable += 1
-        elif "restart" not in row:
+        elif not {RESTART_KEY, SAVE_KEY} & row.keys():
             found = _figures(row) | found
     return found, unreadable
 

@@ -48,8 +48,9 @@ def layout_key(run: Run) -> str:
     """Return a key of all that a step's costs follow from: the model, the layout, the batch, the engine."""
     train = run.train
     told = (run.model, run.parallel, run.cluster, run.engine, train.batch, train.microbatch, train.seq, train.precision, train.compile)
+    chunks = [train.loss_chunks] if train.loss_chunks > 1 else []
     ramp = [train.rampup] if train.rampup.batches else []
-    return sha256(msgspec.json.encode([*told, *ramp])).hexdigest()[:16]
+    return sha256(msgspec.json.encode([*told, *chunks, *ramp])).hexdigest()[:16]
 
 
 def write_rank_timeline(folder: Path, timeline: RankTimeline) -> None:

@@ -54,6 +54,7 @@ UNITS: dict[str, str] = {
     "train.seq":                "tokens",
     "train.steps":              "steps",
     "train.tokens":             "tokens",
+    "train.loss_chunks":        "chunks",
     "train.skip":               "steps in a row",
     "train.clip":               "norm of all gradients",
     "train.evaluate.every":     "steps",

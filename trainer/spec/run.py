@@ -245,6 +245,7 @@ class Train:
     attention: Literal["flash", "math"] = "flash"
     flops: Literal["attention", "parameters"] = "attention"
     compile: bool = False
+    loss_chunks: Count = 1
     deterministic: bool = False
     seed: Seed = 1234
     clip: NotNegative = 1.0

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..chunked_loss import chunked_loss
 from ..parameters_by_prefix import Parameters
 from ..tensor_parallel import TensorParallel, column_products, reduce_outputs
 from ..weight_gradients import product
@@ -72,15 +73,19 @@ def _local_indices(indices: Tensor, first: int, rows: int) -> tuple[Tensor, Tens
 
 
 class LMHead(nn.Module):
-    """The logits of every token: x W, or, tied to the embedding's table E, x E^T."""
+    """The logits of every token: x W, or, tied to the embedding's table E, x E^T. Given labels, the loss of those logits instead, which are
+    computed in chunks of the vocabulary: here, where ZeRO-3 gathers the weight, in backward once more."""
 
-    def __init__(self, parameters: Parameters, tp: TensorParallel | None, *, tied: bool) -> None:
+    def __init__(self, parameters: Parameters, tp: TensorParallel | None, *, tied: bool, vocab: int = 0, loss_chunks: int = 1) -> None:
         super().__init__()
         self.weight = parameters["weight"]
         self.tp, self.tied = tp, tied
+        self.vocab, self.loss_chunks = vocab, loss_chunks
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, S or s, H] -> [B, S, V]."""
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """x [B, S or s, H] -> [B, S, V]; with labels [B, S] the sum of the losses of those that count."""
+        if labels is not None:
+            return chunked_loss(x, self.weight, labels, self.vocab, self.tp, self.loss_chunks, transposed=self.tied)
         if self.tp is not None:
             return column_products(x, self.tp, [self.weight], [None], transposed=self.tied)[0]
         return product(x, self.weight, transposed=self.tied)

@@ -146,7 +146,8 @@ class Transformer(nn.Module):
             if model.tied and not first:  # the head's own copy of the embedding, by the embedding's name
                 self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
             self.norm = make_norm(model, sub_parameters(parameters, "norm"))
-            self.head = LMHead(sub_parameters(parameters, "embedding" if model.tied else "head"), tp, tied=model.tied)
+            head, chunks = sub_parameters(parameters, "embedding" if model.tied else "head"), run.train.loss_chunks
+            self.head = LMHead(head, tp, tied=model.tied, vocab=model.vocab, loss_chunks=chunks)
 
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
         """Make layer number `index`; a family overrides this to have layers of its own."""
@@ -172,6 +173,8 @@ class Transformer(nn.Module):
         count = (labels != IGNORED).sum()
         if not self.last:
             return x, count
+        if self.head.loss_chunks > 1:
+            return self.head(x, labels), count
         return cross_entropy(self.head(x), labels, self.model.vocab, self.tp), count  # of logits [B, S, V]
 
     def logits(self, tokens: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ...layers.dtypes import PRECISION_DTYPES
 from ...rundir.checkpoints import checkpoint_steps
-from ...rundir.measured import SLOW_KEY
+from ...rundir.metric_rows import SLOW_KEY
 from ...spec.format_numbers import share_text
 from ...spec.run import Run
 from ..failures.failure import AllRanksFailed

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ...plan.result import Plan
-from ...rundir.measured import SLOW_KEY
+from ...rundir.metric_rows import is_step_row
 from ...spec.read import value_text
 from ...spec.run import Run
 from ...system.atomic_file import append_line, write_atomically
@@ -57,7 +57,7 @@ class Sink(Protocol):
     """Receives the metrics of a run."""
 
     def write(self, row: Row) -> None:
-        """Write a logged step."""
+        """Write a logged step, or a row of what happened after one: it has a `step` too."""
 
     def close(self, summary: Row) -> None:
         """Write what is left, and the summary: planned figures next to the last measured ones."""
@@ -206,8 +206,8 @@ class Console:
         self.context = context
 
     def write(self, row: Row) -> None:
-        """Show a row; slow devices have been named."""
-        if SLOW_KEY not in row:
+        """Show a logged step; slow devices and saves have lines of their own."""
+        if is_step_row(row):
             self.context.say(console_line(row, self.context.last))
 
     def close(self, summary: Row) -> None:

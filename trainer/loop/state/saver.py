@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
 from ...parallel.world import new_host_group
+from ...rundir.metric_rows import SAVE_KEY
 from ...rundir.run_in_manifest import run_record
 from ...spec.run import Run
 from ..checkpoint import BackgroundWriter, SaveFailed, SaveResult, gather_over, save_shards
@@ -35,6 +36,8 @@ class Saver:
         self._gather = gather_over(new_host_group() if self._writer else setup.host)
         self._step = self.newest  # of the last save that was begun
         self._pause = ""  # what the user is told of how long training waited for it
+        self._paused = 0.0  # seconds that training has waited for it
+        self._last_end = perf_counter()  # when the last save ended, or this attempt began to train
 
     def __enter__(self) -> Self:
         return self
@@ -51,7 +54,7 @@ class Saver:
         """
         run, setup, began = self._run, self._setup, perf_counter()
         before = self._step if self.finish() else None
-        waited = perf_counter() - began
+        waited = (since := perf_counter()) - began
         setup.channel.report_phase("save")
         setup.engine.prepare_save()
         extra = {"name": run.name, **progress.extra(), "engine": setup.engine.counters(), **run_record(run)}
@@ -61,10 +64,11 @@ class Saver:
         what["checked"] = checked
         folder, self._step = setup.folder / "checkpoints", progress.step
         if self._writer is None:
-            self._end(lambda: save_shards(folder, progress.step, **what, **ranks, on_progress=setup.channel.report_progress))
+            self._end(lambda: save_shards(folder, progress.step, **what, **ranks, on_progress=setup.channel.report_progress), since)
             return
         self._writer.start(folder, progress.step, **what, **ranks)
-        self._pause = _pause_text(perf_counter() - began, waited, before)
+        ended = perf_counter()
+        self._pause, self._paused = _pause_text(ended - began, waited, before), ended - since
 
     def report(self) -> None:
         """Report the save under way once it has ended."""
@@ -76,26 +80,38 @@ class Saver:
         writer, channel = self._writer, self._setup.channel
         if writer is None or not writer.is_busy:
             return False
+        since = perf_counter()
         if not writer.is_done:
             channel.report_phase("save")
-        self._end(lambda: writer.result(channel.report_progress))
+        self._end(lambda: writer.result(channel.report_progress), since)
         return True
 
-    def _end(self, result: Callable[[], SaveResult]) -> None:
-        """Note a save's result and tell the user of it."""
+    def _end(self, result: Callable[[], SaveResult], since: float) -> None:
+        """Wait for a save's result, as training does from the time `since` on; note it and tell the user of it."""
         setup = self._setup
         try:
             saved = result()
         except SaveFailed as error:
+            self._write_row(since, {"save_failed": 1})
             if setup.world.is_rank0:
                 setup.warn(str(error))
             return
         self.newest = saved.step
+        self._write_row(since, {"save_seconds": saved.seconds["total"], "save_bytes": saved.bytes})
         if setup.world.is_rank0:
             size = f"{saved.bytes / 2**20:,.1f} MiB"
             setup.channel.say(f"saved step {saved.step} in {saved.seconds['total']:.1f} s ({size}){self._pause}")
             for note in saved.notes:
                 setup.channel.say(f"warning: {note}")
+
+    def _write_row(self, since: float, figures: Mapping[str, float]) -> None:
+        """Write the row of the save that has ended to the sinks of rank 0, in seconds and bytes: its figures, how long training waited for
+        it, and the time since the last save ended."""
+        now = perf_counter()
+        row = {"step": self._step, **figures, SAVE_KEY: self._paused + now - since, "save_interval": now - self._last_end}
+        self._paused, self._last_end = 0.0, now
+        if self._setup.sinks:
+            self._setup.sinks.write(row)
 
 
 def _pause_text(pause: float, waited: float, before: int | None) -> str:

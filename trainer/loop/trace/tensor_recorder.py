@@ -59,6 +59,8 @@ class Recorder:
         if not current.in_forward:  # a recomputation in backward
             return
         tensor = output[0] if isinstance(output, tuple) else output
+        if not tensor.dim():  # the loss, of a head that returns no logits
+            return
         self._on_tensor(current.micro, name, "output", tensor.detach())
         if tensor.requires_grad and name != POSITIONS:
             tensor.register_hook(partial(self._on_gradient, current.micro, name))

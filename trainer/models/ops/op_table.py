@@ -79,6 +79,8 @@ class Op:
     - `constants`: what the op reads in float32 beside weights, and nothing trains: every rank holds its layers' whole.
     - `gathers`: the tensors that each rank of the context axis needs of the whole sequence. `swaps`: those that its ranks exchange in
       an all-to-all, as a rank has them with all tokens of some heads. `saves_swapped`: what the op saves besides, where they do.
+    - `chunks`: the parts of the vocabulary in which head and loss are computed, one after another; more than one: backward computes each
+      part's logits again, and takes all gradients of it.
     - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
     - `in_fp8`: our modules compute its product in 8-bit floats.
     - `in_fours`: Megatron-LM's fused softmax takes four of these at a time; where they are no multiple of four, its parts are kernels of
@@ -104,6 +106,7 @@ class Op:
     gathers: tuple[Tensor, ...] = ()
     swaps: tuple[Tensor, ...] = ()
     saves_swapped: tuple[Tensor, ...] = ()
+    chunks: int = 1
     core: bool = False
     in_fp8: bool = False
     in_fours: Dims = ()

@@ -29,8 +29,8 @@ def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
     """Megatron's f and g around an op (arXiv:1909.08053 section 3): f is an all-reduce in backward, g one in forward.
 
     With sequence parallelism each is an all-gather and a reduce-scatter, and a column layer, which keeps only its shard of the input,
-    gathers it again for the gradients of its weights (arXiv:2205.05198 section 4.2.2). Around experts f stands before tokens are copied,
-    g after the copies are added up.
+    gathers it again for the gradients of its weights (arXiv:2205.05198 section 4.2.2), or to compute logits again. Around experts f stands
+    before tokens are copied, g after the copies are added up.
     """
     product = op.product
     for tensor in op.enters:
@@ -38,7 +38,7 @@ def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
     match None if product and "experts" in product.groups else split_style(op):
         case "column":
             assert product is not None
-            yield from _enter(on_rank, Tensor(product.rows + product.inner), again=0 if is_frozen(op) else 1)
+            yield from _enter(on_rank, Tensor(product.rows + product.inner), again=0 if is_frozen(op) and op.chunks == 1 else 1)
         case "row":
             assert product is not None
             yield from _leave(on_rank, Tensor(product.rows + product.outers[0]))

@@ -10,6 +10,7 @@ from functools import reduce
 from typing import NamedTuple
 
 from ...models.ops.op_table import Op, Tensor
+from ...spec.loss_chunks import chunk_size
 from ..axes import tp
 from .local_tensors import LocalTensors, logits_bytes, saved_bytes
 from .number_or_array import larger
@@ -59,6 +60,8 @@ def block_temporary_bytes(ops: list[OpBytes], again: list[bool], stream: int, *,
 def _backward_bytes(op: Op, local: LocalTensors, device: str) -> int:
     """Bytes of the gradients that an op's backward reads and makes."""
     product, width = op.product, local.activation
+    if product is None and op.chunks > 1:
+        return 0  # the head's backward is the loss's too
     if product is None:
         logits = next((tensor for tensor in op.saves_torch if "vocab" in tensor.dims), None)
         return _loss_bytes(logits, local, device) if logits else sum(map(local.bytes, op.moves))
@@ -68,20 +71,27 @@ def _backward_bytes(op: Op, local: LocalTensors, device: str) -> int:
     if product.fused:
         return 2 * _scores_bytes(op, local) + 4 * width * whole * inner  # of queries, keys, values and the result
     outer = sum(map(local.count, product.outers))
-    inputs = 1
+    inputs, of_loss = 1, 0
+    if op.chunks > 1:
+        outer = chunk_size(outer, op.chunks)
+        of_loss = _float32_bytes(whole * outer, outer) if device == "cpu" else 0
     if local.sequence and tp.split_style(op) == "column":  # the gathered input too, and of several sequences a copy in the order of ranks
-        inputs = 2 + (local.sizes["batch"] > 1)
+        inputs = 2 + (local.sizes["batch"] > 1) * (op.chunks == 1)
     weights = reduce(larger, [local.count(weight.dims) for weight in op.weights if not weight.frozen], 0)
-    return width * (whole * (outer + inputs * inner) + weights)
+    return width * (whole * (outer + inputs * inner) + weights) + of_loss
 
 
 def _loss_bytes(logits: Tensor, local: LocalTensors, device: str) -> int:
     """Bytes of the logits' gradient: on a GPU it takes the logits' place, on a CPU it is made from some rows in float32 at a time."""
     if device != "cpu":
         return 0
-    elements, row = local.count(logits.dims), local.count(("vocab",))
+    return local.bytes(logits) + _float32_bytes(local.count(logits.dims), local.count(("vocab",)))
+
+
+def _float32_bytes(elements: int, row: int) -> int:
+    """Bytes of the float32 tensors from which a CPU makes the gradient of so many logits, `row` of each token."""
     chunk = larger(1, LOGITS_AT_A_TIME // row) * row
-    return local.bytes(logits) + 4 * (CHUNK_TENSORS * chunk * (chunk < elements) + ONE_CHUNK_TENSORS * elements * (chunk >= elements))
+    return 4 * (CHUNK_TENSORS * chunk * (chunk < elements) + ONE_CHUNK_TENSORS * elements * (chunk >= elements))
 
 
 def _forward_bytes(op: Op, local: LocalTensors) -> int:

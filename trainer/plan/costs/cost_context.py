@@ -104,10 +104,11 @@ class CostContext:
         return model_parameters(self.table, layers, first=kind.first, last=kind.last)
 
     def recompute_flops_per_token(self, recompute: str) -> float:
-        """FLOPs of a token that recomputation adds."""
+        """FLOPs of a token that recomputation adds, of layers and of logits in chunks."""
+        chunked = self._flops(lambda op: op.chunks > 1)
         if recompute == "none":
-            return 0.0
-        return self._flops(lambda op: op.core or recompute == "full", ends=False) / self.run.train.seq
+            return chunked / self.run.train.seq
+        return (chunked + self._flops(lambda op: op.core or recompute == "full", ends=False)) / self.run.train.seq
 
     def block_costs(self, split: BlockSplit, wires: Wires) -> BlockCosts:
         """The costs of the model's blocks under a split and its wires. Wires differ only in how many ranks of a group a node has."""

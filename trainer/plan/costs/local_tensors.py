@@ -113,9 +113,9 @@ def saved_bytes(op: Op, local: LocalTensors) -> int:
 
 
 def logits_bytes(op: Op, local: LocalTensors) -> int:
-    """Bytes of logits that an op saves."""
+    """Bytes of logits that an op saves; as the papers' engines have them, of one chunk."""
     saves = (tensor for tensor in op.saves_torch if "vocab" in tensor.dims) if local.form == "torch" else op.logits
-    return sum(map(local.bytes, saves))
+    return -(-sum(map(local.bytes, saves)) // op.chunks)
 
 
 def _saved_tensors(op: Op, local: LocalTensors) -> Iterable[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...models.ops.op_table import Op, Product, is_frozen
+from ...spec.loss_chunks import chunk_size
 from ..axes import tp
 from .local_tensors import LocalTensors
 from .roofline import GROUPED, POINTWISE_BACKWARD, DeviceRates, cast_seconds, memory_seconds, product_seconds
@@ -38,9 +39,22 @@ def op_seconds(op: Op, local: LocalTensors, device: DeviceRates, gradient: int) 
         seconds = OpSeconds(memory_seconds(forward, kernels, device), memory_seconds(backward, kernels, device), 0.0)
     else:
         seconds = _linear(op, product, local, device) if op.weights else _attention(product, local, device)
+    if op.chunks > 1 and op.weights:
+        return _with_all_in_backward(op, seconds, local, device, gradient)
     if not device.own or not op.weights:
         return seconds
     return seconds._replace(weight_gradients=seconds.weight_gradients + _sum_seconds(op, local, device, gradient))
+
+
+def _with_all_in_backward(op: Op, seconds: OpSeconds, local: LocalTensors, device: DeviceRates, gradient: int) -> OpSeconds:
+    """Seconds of a head in chunks: its backward computes the logits again, adds each chunk's terms to its input's gradient, and can't defer
+    its weight's."""
+    assert op.product is not None
+    rows = local.count(op.product.rows, without="tp") * local.count(op.product.inner)
+    added = memory_seconds((op.chunks - 1) * local.activation * rows, 0, device)
+    sums = _sum_seconds(op, local, device, gradient) if device.own else 0.0
+    again = seconds.forward + seconds.input_gradients + seconds.weight_gradients
+    return OpSeconds(seconds.forward, again + added + sums, 0.0)
 
 
 def _pointwise_moves(op: Op, local: LocalTensors, device: DeviceRates) -> tuple[float, float]:
@@ -97,6 +111,8 @@ def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) 
     in_fp8 = op.in_fp8 if device.own else not is_head
     rate = (device.linear if in_fp8 else device.other) * grouped ** (groups > 1)
     width = local.activation
+    if op.chunks > 1:
+        return _chunked_products(op, rows, inner, outer, rate, local, device)
     forward = product_seconds(rows, outer, inner, groups, width, rate, device)
     if device.is_cpu:  # the three products take equally long
         return OpSeconds(forward, forward, 0.0 if is_frozen(op) else forward)
@@ -108,6 +124,16 @@ def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) 
         product_seconds(rows, inner, outer, groups, width, rate, device) + casts_back,
         0.0 if is_frozen(op) else product_seconds(inner, outer, rows, groups, width, rate, device),
     )
+
+
+def _chunked_products(op: Op, rows: int, inner: int, outer: int, rate: float, local: LocalTensors, device: DeviceRates) -> OpSeconds:
+    """Seconds of the products of a head, one for each chunk of its columns."""
+    size, width = chunk_size(outer, op.chunks), local.activation
+    sides = ((rows, size, inner), (rows, inner, size), (inner, size, rows))
+    forward, inputs, weights = (outer / size * product_seconds(*each, 1, width, rate, device) for each in sides)
+    if device.is_cpu:
+        inputs = weights = forward
+    return OpSeconds(forward, inputs, 0.0 if is_frozen(op) else weights)
 
 
 def _with_casts(op: Op, rows: int, inner: int, outer: int, forward: float, device: DeviceRates, width: int, rate: float) -> OpSeconds:

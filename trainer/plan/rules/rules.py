@@ -25,6 +25,7 @@ from .fp8_rule import fp8_rule
 from .gradient_sum_rules import servers_rule, staleness_rule
 from .latent_rule import latent_rule
 from .lora_rule import lora_rule
+from .loss_chunks_rule import loss_chunks_rule
 from .norm_rule import norm_rule
 from .pipeline_rules import pipeline_rule
 from .position_rules import exchanged_heads_rule, rotary_rule, window_layout_rule, window_rule
@@ -289,7 +290,7 @@ OF_RUN: tuple[Rule, ...] = (
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,
     context_rule, exchanged_heads_rule, pipeline_rule, batch_rule, rampup_layout_rule, offload_rule, plannable_ranks_rule, timeline_rule,
-    fp8_rule,
+    fp8_rule, loss_chunks_rule,
 )  # fmt: skip
 # Those of a layout that read its micro-batch or its recomputation, and all keys of parallel that they read. The others read neither.
 OF_STEP: tuple[Rule, ...] = (hugging_face_layout_rule, pipeline_rule, batch_rule, rampup_layout_rule, fp8_rule)

@@ -10,6 +10,8 @@ from itertools import zip_longest
 from math import inf, isfinite, nan
 from pathlib import Path
 
+from ...rundir.metric_rows import is_step_row
+
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
@@ -24,7 +26,8 @@ class Curve:
 def read_curve(folder: Path) -> Curve | None:
     """The curve that a run logged in RUN_DIR/metrics.jsonl; None where it logged none."""
     with suppress(OSError, ValueError, KeyError):
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [row for row in written if is_step_row(row)]
         evaluations = [row["validation_loss"] for row in rows if "validation_loss" in row]
         return Curve(
             losses=tuple(_number(row["loss"]) for row in rows),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ...plan.plan import make_plan
 from ...rundir.checkpoints import step_path
+from ...rundir.metric_rows import read_step_rows
 from ...spec.batch_levels import common_divisor
 from ...spec.divisors import divisors
 from .trial import Trial
@@ -59,5 +61,5 @@ def move_midway_checkpoint(saver: Trial, resume: Trial, steps: int) -> None:
     target = step_path(resume.folder / "checkpoints", step)
     target.parent.mkdir()
     source.rename(target)
-    rows = (saver.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    (resume.folder / "metrics.jsonl").write_text("".join(rows[:step]), encoding="utf-8")
+    rows = (f"{json.dumps(row)}\n" for row in read_step_rows(saver.folder) if row["step"] <= step)
+    (resume.folder / "metrics.jsonl").write_text("".join(rows), encoding="utf-8")

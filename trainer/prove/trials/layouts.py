@@ -245,7 +245,8 @@ def auto_is_native(run: Run, parallel: Parallel) -> bool:
 def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
     """The run in that layout, on one node with as many devices; of `parallel` it keeps only what can't change a curve, vertical sync, which
     is a part of schedule pipedream, and how workers step together. Where those of a node are a worker, or sum gradients first, the recipe's
-    `nodes` share out the devices, if they can; two do where the recipe has one."""
+    `nodes` share out the devices, if they can; two do where the recipe has one. One process holds all logits, against which others' chunks
+    are proved."""
     kept = run.parallel
     if layout.hierarchical:
         nodes = _nodes_of_levels(layout, nodes)
@@ -281,7 +282,9 @@ def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
         reading=None,
         parallel=parallel,
         cluster=replace(run.cluster, nodes=nodes, gpus=layout.ranks // nodes),
-        train=replace(run.train, microbatch=layout_microbatch(run, layout)),
+        train=replace(
+            run.train, microbatch=layout_microbatch(run, layout), loss_chunks=1 if layout == ONE_PROCESS else run.train.loss_chunks
+        ),
     )
 
 

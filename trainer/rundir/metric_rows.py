@@ -1,0 +1,24 @@
+"""The rows of metrics.jsonl by kind: most are of a logged step, others of a save, of slow devices, of a restart or of a whole `fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .read_files import read_rows
+
+SLOW_KEY = "slow_devices"  # of the rows that name slow devices
+SAVE_KEY = "save_pause"  # of the rows of saves: the seconds that training waited
+RESTART_KEY = "restart"  # of the rows of restarts: their number in this `fit`
+OTHER_KEYS = frozenset({SLOW_KEY, SAVE_KEY, RESTART_KEY})
+
+
+def is_step_row(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is of a logged step, not of something that happened after one, or of a whole `fit`."""
+    return "step" in row and not OTHER_KEYS & row.keys()
+
+
+def read_step_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of logged steps in RUN_DIR/metrics.jsonl, of all attempts; none where it can't be read."""
+    return [row for row in read_rows(folder / "metrics.jsonl") if is_step_row(row)]
