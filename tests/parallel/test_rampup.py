@@ -186,7 +186,7 @@ def prove(ranks: RankPool, folder: Path, *words: str) -> tuple[int, str]:
 def test_layouts_and_their_own_curves_are_proved_with_a_batch_that_grows(ranks: RankPool, tmp_path: Path) -> None:
     """Among them those whose curve one process simulates: workers that step alone, sums that are used late, compressed gradients."""
     layouts = "layouts=[pp2.interleaved,dp2.sync2,dp2.stale1,dp2.powersgd2]"
-    status, page = prove(ranks, tmp_path, "train.rampup.until=16", layouts)
+    status, page = prove(ranks, tmp_path, f"train.rampup.until={10 * SEQ}", layouts)  # three steps of 4, whose messages are counted
     assert status == 0, page
     assert "a batch that grows" not in page
     assert len(re.findall(r"(?:dp2|pp2)\S+ .{0,60}? equal same", page)) == 4, page

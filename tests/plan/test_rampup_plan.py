@@ -12,6 +12,7 @@ from distrain.tests.fakes.valid_run import BASE, Keys, fixed_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.plan.search.answer import find_layouts
+from distrain.trainer.prove.trials.layouts import all_layouts, run_in_layout
 from distrain.trainer.spec.batch_levels import run_at_batch
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Run
@@ -108,3 +109,13 @@ def test_a_search_finds_layouts_that_train_every_level() -> None:
         assert planned.ok
         assert planned.run is not None
         assert found.days == pytest.approx(planned.run.days)
+
+
+def test_layouts_of_a_proof_have_micro_batches_that_divide_every_batch() -> None:
+    """10 and 12 sequences: a pipeline's micro-batch of 4 divides the second alone."""
+    words = ("model=tiny", "data=synthetic", "device=cpu", "train.precision=fp32", "train.seq=16", "train.microbatch=1", "cluster.gpus=1")
+    run = load_recipe("quickstart", [*words, "train.batch=12", "train.rampup.batch=10", "train.rampup.until=1e3"])
+    layouts = [each for each in all_layouts(2, experts=False) if each.dp * each.pp == 2 and not each.is_delayed]
+    planned = {each.name: make_plan(run_in_layout(run, each)) for each in layouts}
+    assert planned
+    assert {name: list(map(str, plan.problems)) for name, plan in planned.items() if plan.problems} == {}

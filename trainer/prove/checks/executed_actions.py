@@ -11,6 +11,7 @@ from typing import Any
 from ...plan.layout.schedule_of_run import schedule_of
 from ...plan.layout.schedules import part_of
 from ...plan.mesh_position import mesh_position
+from ...spec.batch_levels import level_of_step
 from ..trials.trial import Trial
 
 
@@ -21,9 +22,12 @@ def action_difference(trial: Trial) -> str:
     if parallel.pp == 1 or trial.layout.is_delayed:
         return ""
     schedule, stages = schedule_of(parallel), parallel.pp
-    for rank, ran in enumerate(_ran(trial)):
+    step, ranks = _ran(trial)
+    batch = level_of_step(trial.run.train, step - 1).batch  # while train.rampup makes it grow, a step has fewer micro-batches
+    micros = (trial.plan.microbatches or 0) * batch // trial.run.train.batch
+    for rank, ran in enumerate(ranks):
         stage = mesh_position(trial.run, rank).coordinates["pp"]
-        listed = schedule.actions(stage, stages, trial.plan.microbatches or 0, parallel.chunks)
+        listed = schedule.actions(stage, stages, micros, parallel.chunks)
         written = [f"{part_of(stage, chunk, stages, folded=schedule.folded)}{kind}{micro}" for kind, micro, chunk in listed]
         executed = [f"{each['part']}{each['kind']}{each['micro']}" for each in ran]
         for number, (cell, other) in enumerate(zip_longest(written, executed), 1):
@@ -34,8 +38,9 @@ def action_difference(trial: Trial) -> str:
     return ""
 
 
-def _ran(trial: Trial) -> Sequence[Sequence[Mapping[str, Any]]]:
+def _ran(trial: Trial) -> tuple[int, Sequence[Sequence[Mapping[str, Any]]]]:
+    """(the step, from 1, the actions of each rank in it); none where there is no file."""
     with suppress(OSError, ValueError, KeyError):
-        ranks: list[list[dict[str, Any]]] = json.loads((trial.folder / "actions.json").read_text())["ranks"]
-        return ranks
-    return ()
+        noted: dict[str, Any] = json.loads((trial.folder / "actions.json").read_text())
+        return int(noted["step"]), noted["ranks"]
+    return 1, ()
