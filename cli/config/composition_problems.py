@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,12 @@ def _hydra_problem(text: str, file: Path, primary: str) -> Problem:
     return Problem(rule="compose", says=f"{file} can't be composed", mend=first.rstrip("."))
 
 
-def check_is_recipe(recipe: Mapping[Any, Any], file: Path, known: Iterable[str]) -> None:
-    """Raise Unreadable if all keys of a file are those of one section, of whose option group the file is. `known`: every key of a run."""
+def check_is_recipe(recipe: Mapping[Any, Any], file: Path, known: Iterable[str], groups: Collection[str]) -> None:
+    """Raise Unreadable if all keys of a file are those of one section that has a group of options. `known`: every key of a run."""
     names, keys = set(map(str, recipe)), [key.split(".") for key in known]
     if "defaults" in names or names <= {key[0] for key in keys}:
         return
-    for section in dict.fromkeys(tuple(key[:end]) for key in keys for end in range(1, len(key))):
+    for section in dict.fromkeys(tuple(key[:end]) for key in keys for end in range(1, len(key)) if key[end - 1] in groups):
         if names <= {key[len(section)] for key in keys if tuple(key[: len(section)]) == section and len(key) > len(section)}:
             says = f"{file} holds keys of {'.'.join(section)} alone: it is an option, not a recipe"
             raise Unreadable([Problem(rule="conf", says=says, mend=f"name it as {section[-1]}=NAME, beside conf=RECIPE")])

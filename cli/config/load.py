@@ -125,7 +125,7 @@ class Loader:
         try:
             file = library.recipe_path(conf, self.config_dir)
             recipe = read_config(file)
-            check_is_recipe(recipe, file, self.known)
+            check_is_recipe(recipe, file, self.known, library.groups(self.config_dir))
             node = self._composer.compose(recipe, user.choices, file)
             recipe_family = select_value(node, "model.family")
             merge_hf_sizes(node, recipe, file, user.values)

@@ -39,14 +39,19 @@ def read_config(file: Path) -> DictConfig:
     config = _read(file)
     if not isinstance(config, DictConfig):
         raise _unreadable_error(f"{file} holds a list", MAPPING)
-    if [config.get(key) for key in config] == [None] and any(letter.isspace() for letter in str(next(iter(config)))):
-        raise _unreadable_error(f"{file} holds text", MAPPING)  # which OmegaConf makes one key
+    if len(config) == 1 and _is_text(config, str(next(iter(config)))):
+        raise _unreadable_error(f"{file} holds text", MAPPING)
     if "hydra" in config:
         raise _unreadable_error(f"{file}: no key hydra", "leave it out")
     defaults = config.get("defaults", [])
     if not isinstance(defaults, ListConfig | list) or not all(isinstance(each, str | DictConfig) for each in defaults):
         raise _unreadable_error(f"{file}: defaults is not a list of `GROUP: NAME`", "write each as `- model: NAME`")
     return config
+
+
+def _is_text(config: DictConfig, key: str) -> bool:
+    """Return whether a file's one key is text that OmegaConf made a key without a value."""
+    return key in config and any(map(str.isspace, key)) and not OmegaConf.is_interpolation(config, key) and config.get(key) is None
 
 
 def _read(file: Path) -> DictConfig | ListConfig:

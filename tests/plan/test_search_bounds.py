@@ -32,10 +32,10 @@ def larger(name: str) -> Run:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
-    ("form", "fused", "waits"), [("torch", False, True), ("torch", True, True), ("compiled", True, True), ("megatron", True, False)]
+    ("form", "fused", "hides"), [("torch", False, False), ("torch", True, False), ("compiled", True, False), ("megatron", True, True)]
 )
 @pytest.mark.parametrize("name", CASES)
-def test_blocks_over_arrays_cost_what_each_split_does(name: str, form: ActivationForm, fused: bool, waits: bool, sequence: bool) -> None:
+def test_blocks_over_arrays_cost_what_each_split_does(name: str, form: ActivationForm, fused: bool, hides: bool, sequence: bool) -> None:
     run = larger(name)
     device = replace(run.cluster.device, dispatch=2e-5, launch=4e-6)  # small blocks wait for the host
     exchanged = replace(run.parallel, cp_comm="all_to_all" if sequence else "all_gather")
@@ -45,10 +45,12 @@ def test_blocks_over_arrays_cost_what_each_split_does(name: str, form: Activatio
     keys = [(mesh, microbatch) for mesh in meshes for microbatch in space.microbatches(mesh)]
     wires = [context.wires(mesh_of(mesh, context.world)) for mesh, _ in keys]
     rows = [SplitOnWires(block_split(mesh, 1, "torch", fused=False), each, many) for (mesh, many), each in zip(keys, wires, strict=True)]
-    found = blocks_of_splits(context, rows, Form(form, fused, waits), RECOMPUTES)
+    found = blocks_of_splits(context, rows, Form(form, fused, hides), RECOMPUTES)
     for at, recompute in enumerate(RECOMPUTES):
         for number, ((mesh, microbatch), each) in list(enumerate(zip(keys, wires, strict=True), at * len(rows)))[::3]:
-            own = context.block_costs(block_split(replace(mesh, recompute=recompute), microbatch, form, fused=fused, waits=waits), each)
+            own = context.block_costs(
+                block_split(replace(mesh, recompute=recompute), microbatch, form, fused=fused, hides_messages=hides), each
+            )
             assert [getattr(found, field)[number] for field in ("tied", "stream", "saved_once")] == [own.tied, own.stream, own.saved_once]
             for block in ("embedding", "first", "layer", "head", *(["dense_layer"] if own.dense_layer else [])):
                 for field in fields(BlockCost):

@@ -200,6 +200,7 @@ CORRECT = (
     (HALF,  ("cluster.gpus=4", "parallel.tp=2", "parallel.dp=2", "parallel.sequence=true", "parallel.zero=2")),
     (HALF,  ("cluster.gpus=2", "parallel.pp=2", "parallel.recompute=selective")),
     (MIXTURE, ("cluster.gpus=4", "parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.sequence=true")),
+    (MIXTURE, ("cluster.gpus=2", "parallel.cp=2", "parallel.cp_comm=all_to_all")),
     (GPT,   ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=zb_v", "train.microbatch=1")),
     (GPT,   ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=2")),
     (HALF,  ("cluster.gpus=2", "parallel.zero=1", "engine=native")),

@@ -238,7 +238,7 @@ def gathers_once() -> None:
 
 def chunks_by_rank() -> None:
     """Context ranks that exchange tokens for heads have the tokens in the order of ranks, not in that of the sequence."""
-    exchange._chunks_of = lambda whole, rank, ranks: whole.chunk(2 * ranks, dim=1)[2 * rank : 2 * rank + 2]
+    exchange._copy_to_sequence = lambda by_rank, whole: whole.copy_(by_rank.transpose(0, 1).flatten(1, 2))
 
 
 def wrong_shard_group() -> None:

@@ -71,7 +71,7 @@ class Engine(ABC):
         self._show_gradients: Callable[[], None] | None = None
 
     def set_batch(self, batch: int) -> None:
-        """Have the steps that follow train a global batch of so many sequences, in as many micro-batches of the same size."""
+        """Have the steps that follow train a global batch of so many sequences, in more or fewer micro-batches of the same size."""
         micros = batch // (self.grid.size("dp") * self.run.train.microbatch)
         if micros != self.micros:
             self.micros = micros

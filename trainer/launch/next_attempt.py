@@ -162,7 +162,9 @@ def describe_change(last: HostedRun, attempt: HostedRun, reasons: Mapping[str, s
     dp = [(each.plan.mesh or {}).get("dp", each.run.parallel.dp) for each in (last, attempt)]
     if dp[0] == dp[1]:
         return f", on {_list_text(now)}: {hosts}"
-    size = f"dp {dp[0]} -> {dp[1]}, the same {plural(attempt.run.train.batch, 'sequence')} a step"
+    train = attempt.run.train
+    batch = "batches" if train.rampup.batches else f"{plural(train.batch, 'sequence')} a step"
+    size = f"dp {dp[0]} -> {dp[1]}, the same {batch}"
     return f", on {_list_text(now)}: {size}; {hosts}"
 
 

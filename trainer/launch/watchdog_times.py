@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..rundir.files import write_json
-from ..spec.batch_levels import batches_of_levels
+from ..spec.batch_levels import steps_of_levels
 from ..spec.changed_run import with_changes
 from ..spec.regular_file import read_plain
 from ..spec.run import Checkpoint, Launch, Log, Run
@@ -42,7 +42,7 @@ def load_watchdog(run: Run, folder: Path) -> Watchdog:
     """Return a watchdog with the times of earlier attempts of the same run, or with none if the file is unreadable or of another run."""
     from msgspec import DecodeError, json
 
-    batches = batches_of_levels(run.train)
+    batches = [each.batch for each in steps_of_levels(run.train)]  # a step may pass over levels
     growth = max([later / earlier for earlier, later in pairwise(batches)], default=1.0)
     with suppress(OSError, DecodeError):
         found = json.decode(read_plain(folder / INTERVALS_FILE), type=PhaseTimes)

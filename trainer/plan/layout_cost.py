@@ -50,7 +50,7 @@ def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
 def layout_blocks(context: CostContext, layout: Layout) -> BlockCosts:
     """The costs of a layout's blocks, cached by their split."""
     model = cost_model(layout.engine)
-    split = block_split(layout.parallel, layout.microbatch, layout.form, fused=layout.fused, waits=not model.hides_messages)
+    split = block_split(layout.parallel, layout.microbatch, layout.form, fused=layout.fused, hides_messages=model.hides_messages)
     return context.block_costs(split._replace(hooks=model.hooks(layout.parallel)), layout.wires)
 
 

@@ -89,7 +89,7 @@ def _gradient_sync(context: CostContext, engine: str | None, parallel: Parallel,
 
 
 def layout_at_batch(context: CostContext, layout: Layout, batch: int) -> Layout:
-    """The layout in a step that trains another batch, in as many micro-batches of the same size."""
+    """The layout in a step that trains another batch, in more or fewer micro-batches of the same size."""
     micros = batch // (layout.mesh.dp * layout.microbatch)
     return layout._replace(micros=micros, gradient_sync=_gradient_sync(context, layout.engine, layout.parallel, layout.mesh, micros))
 

@@ -102,11 +102,14 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     last = list({step: row for row in of_steps if (step := whole_number(row.get("step"))) is not None}.values())
     timed = [row for row in rows if "seconds" in row]
     steady = timed[1:] or timed  # without the first, which includes warming up
-    batch = max((int(row["batch"]) for row in steady if "batch" in row), default=None)
+    ramps = nested_value(run, "train", "rampup", "batch") is not None
+    batch = max((int(row["batch"]) for row in steady if "batch" in row), default=None) if ramps else None
     whole_batch = batch in (None, nested_value(run, "train", "batch"))
     if batch is not None:  # steps of one batch are compared with a planned step of it
         steady = [row for row in steady if row.get("batch") == batch]
         plan |= {} if whole_batch else _times_of_batch(plan, run, batch)
+    else:  # a run that ramped up before has rows with smaller batches
+        steady = [row for row in steady if "batch" not in row]
     name, again = run.get("name"), pairwise(int(row["step"]) for row in logged)
     steps, saves = max((int(row["step"]) for row in rows), default=0), tuple(recorded_saves(written))
     return MeasuredRun(

@@ -18,6 +18,7 @@ from .files import OUTCOME_FILE
 from .lock import LOCK_FILE as LOCK
 from .lock import lock_holder
 from .metric_rows import RESTART_KEY, SAVE_KEY
+from .read_files import nested_value
 
 State = Literal["running", "finished", "stopped", "failed", "new", "damaged"]
 
@@ -143,6 +144,8 @@ def planned_steps(plan: Mapping[str, Any], run: Mapping[str, Any]) -> int | None
         return None
     if isinstance(train.get("steps"), int):
         return int(train["steps"])
+    if nested_value(train, "rampup", "batch") is not None:
+        return None  # its steps differ
     with suppress(KeyError, TypeError, ArithmeticError):
         steps: float = train["tokens"] / (train["batch"] * train["seq"])
         return ceil(steps)

@@ -39,7 +39,7 @@ class LevelOfRun(NamedTuple):
     steps: int
 
 
-def is_whole(train: Train) -> bool:
+def is_valid_rampup(train: Train) -> bool:
     """Return whether train.rampup names levels: an end for each batch, both rising, increments that divide what the batch rises by, at most
     MOST_LEVELS levels; so it is without a ramp-up."""
     rampup = train.rampup
@@ -57,7 +57,7 @@ def levels(train: Train) -> tuple[Level, ...]:
     """Return the levels of the batch, in order, the last one train.batch, which is alone where train.rampup breaks its rule
     (trainer/plan/rules/rampup_rules.py)."""
     rampup, found, began = train.rampup, list[Level](), Fraction(0)
-    if not is_whole(train):
+    if not is_valid_rampup(train):
         return (Level(train.batch, None),)
     for (batch, following), end in zip(pairwise((*rampup.batches, train.batch)), rampup.ends, strict=True):
         many, until = (following - batch) // rampup.by if rampup.by else 1, Fraction(end)

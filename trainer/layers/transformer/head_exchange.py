@@ -62,14 +62,11 @@ def _to_heads(tensors: Sequence[Tensor], cp: ContextParallel) -> Tensors:
     ranks = cp.group.size
     shapes = [(each.shape[0], each.shape[1], each.shape[2] // ranks, each.shape[3]) for each in tensors]  # of what one rank sends another
     sent = _buffer(tensors[0], ranks, shapes)
-    for flat, each in zip(_columns(sent, shapes), tensors, strict=True):
-        flat.copy_(torch.unflatten(each, 2, (ranks, -1)).permute(2, 0, 1, 3, 4))
-    received = _all_to_all(sent, cp)
+    for by_rank, each in zip(_columns(sent, shapes), tensors, strict=True):
+        by_rank.copy_(torch.unflatten(each, 2, (ranks, -1)).permute(2, 0, 1, 3, 4))
     wholes = tuple(each.new_empty(shape[0], ranks * shape[1], *shape[2:]) for each, shape in zip(tensors, shapes, strict=True))
-    for whole, by_rank in zip(wholes, _columns(received, shapes), strict=True):
-        for rank, part in enumerate(by_rank):
-            for chunk, half in zip(_chunks_of(whole, rank, ranks), part.chunk(2, dim=1), strict=True):
-                chunk.copy_(half)
+    for whole, by_rank in zip(wholes, _columns(_all_to_all(sent, cp), shapes), strict=True):
+        _copy_to_sequence(by_rank, whole)
     return wholes
 
 
@@ -79,17 +76,27 @@ def _to_tokens(tensors: Sequence[Tensor], cp: ContextParallel) -> Tensors:
     shapes = [(each.shape[0], each.shape[1] // ranks, *each.shape[2:]) for each in tensors]
     sent = _buffer(tensors[0], ranks, shapes)
     for whole, by_rank in zip(tensors, _columns(sent, shapes), strict=True):
-        for rank, part in enumerate(by_rank):
-            for half, chunk in zip(part.chunk(2, dim=1), _chunks_of(whole, rank, ranks), strict=True):
-                half.copy_(chunk)
-    received = _all_to_all(sent, cp)
-    return tuple(by_rank.permute(1, 2, 0, 3, 4).flatten(2, 3) for by_rank in _columns(received, shapes))
+        _copy_to_ranks(whole, by_rank)
+    return tuple(by_rank.permute(1, 2, 0, 3, 4).flatten(2, 3) for by_rank in _columns(_all_to_all(sent, cp), shapes))
 
 
-def _chunks_of(whole: Tensor, rank: int, ranks: int) -> Tensors:
-    """Return views of a rank's two chunks of the sequence, in a tensor [B, S, ...] of all (`ContextParallel.chunks`)."""
-    chunks = whole.chunk(2 * ranks, dim=1)
-    return chunks[rank], chunks[-1 - rank]
+# Of C ranks, rank r has chunks r and 2C - 1 - r of a sequence's 2C (`ContextParallel.chunks`).
+
+
+def _copy_to_sequence(by_rank: Tensor, whole: Tensor) -> None:
+    """Copy the tokens of each rank [C, B, s, a, D] to their places in the sequence, [B, S, a, D]."""
+    front, back = by_rank.chunk(2, dim=2)
+    chunks = torch.unflatten(whole, 1, (2 * len(by_rank), -1))
+    chunks[:, : len(by_rank)].copy_(front.transpose(0, 1))
+    chunks[:, len(by_rank) :].copy_(back.flip(0).transpose(0, 1))
+
+
+def _copy_to_ranks(whole: Tensor, by_rank: Tensor) -> None:
+    """Copy the tokens of the sequence [B, S, a, D] to those of each rank, [C, B, s, a, D]."""
+    front, back = by_rank.chunk(2, dim=2)
+    chunks = torch.unflatten(whole, 1, (2 * len(by_rank), -1))
+    front.copy_(chunks[:, : len(by_rank)].transpose(0, 1))
+    back.copy_(chunks[:, len(by_rank) :].flip(1).transpose(0, 1))
 
 
 def _buffer(like: Tensor, ranks: int, shapes: Sequence[Sequence[int]]) -> Tensor:

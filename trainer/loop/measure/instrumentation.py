@@ -62,7 +62,7 @@ class Instruments:
 
     @contextmanager
     def measure(self, step: int) -> Iterator[ByteCounter | None]:
-        """Measure step `step` (from 0) while the block runs it. Yield the byte counter that the engine fills, in one step only."""
+        """Measure step `step` (from 0) while the block runs it. Yield the byte counter that the engine fills, in a step that is counted."""
         self._count = ByteCounter() if step in self._counted_steps else None
         self.profiler.start_step(step + 1)
         self.timeline.start_step(step + 1)

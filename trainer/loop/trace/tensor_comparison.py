@@ -93,9 +93,12 @@ def matching_slices(ours: Tensor, whole: Tensor, name: str, grid: Grid, run: Run
     parallel.sequence splits it; of logits it is the rank's words of the vocabulary, and of attention weights its heads, over all of
     that sequence.
     """
-    if whole.ndim == ATTENTION_DIMS:  # context-parallel ranks compute no attention weights as a module
+    if whole.ndim == ATTENTION_DIMS:  # ranks that gather keys compute no attention weights as a module
         heads = head_shards(run, grid.size("tp")).query_shard(grid.coordinate("tp"))
-        return ours[:, : heads.length], whole[:, heads.offset : heads.offset + heads.length]
+        shared = heads.size // grid.size("cp")  # of those, the heads of a rank that has all of their tokens
+        first = shared * grid.coordinate("cp")
+        many = max(0, min(shared, heads.length - first))
+        return ours[:, :many], whole[:, heads.offset + first : heads.offset + first + many]
     if group := grid.group("cp"):
         whole = whole.index_select(1, ContextParallel(group=group).positions(whole.shape[1], whole.device))
     if name == "head":

@@ -25,7 +25,7 @@ def _exchanged(op: Op, model: Model) -> Op:
         return replace(
             op,
             gathers=(),
-            swaps=tuple(_in_core(each) for each in op.saves_megatron if _has_heads(each)),
+            head_exchanges=tuple(_in_core(each) for each in op.saves_megatron if _has_heads(each)),
             saves_megatron=_heads_in_core(op.saves_megatron),
             saves_torch=_heads_in_core(op.saves_torch),
         )
@@ -36,10 +36,10 @@ def _exchanged(op: Op, model: Model) -> Op:
             moves=tuple(map(_in_core, op.moves)),
             saves_megatron=tuple(map(_in_core, op.saves_megatron)),
             saves_torch=tuple(map(_in_core, op.saves_torch)),
-            saves_swapped=_values_of_kernel(op, model),
+            saves_exchanged=_values_of_kernel(op, model),
             in_fours=_dims_in_core(op.in_fours),
         )
-    return replace(op, swaps=(_in_core(Tensor(TOKENS + QUERY)),)) if op.name == "attention.out" else op
+    return replace(op, head_exchanges=(_in_core(Tensor(TOKENS + QUERY)),)) if op.name == "attention.out" else op
 
 
 def _values_of_kernel(op: Op, model: Model) -> tuple[Tensor, ...]:

@@ -77,8 +77,8 @@ class Op:
     - `partial`: weights that every tensor-parallel rank holds whole, with the gradient of its own heads; each micro-batch adds these up,
       unless parallel.sequence sums the gradients of all such weights once a step.
     - `constants`: what the op reads in float32 beside weights, and nothing trains: every rank holds its layers' whole.
-    - `gathers`: the tensors that each rank of the context axis needs of the whole sequence. `swaps`: those that its ranks exchange in
-      an all-to-all, as a rank has them with all tokens of some heads. `saves_swapped`: what the op saves besides, where they do.
+    - `gathers`: the tensors that each rank of the context axis needs of the whole sequence. `head_exchanges`: those that its ranks
+      exchange in an all-to-all, as a rank has them with all tokens of some heads. `saves_exchanged`: what the op saves besides then.
     - `chunks`: the parts of the vocabulary in which head and loss are computed, one after another; more than one: backward computes each
       part's logits again, and takes all gradients of it.
     - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
@@ -104,8 +104,8 @@ class Op:
     partial: tuple[Tensor, ...] = ()
     constants: tuple[Weight, ...] = ()
     gathers: tuple[Tensor, ...] = ()
-    swaps: tuple[Tensor, ...] = ()
-    saves_swapped: tuple[Tensor, ...] = ()
+    head_exchanges: tuple[Tensor, ...] = ()
+    saves_exchanged: tuple[Tensor, ...] = ()
     chunks: int = 1
     core: bool = False
     in_fp8: bool = False

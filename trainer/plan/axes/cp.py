@@ -17,8 +17,8 @@ def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
         payload = sum(on_rank.bytes(tensor, without="cp") for tensor in op.gathers)
         yield AxisMessage("cp", "all_gather", payload, 1, 1)
         yield AxisMessage("cp", "reduce_scatter", payload, 0, 1)
-    if op.swaps:
-        yield AxisMessage("cp", "all_to_all", sum(map(on_rank.bytes, op.swaps)), 1, 1)
+    if op.head_exchanges:
+        yield AxisMessage("cp", "all_to_all", sum(map(on_rank.bytes, op.head_exchanges)), 1, 1)
 
 
 AXIS = Axis(
@@ -27,7 +27,7 @@ AXIS = Axis(
     messages=messages,
     data=True,
     overlap="context",
-    waits=lambda parallel: parallel.cp_comm == "all_to_all",
+    never_hidden=lambda parallel: parallel.cp_comm == "all_to_all",
     layers_only=True,
     source="arXiv:2407.21783",
 )

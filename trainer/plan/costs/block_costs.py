@@ -22,9 +22,9 @@ from .pass_seconds import BlockMessage, RankOp, block_seconds
 from .precision import widths
 from .roofline import DeviceRates, memory_seconds, rates
 
-# An exchange of tokens for heads (trainer/layers/transformer/head_exchange.py) copies each tensor twice, reading and writing it: into the
-# order of ranks, one kernel, and into that of the sequence, two kernels a rank on one side and one on the other.
-SWAP_MOVES, SWAP_KERNELS = 4, 2
+# An exchange of tokens for heads (trainer/layers/transformer/head_exchange.py) copies each tensor twice, reading and writing it: one kernel
+# beside its heads, and three beside its sequence, the later half of whose chunks are turned round first.
+EXCHANGE_MOVES, EXCHANGE_KERNELS = 5, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,16 +175,16 @@ class SplitCosts:
     def _op_seconds(self, op: Op, local: LocalTensors, device: DeviceRates) -> OpSeconds:
         """The seconds of an op, with the copies before and after an exchange of tokens for heads."""
         seconds = op_seconds(op, local, device, self.gradient)
-        if not op.swaps:
+        if not op.head_exchanges:
             return seconds
-        moved, kernels = SWAP_MOVES * sum(map(local.bytes, op.swaps)), SWAP_KERNELS * len(op.swaps)
+        moved, kernels = EXCHANGE_MOVES * sum(map(local.bytes, op.head_exchanges)), EXCHANGE_KERNELS * len(op.head_exchanges)
         copies = self.has_context * memory_seconds(moved, kernels, device)
         return seconds._replace(forward=seconds.forward + copies, input_gradients=seconds.input_gradients + copies)
 
     def _op_bytes(self, op: Op, local: LocalTensors) -> OpBytes:
         """The bytes of an op, with what it saves where ranks share a sequence."""
         held = op_bytes(op, local, self.kind)
-        swapped = self.has_context * sum(map(local.bytes, op.saves_swapped))
+        swapped = self.has_context * sum(map(local.bytes, op.saves_exchanged))
         return held._replace(saved=held.saved + swapped - self.core_again * _log_sum_bytes(op, local))
 
     def _local_tensors(self, run: Run, form: ActivationForm) -> LocalTensors:
@@ -202,8 +202,13 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
     messages = tuple(_messages(row.messages, again, local.form))
     dispatch = device.dispatch if device else 0.0
     core_again = costs.core_again if recompute != "selective" else 0  # which runs it once more in any case
+    copies = costs.has_context * EXCHANGE_KERNELS
     ranked = [
-        RankOp(_with_core_again(op, seconds, core_again), (op_kernels(op, local) + hooks * len(op.weights)) * dispatch, is_again)
+        RankOp(
+            _with_core_again(op, seconds, core_again),
+            (op_kernels(op, local) + hooks * len(op.weights) + copies * len(op.head_exchanges)) * dispatch,
+            is_again,
+        )
         for op, seconds, is_again in zip(ops, row.seconds, repeats, strict=bool(row.seconds))
     ]
     seconds = block_seconds(ranked, messages, split, costs.wires, dispatch)

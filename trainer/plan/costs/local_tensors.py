@@ -39,14 +39,14 @@ def _block_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
 
 
 def block_split(
-    parallel: Parallel, microbatch: int, form: ActivationForm, *, fused: bool, waits: bool = False, hooks: int = 0
+    parallel: Parallel, microbatch: int, form: ActivationForm, *, fused: bool, hides_messages: bool = True, hooks: int = 0
 ) -> BlockSplit:
-    """The split of a layout's blocks. Axes within another come last. `waits`: nothing hides a block's messages, whatever parallel.overlap
-    says."""
+    """The split of a layout's blocks. Axes within another come last. `hides_messages`: as parallel.overlap says, or else
+    nothing hides a block's messages."""
     splitting = [(axis, degree) for axis in _block_axes(tuple(AXES.values())) if (degree := axis.degree(parallel)) > 1]
     return BlockSplit(
         degrees=tuple([(axis.name, degree) for axis, degree in splitting]),
-        overlapped=tuple([axis.name for axis, _ in splitting if not waits and axis.hides_messages(parallel)]),
+        overlapped=tuple([axis.name for axis, _ in splitting if hides_messages and axis.hides_messages(parallel)]),
         sequence=parallel.sequence and parallel.tp > 1,
         recompute=parallel.recompute,
         microbatch=microbatch,

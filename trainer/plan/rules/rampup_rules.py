@@ -7,7 +7,7 @@ from heapq import nsmallest
 from itertools import pairwise
 from math import gcd
 
-from ...spec.batch_levels import MOST_LEVELS, batches_of_levels, common_divisor, is_whole
+from ...spec.batch_levels import MOST_LEVELS, batches_of_levels, common_divisor, is_valid_rampup
 from ...spec.changed_run import Change
 from ...spec.divisors import divisors
 from ...spec.format_numbers import plural
@@ -24,7 +24,7 @@ NONE: Change = (("train.rampup.batch", None), ("train.rampup.until", None), ("tr
 
 def rampup_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """A ramp-up has a batch, and the tokens that end it; batches and tokens rise, and increments divide what they rise by."""
-    rampup, words = run.train.rampup, _words(run.train)
+    rampup, words = run.train.rampup, _batches_text(run.train)
     many, ends = len(rampup.batches), len(rampup.ends)
     without = _without(run.train)
     if many == 0:
@@ -62,7 +62,7 @@ def rampup_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
     yield BrokenRule(RULE, says, tuple((("train.rampup.by", each),) for each in nearest), fix="set train.rampup.by=null")
 
 
-def _words(train: Train) -> str:
+def _batches_text(train: Train) -> str:
     return value_text(train.rampup.batch)
 
 
@@ -79,9 +79,9 @@ def rampup_layout_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterato
     """Every batch is a whole number of micro-batches on each replica, as many as the schedule needs. A schedule whose micro-batches go on
     from step to step, or are listed in a file, has one number of them."""
     train, dp = run.train, replicas(run, parallel)
-    if not train.rampup.batches or dp is None or train.batch % (dp * microbatch) or not is_whole(train):
+    if not train.rampup.batches or dp is None or train.batch % (dp * microbatch) or not is_valid_rampup(train):
         return
-    unit, words = dp * microbatch, f"train.rampup.batch={_words(train)}"
+    unit, words = dp * microbatch, f"train.rampup.batch={_batches_text(train)}"
     if odd := next((each for each in batches_of_levels(train) if each % unit), 0):
         says = f"{words}: its step of {plural(odd, 'sequence')} is not a multiple of dp {dp} x train.microbatch={microbatch}"
         yield BrokenRule(RULE, says, (*_whole_microbatches(run, dp, microbatch), _without(train)))
@@ -109,7 +109,8 @@ def _without(train: Train) -> Change:
 
 
 def _whole_microbatches(run: Run, parts: int, microbatch: int) -> Iterator[Change]:
-    """Yield changes after which `parts` x the micro-batch divides every batch: a smaller micro-batch, or larger batches and increments."""
+    """Yield changes after which `parts` x the micro-batch divides every batch: a smaller micro-batch, or larger batches and increments.
+    `parts`: replicas, times the micro-batches of which the schedule needs a multiple."""
     train, unit = run.train, parts * microbatch
     common = common_divisor(train)
     if common % parts == 0:

@@ -35,7 +35,7 @@ class Bounds:
             Form(
                 activation_form(self.run, layout, row),
                 fused and (row is None or zero < 3),
-                not cost_model(row.name if row else None).hides_messages,
+                cost_model(row.name if row else None).hides_messages,
             )
             for row in self._rows
         )

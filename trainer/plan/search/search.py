@@ -232,8 +232,10 @@ class LayoutSearch:
     def _plain_pass(self, each: Pass, states: MeshStates, state: StateChoice, engine: str | None) -> tuple[Layout, BlockCosts]:
         """A layout with these states, and the costs of its blocks with one sequence in a micro-batch."""
         parallel = states.parallel
-        layout, waits = self._layout(each._replace(parallel=parallel), state, engine)[1], not cost_model(engine).hides_messages
-        return layout, self.context.block_costs(block_split(parallel, 1, layout.form, fused=layout.fused, waits=waits), layout.wires)
+        layout, hides = self._layout(each._replace(parallel=parallel), state, engine)[1], cost_model(engine).hides_messages
+        return layout, self.context.block_costs(
+            block_split(parallel, 1, layout.form, fused=layout.fused, hides_messages=hides), layout.wires
+        )
 
     def _cost(self, each: Pass, state: StateChoice, engine: str | None) -> None:
         """Cost one layout, its seconds last: its bytes and its states may show that it does not matter."""

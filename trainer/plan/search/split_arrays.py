@@ -25,11 +25,11 @@ class SplitOnWires(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What an engine makes of layers: the form of activations, whether layers are compiled, and whether they wait for every message."""
+    """What an engine makes of layers: the form of activations, whether layers are compiled, whether they compute while messages travel."""
 
     activations: ActivationForm
     fused: bool
-    waits: bool
+    hides_messages: bool
 
 
 def blocks_of_splits(context: CostContext, rows: Sequence[SplitOnWires], form: Form, recomputes: Sequence[str]) -> BlockCosts:
@@ -38,7 +38,7 @@ def blocks_of_splits(context: CostContext, rows: Sequence[SplitOnWires], form: F
     import numpy as np
 
     split = _merged_splits(rows)._replace(form=form.activations, fused=form.fused)
-    split = split._replace(overlapped=()) if form.waits else split
+    split = split if form.hides_messages else split._replace(overlapped=())
     costs = SplitCosts(context.run, context.table, split, _merged_wires(rows))
     blocks = [costs.blocks(recompute, split.hooks) for recompute in recomputes]
     return map_fields(lambda *each: np.concatenate([np.broadcast_to(one, len(rows)) for one in each]), blocks)

@@ -150,10 +150,7 @@ def _no_file(recipe: Run, layout: ProveLayout) -> Problem:
 
 
 def _recipe_steps(run: Run) -> int:
-    tokens = run.train.tokens or 0
-    if run.train.rampup.batches:
-        return max(1, run_steps(run.train))
-    return run.train.steps or max(1, int(tokens // (run.train.batch * run.train.seq)))
+    return max(1, run_steps(run.train))
 
 
 def candidates(recipe: Run) -> tuple[ProveLayout, ...]:
