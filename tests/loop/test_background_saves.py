@@ -228,7 +228,8 @@ def test_a_save_that_fails_is_a_warning_and_the_next_one_works(ranks: RankPool, 
     assert len(job.figures("loss")) == 8
     reason = "the disk can only be read (rank 1)"
     assert [line for line in job.lines if "was not saved" in line] == [
-        f"warning: step {step} was not saved: {reason}; training continues" for step in (4, 8)
+        f"warning: step 4 was not saved: {reason}; training continues",
+        f"warning: step 8 was not saved: {reason}",
     ]
     assert [(row["step"], "save_failed" in row, "save_seconds" in row) for row in job.saves] == [
         (step, step in (4, 8), step in (2, 6)) for step in (2, 4, 6, 8)

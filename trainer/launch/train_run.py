@@ -51,6 +51,8 @@ def train_run(run: Run, plan: Plan, hosts: Sequence[Host], show: Callable[[str],
             mend = (
                 "free some space, or set log.dir to another disk"
                 if error.errno in DISK_FULL
+                else "a file is where the run folder would be: set name or log.dir to another"
+                if error.errno in (errno.EEXIST, errno.ENOTDIR)
                 else "set log.dir to a folder that you can write"
             )
             return TrainingResult(status=FAILED, says=f"{folder} can't be written ({why}): {mend}")

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from ...parallel.world import new_host_group
 from ...rundir.run_in_manifest import run_record
+from ...spec.batch_levels import run_steps
 from ...spec.run import Run
 from ..checkpoint import BackgroundWriter, SaveFailed, SaveResult, gather_over, save_shards
 from ..failures.failure import AllRanksFailed
@@ -93,8 +94,10 @@ class Saver:
             saved = result()
         except SaveFailed as error:
             self._write_row(since, {"save_failed": 1})
-            if setup.world.is_rank0:
+            if setup.world.is_rank0 and self._step < run_steps(self._run.train):
                 setup.warn(str(error))
+            elif setup.world.is_rank0:
+                setup.channel.say(f"warning: {error}")  # nothing is left to train
             return
         self.newest = saved.step
         self._write_row(since, {"save_seconds": saved.seconds["total"], "save_bytes": saved.bytes})
