@@ -63,7 +63,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_grad = weight.new_empty(weight.shape) if ctx.needs_input_grad[1] else None
         for chunk in ctx.chunks:
             logits = rows @ columns[:, chunk]  # [R, chunk]
-            replace_by_gradient(logits, local - chunk.start, log_sum, scale, _counted(ctx.width, chunk))
+            replace_by_gradient(logits, local - chunk.start, log_sum, scale, _unpadded_count(ctx.width, chunk))
             torch.addmm(rows_grad, logits, columns[:, chunk].mT, beta=int(chunk.start > 0), out=rows_grad)
             if weight_grad is not None and ctx.transposed:
                 torch.mm(logits.mT, rows, out=weight_grad[chunk])
@@ -93,7 +93,7 @@ def _row_statistics(rows: Tensor, columns: Tensor, local: Tensor, width: int, ch
     from this rank's first token."""
     found: RowStatistics | None = None
     for chunk in chunks:
-        if counted := _counted(width, chunk):
+        if counted := _unpadded_count(width, chunk):
             each = chunk_statistics(rows @ columns[:, chunk], local - chunk.start, counted)
             found = each if found is None else _joint_statistics(found, each)
     if found is None:  # all of this rank's tokens are padding
@@ -115,7 +115,7 @@ def _chunks(vocab: int, chunks: int) -> list[slice]:
     return [slice(first, min(first + size, vocab)) for first in range(0, vocab, size)]
 
 
-def _counted(width: int, chunk: slice) -> int:
+def _unpadded_count(width: int, chunk: slice) -> int:
     """Return how many of a chunk's logits are among the first `width`."""
     counted: int = max(0, min(width - chunk.start, chunk.stop - chunk.start))
     return counted

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..spec.format_numbers import plural
 from .checkpoints import checkpoint_steps
-from .metric_rows import RESTART_KEY, SLOW_KEY, is_step_row
+from .metric_rows import SLOW_KEY, is_step_row
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number
 from .run_summary import newest_checkpoint, planned_steps
 from .saves_and_restarts import RecordedSave, RestartReason, SavesInAll, median_pause, recorded_saves, restart_reasons, saves_in_all
@@ -112,12 +112,13 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         steady = [row for row in steady if "batch" not in row]
     name, again = run.get("name"), pairwise(int(row["step"]) for row in logged)
     steps, saves = max((int(row["step"]) for row in rows), default=0), tuple(recorded_saves(written))
+    reasons = tuple(restart_reasons(written))
     return MeasuredRun(
         name=name if isinstance(name, str) else folder.name,
         steps=steps,
         whole=planned_steps(plan, run) or 0,
         starts=sum(line.startswith(b"== rank 0 of ") for line in read_lines(folder / "ranks" / "0.log")),
-        restarts=tuple(_restarts(written)),
+        restarts=tuple((each.step, each.lost) for each in reasons if each.step is not None and each.lost is not None),
         skipped=sum("skipped" in row for row in last),
         spikes=sum("spike" in row for row in last),
         goodput=next((each for row in reversed(written) if (each := finite_number(row.get("goodput"))) is not None), None),
@@ -138,7 +139,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         slow=tuple(_slow_devices(written)),
         saves=saves_in_all(saves),
         saving=tuple(_saving(plan, run, saves, steps)),
-        restart_reasons=tuple(restart_reasons(written)),
+        restart_reasons=reasons,
         tokens_per_second=tuple((int(row["step"]), row["tokens_per_second"]) for row in rows if "tokens_per_second" in row),
         batch=batch,
         whole_batch=whole_batch,
@@ -158,13 +159,6 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     if whole_number(row.get("step")) is None:
         found.pop("step", None)
     return found
-
-
-def _restarts(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
-    for row in rows:
-        step, lost = whole_number(row.get("step")), whole_number(row.get("lost_steps"))
-        if RESTART_KEY in row and step is not None and lost is not None:
-            yield step, lost
 
 
 def _slow_devices(rows: Sequence[Mapping[str, Any]]) -> Iterator[SlowDevice]:

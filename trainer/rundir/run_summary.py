@@ -17,7 +17,7 @@ from .checkpoints import newest_saved
 from .files import OUTCOME_FILE
 from .lock import LOCK_FILE as LOCK
 from .lock import lock_holder
-from .metric_rows import RESTART_KEY, SAVE_KEY
+from .metric_rows import is_step_row
 from .read_files import nested_value
 
 State = Literal["running", "finished", "stopped", "failed", "new", "damaged"]
@@ -175,7 +175,7 @@ def _last_figures(file: Path) -> tuple[dict[str, Any], int]:
         row = _json_object(line)
         if row is None:
             unreadable += 1
-        elif not {RESTART_KEY, SAVE_KEY} & row.keys():
+        elif is_step_row(row):
             found = _figures(row) | found
     return found, unreadable
 

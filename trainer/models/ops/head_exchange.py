@@ -16,10 +16,10 @@ def with_head_exchange(table: OpTable, run: Run) -> OpTable:
     """Return a table whose attention has queries, keys and values exchanged before its core, and values after it."""
     if run.parallel.cp_comm != "all_to_all":
         return table
-    return table.replace_ops(lambda op: (_exchanged(op, run.model),), ends=_with_whole_mask)
+    return table.replace_ops(lambda op: (_op_with_exchange(op, run.model),), ends=_with_whole_mask)
 
 
-def _exchanged(op: Op, model: Model) -> Op:
+def _op_with_exchange(op: Op, model: Model) -> Op:
     """Return an op of a layer: where it makes the core's inputs, or is a part of the core, its tensors with heads are those of the core."""
     if op.gathers:
         return replace(
