@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..trainer.spec.regular_file import expand_home
+from ..trainer.system.regular_file import expand_home
 from .keys import library
 
 OPTIONS = {

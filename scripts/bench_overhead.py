@@ -112,7 +112,7 @@ def bare_torch(run: Run) -> Step:
     from torch.nn.utils import clip_grad_norm_
 
     from ..trainer.engines.torch_optimizer import torch_optimizer
-    from ..trainer.spec.lr_schedule import learning_rate
+    from ..trainer.spec.sections.lr_schedule import learning_rate
 
     module, batches = module_and_batches(run)
     optimizer, size = torch_optimizer(run, module.parameters()), run.train.microbatch

@@ -11,8 +11,8 @@ from hydra.core.override_parser import types as hydra_types
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from ...trainer.spec.numbers.quantity import dimension_of
 from ...trainer.spec.problem import Problem
-from ...trainer.spec.quantity import dimension_of
 from ..keys.keys import takes_text
 from .arguments import syntax_problem
 from .overrides import MOST_LAYOUTS, Override

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...trainer.spec.problem import Problem, Unreadable
-from ...trainer.spec.regular_file import expand_home, open_plain
+from ...trainer.system.regular_file import expand_home, open_plain
 
 HEAD = 1000  # bytes in which a file of ours names its generator
 _VERSION = re.compile(r"\.v?[0-9]")  # the end of mine.v2 or llama3.1, which is no suffix

@@ -13,8 +13,8 @@ from typing import Any
 
 from ...trainer.machine.cache import cache_folder
 from ...trainer.spec.problem import Problem, Unreadable
-from ...trainer.spec.regular_file import read_plain
 from ...trainer.system.atomic_file import write_atomically
+from ...trainer.system.regular_file import read_plain
 from ...trainer.system.run_child import capture_child
 
 TIMEOUT = 300.0  # seconds for transformers to build the model on the meta device

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ...trainer.spec.problem import Problem, Unreadable
-from ...trainer.spec.regular_file import expand_home, read_plain
+from ...trainer.system.regular_file import expand_home, read_plain
 from ..arguments.overrides import Override
 from ..keys import library
 from . import ask_transformers

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
-from ...trainer.spec.regular_file import why_unreadable
+from ...trainer.system.regular_file import why_unreadable
 from ..keys import library, synonyms
 
 REQUIRED_SECTIONS = ("model", "cluster", "parallel", "train")

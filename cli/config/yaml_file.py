@@ -18,7 +18,7 @@ from yaml import AliasEvent, CollectionEndEvent, CollectionStartEvent, MarkedYAM
 from yaml.reader import ReaderError
 
 from ...trainer.spec.problem import Problem, Unreadable
-from ...trainer.spec.regular_file import read_plain
+from ...trainer.system.regular_file import read_plain
 from ..keys.library import MOST_BYTES
 from .interrupts import raise_if_interrupted
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, floor, log10
 
-from ...trainer.spec.format_numbers import count_text
+from ...trainer.spec.numbers.as_text import count_text
 
 MOST_TICKS = 7
 SMALLEST = 1e-9  # a range that is a smaller share of its values is drawn as one value

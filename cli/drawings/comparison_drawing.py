@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...trainer.plan.timeline.chrome_comparison import GENERATOR
 from ...trainer.plan.timeline.timeline import Timeline
-from ...trainer.spec.format_numbers import plural, seconds_text
+from ...trainer.spec.numbers.as_text import plural, seconds_text
 from .svg import MARGIN, document, label
 from .timeline_drawing import LEFT, WIDTH, kinds_legend, row_height, stage_rows, time_axis
 

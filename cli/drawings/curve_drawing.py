@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ...trainer.spec.format_numbers import count_text
+from ...trainer.spec.numbers.as_text import count_text
 from .chart_scale import ChartScale, loose_scale
 from .svg import MARGIN, WIDTH, document, escape_text, label
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...trainer.spec.format_numbers import binary_unit, in_unit, seconds_range_text, seconds_text, size_range_text, size_text
+from ...trainer.spec.numbers.as_text import binary_unit, in_unit, seconds_range_text, seconds_text, size_range_text, size_text
 from .svg import MARGIN, WIDTH, box, document, label, legend
 
 MEMORY = (76, 176)  # top and height of the memory chart

@@ -10,7 +10,7 @@ from math import floor, log10
 from ...trainer.plan.timeline.chrome_trace import GENERATOR, SPAN_NAMES
 from ...trainer.plan.timeline.column_shares import IDLE, column_shares
 from ...trainer.plan.timeline.timeline import StageTimeline, StepSpan, Timeline, held_activations
-from ...trainer.spec.format_numbers import plural, seconds_text, share_text, size_text, time_unit
+from ...trainer.spec.numbers.as_text import plural, seconds_text, share_text, size_text, time_unit
 from .svg import MARGIN, box, document, label, legend
 
 WIDTH = 1120

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ...trainer.rundir.measured import MeasuredRun
-from ...trainer.spec.format_numbers import plural
+from ...trainer.spec.numbers.as_text import plural
 from ...trainer.spec.problem import one_line
 from ..drawings.curve_drawing import DrawnCurve, curve_drawing, line_of
 from ..pages.compare_page import (

@@ -9,7 +9,7 @@ from msgspec import to_builtins
 
 from ...trainer.plan.result import Memory, Plan
 from ...trainer.plan.timeline.step_simulation import StepSimulation
-from ...trainer.spec.format_numbers import count_text, plural, seconds_text, share_text
+from ...trainer.spec.numbers.as_text import count_text, plural, seconds_text, share_text
 from ...trainer.spec.problem import one_line
 from ..drawings.plan_drawing import KINDS, PARTS, memory_drawing, time_drawing
 from ..drawings.timeline_drawing import timeline_drawing

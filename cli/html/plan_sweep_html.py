@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...trainer.plan.result import Plan
-from ...trainer.spec.format_numbers import plural, seconds_text
+from ...trainer.spec.numbers.as_text import plural, seconds_text
 from ...trainer.spec.problem import one_line
 from ..pages.plan_facts import mesh_text
 from ..pages.plan_sweep_page import COLUMNS, layout_name, plan_cells, sweep_notes

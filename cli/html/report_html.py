@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured
-from ...trainer.spec.format_numbers import plural, seconds_text, share_text
+from ...trainer.spec.numbers.as_text import plural, seconds_text, share_text
 from ...trainer.spec.problem import one_line
 from ..drawings.curve_drawing import DrawnCurve, curve_drawing, line_of
 from ..pages.loss_chart import loss_label

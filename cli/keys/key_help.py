@@ -1,4 +1,4 @@
-"""Descriptions of config keys for people: values, unit, default and meaning, from the data classes and `spec/key_meanings.py`."""
+"""Descriptions of config keys for people: values, unit, default and meaning, from the data classes and `spec/keys/meanings.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ...trainer.spec.key_meanings import KEYS
+from ...trainer.spec.keys.meanings import KEYS
 from ...trainer.spec.read import type_text, value_text
 from ...trainer.spec.run import Run
 from .keys import WRITTEN_KEYS

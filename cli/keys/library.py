@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
-from ...trainer.spec.regular_file import expand_home, read_plain, why_unreadable
+from ...trainer.system.regular_file import expand_home, read_plain, why_unreadable
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".yaml", ".yml")

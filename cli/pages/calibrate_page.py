@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...trainer.machine.cluster_measurement import ClusterMeasurement
 from ...trainer.machine.facts import BUSY
 from ...trainer.machine.measurement import DeviceMeasurement
-from ...trainer.spec.format_numbers import plural, rate_text, seconds_text, share_text, size_text
+from ...trainer.spec.numbers.as_text import plural, rate_text, seconds_text, share_text, size_text
 from ..recipe_files.calibrated_figures import slow_host_text
 from .text_layout import Style, narrow_table, page_width, with_heading, wrap
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ...trainer.plan.result import Memory, MemoryBytes, StageMemory
-from ...trainer.spec.format_numbers import binary_unit, count_text, digits, in_unit
+from ...trainer.spec.numbers.as_text import binary_unit, count_text, digits, in_unit
 
 MEMORY_KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "temporary", "overhead")
 ACTIVATION_FORMS = {"torch": "of our modules", "compiled": "of our compiled layers", "megatron": "as the papers count them"}

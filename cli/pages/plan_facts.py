@@ -9,7 +9,7 @@ from ...trainer.plan.axes.dp import HOST
 from ...trainer.plan.engines.engine_limits import DOES_NOT_RUN
 from ...trainer.plan.result import Message, Plan
 from ...trainer.plan.save_interval import ENOUGH, WORTH
-from ...trainer.spec.format_numbers import (
+from ...trainer.spec.numbers.as_text import (
     count_text,
     part_of_size,
     plural,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ...trainer.plan.result import Memory, Plan
-from ...trainer.spec.format_numbers import plural, seconds_text, share_text
+from ...trainer.spec.numbers.as_text import plural, seconds_text, share_text
 from ...trainer.spec.problem import Problem
 from . import plan_facts as facts
 from .memory_facts import capacity_share_text, capacity_shares, memory_kinds, memory_rows, memory_title, shown_ranges

@@ -12,7 +12,7 @@ from ...trainer.prove.trials.plan_proof import Proof
 from ...trainer.prove.trials.written_choices import choices_sentence
 from ...trainer.prove.untested import ALL_PARTS, skipped_checks, unused_parts
 from ...trainer.rundir.absolute_paths import relative_folder
-from ...trainer.spec.format_numbers import plural, seconds_text
+from ...trainer.spec.numbers.as_text import plural, seconds_text
 from .prove_verdict import micro_batches, names_text, verdict_sentence
 from .text_layout import Style, page_width, wrap
 

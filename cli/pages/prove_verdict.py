@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ...trainer.prove.judge import LayoutResult, ProofResult
 from ...trainer.prove.trials.plan_proof import Proof
 from ...trainer.prove.trials.trial import Trial
-from ...trainer.spec.format_numbers import plural
+from ...trainer.spec.numbers.as_text import plural
 
 NAMES_SHOWN = 4  # of a list
 OTHER_CURVES = {

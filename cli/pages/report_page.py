@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured, SlowDevice
 from ...trainer.rundir.saves_and_restarts import RestartReason, SavesInAll
-from ...trainer.spec.format_numbers import count_text, plural, seconds_range_text, seconds_text, share_text, size_text
+from ...trainer.spec.numbers.as_text import count_text, plural, seconds_range_text, seconds_text, share_text, size_text
 from ...trainer.spec.problem import one_line
 from .loss_chart import loss_label, run_chart
 from .text_layout import Style, evenly_spaced, table, wrap

@@ -10,7 +10,7 @@ from shlex import quote
 from ...trainer.plan.search.answer import Answer, FoundLayout
 from ...trainer.plan.search.cluster_sizes import SizedAnswer, best_layout, best_size, knee, tokens_per_gpu
 from ...trainer.plan.search.search import SLOWEST
-from ...trainer.spec.format_numbers import (
+from ...trainer.spec.numbers.as_text import (
     binary_unit,
     count_text,
     in_unit,

@@ -9,7 +9,7 @@ from ...trainer.plan.timeline.column_shares import IDLE, column_shares
 from ...trainer.plan.timeline.critical_path import CriticalPath, slowest_stage
 from ...trainer.plan.timeline.step_simulation import StepSimulation
 from ...trainer.plan.timeline.timeline import StageTimeline, Timeline
-from ...trainer.spec.format_numbers import digits, plural, seconds_text, share_text, time_unit
+from ...trainer.spec.numbers.as_text import digits, plural, seconds_text, share_text, time_unit
 from ...trainer.spec.problem import one_line
 from .text_layout import Style, evenly_spaced, narrow_table, page_width, with_heading, wrap
 

@@ -8,7 +8,7 @@ from ...trainer.plan.timeline.step_segments import Cause
 from ...trainer.plan.timeline.timeline import Timeline
 from ...trainer.rundir.measured_step import MachineUse, MeasuredStep
 from ...trainer.rundir.timeline_report import TimelineReport
-from ...trainer.spec.format_numbers import digits, plural, seconds_text, time_unit
+from ...trainer.spec.numbers.as_text import digits, plural, seconds_text, time_unit
 from ...trainer.spec.problem import one_line
 from .simulate_page import MARK_NAMES, kind_mark, largest_kind
 from .text_layout import Style, evenly_spaced, narrow_table, page_width, with_heading, wrap

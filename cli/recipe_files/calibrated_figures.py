@@ -12,7 +12,7 @@ from ...trainer.machine.measurement import AllReduceTimes, DeviceMeasurement, Pr
 from ...trainer.machine.probe import MATRIX_SIDE
 from ...trainer.plan.costs.measured_rates import bandwidth_of_copy, cpu_shares, full_rate, peak_estimate, sustained_share
 from ...trainer.plan.costs.roofline import ALONE, OWN_STREAMING
-from ...trainer.spec.format_numbers import rate_text, seconds_text, share_text, size_text
+from ...trainer.spec.numbers.as_text import rate_text, seconds_text, share_text, size_text
 from ...trainer.spec.run import SUSTAINED, Device
 from .data_sheet import DataSheet
 

@@ -23,7 +23,7 @@ def export(
     distrain export runs/quickstart quickstart-bf16 --dtype bf16
     """
     from ...trainer.rundir.files import find_run_folder
-    from ...trainer.spec.regular_file import expand_home
+    from ...trainer.system.regular_file import expand_home
     from ...trainer.system.run_child import run_child
 
     folder, destination = find_run_folder(run_dir), expand_home(dest).absolute()

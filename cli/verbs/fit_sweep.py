@@ -22,7 +22,7 @@ from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.rundir.files import run_folder
 from ...trainer.rundir.measured import read_measured_run
 from ...trainer.spec.changed_run import with_changes
-from ...trainer.spec.format_numbers import count_text, plural
+from ...trainer.spec.numbers.as_text import count_text, plural
 from ...trainer.spec.problem import Problem, Unreadable, one_line
 from ...trainer.spec.run import Run
 from ..arguments.command_name import command_name

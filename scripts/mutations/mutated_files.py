@@ -37,7 +37,7 @@ FILES = (
     "trainer/plan/layout/layout.py",
     "trainer/plan/layout/schedules.py",
     "trainer/plan/mesh_position.py",
-    "trainer/spec/lr_schedule.py",
+    "trainer/spec/sections/lr_schedule.py",
 )
 
 # What these say or cost changes no number of a training run: messages, statistics for people, planned bytes and seconds.

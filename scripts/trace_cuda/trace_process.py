@@ -15,7 +15,7 @@ from ...trainer.plan.layout_cost import in_flight, layout_cost
 from ...trainer.plan.layout_of_run import layout_of_run
 from ...trainer.plan.plan import make_plan
 from ...trainer.spec.changed_run import with_changes
-from ...trainer.spec.compiled_layers import has_compiled_layers
+from ...trainer.spec.derived.compiled_layers import has_compiled_layers
 from ...trainer.spec.run import Run
 from .device_guard import load_device_guard
 

@@ -11,7 +11,7 @@ from distrain.cli.pages.plan_sweep_page import sweep_text
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style, table, wrap
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Memory, MemoryBytes, Plan, StageMemory
-from distrain.trainer.spec.format_numbers import count_text, digits, in_unit, part_of_size, rate_text, seconds_text, share_text, size_text
+from distrain.trainer.spec.numbers.as_text import count_text, digits, in_unit, part_of_size, rate_text, seconds_text, share_text, size_text
 from distrain.trainer.spec.problem import Problem, one_line
 
 PLAIN = Style(colour=False, blocks=False)

@@ -21,7 +21,7 @@ from distrain.tests.fakes.html_page import SVG, XHTML, HtmlPage, text_of
 from distrain.tests.fakes.run_command import run_command
 from distrain.tests.fakes.valid_run import HF_MODEL
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.spec.format_numbers import (
+from distrain.trainer.spec.numbers.as_text import (
     binary_unit,
     count_text,
     in_unit,

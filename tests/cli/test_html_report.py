@@ -19,7 +19,7 @@ from distrain.cli.html.plan_html import CONFIG
 from distrain.cli.pages.compare_page import MARKS
 from distrain.tests.fakes.html_page import SVG, HtmlPage, text_of
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.spec.format_numbers import count_text, seconds_text, share_text, size_text
+from distrain.trainer.spec.numbers.as_text import count_text, seconds_text, share_text, size_text
 from distrain.trainer.spec.run import Run
 
 SMALL = ("model.hidden=32", "model.heads=2", "model.ffn=64", "model.layers=1", "train.seq=16", "train.batch=4", "train.microbatch=2")

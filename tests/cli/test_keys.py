@@ -1,4 +1,4 @@
-"""Descriptions of config keys: one row per key in spec/key_meanings.py, shown by `ls KEY` and by `show --comments`."""
+"""Descriptions of config keys: one row per key in spec/keys/meanings.py, shown by `ls KEY` and by `show --comments`."""
 
 import json
 import shlex
@@ -20,7 +20,7 @@ from distrain.cli.keys.key_help import REQUIRED, family_defaults, key_comments, 
 from distrain.cli.keys.keys import WRITTEN_KEYS, config_keys
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH
 from distrain.cli.recipe_files import yaml_edit
-from distrain.trainer.spec.key_meanings import KEYS, Unit
+from distrain.trainer.spec.keys.meanings import KEYS, Unit
 from distrain.trainer.spec.read import read_run
 from distrain.trainer.spec.run import Run
 

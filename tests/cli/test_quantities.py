@@ -9,8 +9,8 @@ from hypothesis import strategies as some
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.keys.keys import config_keys
-from distrain.trainer.spec.key_units import UNITS, unit_of
-from distrain.trainer.spec.quantity import dimension_of, parse_quantity, suggest_quantity
+from distrain.trainer.spec.keys.units import UNITS, unit_of
+from distrain.trainer.spec.numbers.quantity import dimension_of, parse_quantity, suggest_quantity
 from distrain.trainer.spec.run import Run
 
 # fmt: off

@@ -20,7 +20,7 @@ from distrain.trainer.plan.timeline.column_shares import IDLE, column_shares
 from distrain.trainer.plan.timeline.make_timeline import make_timeline
 from distrain.trainer.plan.timeline.step_costs import step_costs
 from distrain.trainer.plan.timeline.timeline import Timeline
-from distrain.trainer.spec.format_numbers import seconds_text
+from distrain.trainer.spec.numbers.as_text import seconds_text
 
 # fmt: off
 SMALL = (

@@ -16,8 +16,8 @@ from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.models.build import build_model, named_constants
-from distrain.trainer.spec.lr_schedule import learning_rate
 from distrain.trainer.spec.run import Run
+from distrain.trainer.spec.sections.lr_schedule import learning_rate
 
 
 @cache

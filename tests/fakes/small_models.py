@@ -10,10 +10,10 @@ from distrain.trainer.layers.counter_rng import dropout_keys, normal
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.models.build import build_model, load_weights, named_weights
 from distrain.trainer.spec.changed_run import with_changes
-from distrain.trainer.spec.lora import Lora
-from distrain.trainer.spec.rope import Rope
-from distrain.trainer.spec.router import Router
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
+from distrain.trainer.spec.sections.lora import Lora
+from distrain.trainer.spec.sections.rope import Rope
+from distrain.trainer.spec.sections.router import Router
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}

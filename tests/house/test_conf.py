@@ -19,9 +19,9 @@ from distrain.trainer.machine.facts import DEVICE_OPTIONS
 from distrain.trainer.models.families import FAMILIES
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
-from distrain.trainer.spec.optimizer import Optim
 from distrain.trainer.spec.read import read
 from distrain.trainer.spec.run import Checkpoint, Data, Device, Launch, Log, Model, Parallel, Train
+from distrain.trainer.spec.sections.optimizer import Optim
 
 PACKAGE = Path(str(distrain.__file__)).parent
 GROUPS = ("checkpoint", "cluster", "data", "device", "launch", "log", "model", "optim", "parallel", "train")

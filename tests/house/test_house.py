@@ -26,7 +26,7 @@ FLOORS = {
     "trainer.spec":     ((),                                                        {"msgspec"}),
     "trainer.system":   (("trainer.spec",),                                         set()),
     "trainer.layers":   (("trainer.spec",),                                         {"torch"}),
-    "trainer.models":   (("trainer.spec", "trainer.layers"),                        set()),
+    "trainer.models":   (("trainer.spec", "trainer.system", "trainer.layers"),      set()),
     "trainer.plan":     (("trainer.spec", "trainer.models"),                        set()),
     "trainer.rundir":   ((*PLANNED, "trainer.system"),                              {"msgspec"}),
     "trainer.machine":  (("trainer.spec", "trainer.system"),                        {"msgspec"}),

@@ -23,7 +23,7 @@ from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome
 from distrain.trainer.launch.supervisor.watchdog import Watchdog, hung_rank, stack_location
 from distrain.trainer.launch.watchdog_times import load_watchdog, save_phase_times
-from distrain.trainer.spec.format_numbers import plural
+from distrain.trainer.spec.numbers.as_text import plural
 from distrain.trainer.system.child_process import end_child
 
 LOG = RankLog(Path("rank.log"), 0)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from distrain.trainer.layers.chunked_loss import chunked_loss  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy  # noqa: E402
-from distrain.trainer.spec.loss_chunks import chunk_size, most_chunks  # noqa: E402
+from distrain.trainer.spec.derived.loss_chunks import chunk_size, most_chunks  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

@@ -39,9 +39,9 @@ from distrain.trainer.models.hf_format.config_kinds import CONFIG_KINDS, SAME_MO
 from distrain.trainer.models.ops.op_table import parameter_count
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read
-from distrain.trainer.spec.rope import Rope
-from distrain.trainer.spec.router import Router
 from distrain.trainer.spec.run import Model, Train
+from distrain.trainer.spec.sections.rope import Rope
+from distrain.trainer.spec.sections.router import Router
 
 # The public files' own keys, less token ids and data types that name no size.
 PUBLIC = {

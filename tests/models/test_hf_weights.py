@@ -20,9 +20,9 @@ from distrain.trainer.models.hf_format.weights import read_hf_weights, write_hf_
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 from distrain.trainer.spec.read import read  # noqa: E402
-from distrain.trainer.spec.rope import Rope  # noqa: E402
-from distrain.trainer.spec.router import Router  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
+from distrain.trainer.spec.sections.rope import Rope  # noqa: E402
+from distrain.trainer.spec.sections.router import Router  # noqa: E402
 
 CPU = torch.device("cpu")
 S = 24

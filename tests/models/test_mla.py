@@ -14,8 +14,8 @@ from distrain.tests.fakes.small_models import MODELS, S, batch_of, gradients, ke
 from distrain.trainer.layers.transformer.core_attention import attention_weights, flash_attention, weighted_values  # noqa: E402
 from distrain.trainer.layers.transformer.rotary import rotary_angles  # noqa: E402
 from distrain.trainer.layers.transformer.transformer import document_mask, document_starts  # noqa: E402
-from distrain.trainer.spec.rope import Rope  # noqa: E402
 from distrain.trainer.spec.run import Model  # noqa: E402
+from distrain.trainer.spec.sections.rope import Rope  # noqa: E402
 
 B, H = 2, 48
 YARN = Rope(type="yarn", factor=8.0, original_max_position_embeddings=6, mscale=0.8, mscale_all_dim=1.2)

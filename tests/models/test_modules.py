@@ -30,8 +30,8 @@ from distrain.trainer.models.ops.op_table import (  # noqa: E402
 )
 from distrain.trainer.parallel.saved_bytes import count_saved_tensors  # noqa: E402
 from distrain.trainer.plan.costs.cost_context import CostContext  # noqa: E402
-from distrain.trainer.spec.router import Router  # noqa: E402
 from distrain.trainer.spec.run import Model, Run, Train  # noqa: E402
+from distrain.trainer.spec.sections.router import Router  # noqa: E402
 
 LOGITS = ("seq", "batch", "vocab")
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)

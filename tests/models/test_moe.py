@@ -23,8 +23,8 @@ from distrain.trainer.models.families import op_table  # noqa: E402
 from distrain.trainer.models.moe.routing import earlier_choices, expert_loads, imbalance, near_tie_count, route, step_bias  # noqa: E402
 from distrain.trainer.models.ops.op_table import model_constants  # noqa: E402
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
-from distrain.trainer.spec.router import Router  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
+from distrain.trainer.spec.sections.router import Router  # noqa: E402
 
 CPU = torch.device("cpu")
 B, S, E = 3, 24, 4

@@ -19,8 +19,8 @@ from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 from distrain.trainer.spec.read import read  # noqa: E402
-from distrain.trainer.spec.rope import Rope  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
+from distrain.trainer.spec.sections.rope import Rope  # noqa: E402
 
 CPU = torch.device("cpu")
 ORIGINAL = 16  # tokens of the sequences before scaling

@@ -21,7 +21,7 @@ from distrain.trainer.loop.reference_curves.delayed_gradients import delayed_cur
 from distrain.trainer.loop.reference_curves.reference_run import ReferenceCurve  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.rundir.changes import compare_runs  # noqa: E402
-from distrain.trainer.spec.lr_schedule import learning_rate  # noqa: E402
+from distrain.trainer.spec.sections.lr_schedule import learning_rate  # noqa: E402
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import PoolJob, RankPool

@@ -30,7 +30,7 @@ from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  #
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.rundir.measured import read_measured_run  # noqa: E402
 from distrain.trainer.rundir.timeline_report import read_timeline_report  # noqa: E402
-from distrain.trainer.spec.batch_levels import run_at_batch  # noqa: E402
+from distrain.trainer.spec.derived.batch_levels import run_at_batch  # noqa: E402
 from distrain.trainer.spec.run import Run  # noqa: E402
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from distrain.trainer.models.families import op_table
 from distrain.trainer.plan.costs.block_temporary_bytes import LOGITS_AT_A_TIME, op_bytes
 from distrain.trainer.plan.costs.local_tensors import LocalTensors, block_split
 from distrain.trainer.plan.result import MemoryBytes
-from distrain.trainer.spec.lora import Lora
 from distrain.trainer.spec.run import Device, Model
+from distrain.trainer.spec.sections.lora import Lora
 
 H, F, V, S = 1024, 4096, 50000, 2048
 LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope", "kv_heads": 8, "ffn": F}

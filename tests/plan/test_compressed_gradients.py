@@ -18,7 +18,7 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.rundir.changes import compare_runs
 from distrain.trainer.spec.changed_run import with_changes
-from distrain.trainer.spec.key_units import percent_text
+from distrain.trainer.spec.keys.units import percent_text
 from distrain.trainer.spec.run import Cluster, Link, Run
 
 RANK, BF16, FP32 = 4, 2, 4

@@ -23,8 +23,8 @@ from distrain.trainer.plan.layout import layout
 from distrain.trainer.plan.layout.layout import balanced_layers
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.pipeline_rules import MOST_STAGES
-from distrain.trainer.spec.bounded_numbers import MOST
-from distrain.trainer.spec.divisors import divisors, least_divisor
+from distrain.trainer.spec.numbers.bounded import MOST
+from distrain.trainer.spec.numbers.divisors import divisors, least_divisor
 from distrain.trainer.spec.problem import Unreadable
 
 COUNTS = sorted(

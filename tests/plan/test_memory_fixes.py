@@ -9,7 +9,7 @@ from distrain.tests.fakes.valid_run import BASE, Keys, fixed_run, gpt
 from distrain.trainer.plan.fixes import _single_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.changed_run import with_changes
-from distrain.trainer.spec.key_units import gib_text
+from distrain.trainer.spec.keys.units import gib_text
 from distrain.trainer.spec.problem import Problem
 from distrain.trainer.spec.run import Model, Run
 

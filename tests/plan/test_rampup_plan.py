@@ -13,8 +13,8 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.plan.search.answer import find_layouts
 from distrain.trainer.prove.trials.layouts import all_layouts, run_in_layout
-from distrain.trainer.spec.batch_levels import run_at_batch
 from distrain.trainer.spec.changed_run import with_changes
+from distrain.trainer.spec.derived.batch_levels import run_at_batch
 from distrain.trainer.spec.run import Run
 
 RAMP: Keys = {"train.rampup.batch": 64, "train.rampup.until": 10e6, "train.rampup.by": 64}

@@ -26,8 +26,8 @@ from distrain.trainer.models.families import op_table
 from distrain.trainer.models.moe.module import Experts
 from distrain.trainer.models.ops.op_table import model_parameters
 from distrain.trainer.plan.axes.weight_slices import HeadShards, WeightShard, weight_shard
-from distrain.trainer.spec.router import Router
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
+from distrain.trainer.spec.sections.router import Router
 
 B, S = 2, 16  # sequences of an expert rank, tokens of each
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from distrain.trainer.spec.batch_levels import (
+from distrain.trainer.spec.derived.batch_levels import (
     Level,
     LevelOfRun,
     common_divisor,
@@ -17,8 +17,8 @@ from distrain.trainer.spec.batch_levels import (
     samples_before,
     steps_until,
 )
-from distrain.trainer.spec.rampup import Rampup
 from distrain.trainer.spec.run import Train
+from distrain.trainer.spec.sections.rampup import Rampup
 
 BLOOM = Train(
     batch=2048, seq=2048, tokens=366e9, rampup=Rampup(batch=192, by=16, until=2048 * 9_765_625)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distrain.trainer.spec.lr_schedule import learning_rate
-from distrain.trainer.spec.optimizer import Optim
+from distrain.trainer.spec.sections.lr_schedule import learning_rate
+from distrain.trainer.spec.sections.optimizer import Optim
 
 # Of 12 steps, 4 warm up to 2 and 8 go down to 0.2. The cosines of the eighths of pi are 1, 0.92388, 0.70711, 0.38268, 0 ...
 WARMUP = [0.5, 1.0, 1.5, 2.0]

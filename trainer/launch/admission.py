@@ -14,7 +14,7 @@ from ..plan.engines import ENGINES
 from ..plan.fixes import engine_problems
 from ..plan.result import Plan
 from ..plan.rules.unused_keys import RULE as UNUSED_KEY_RULE
-from ..spec.format_numbers import plural
+from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from ..system.cpu import cpu_count

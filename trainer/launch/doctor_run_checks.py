@@ -13,7 +13,7 @@ from ..plan.result import Plan
 from ..rundir.absolute_paths import relative_folder
 from ..rundir.files import run_folder
 from ..rundir.run_summary import is_run_folder, run_summary
-from ..spec.format_numbers import count_text, plural, size_text
+from ..spec.numbers.as_text import count_text, plural, size_text
 from ..spec.problem import Problem
 from ..spec.run import Run
 from ..system.cpu import cpu_count

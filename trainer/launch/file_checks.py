@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..models.families import is_made_by_transformers
 from ..plan.result import Plan
-from ..spec.format_numbers import count_text
+from ..spec.numbers.as_text import count_text
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from .data_survey import DataFacts, are_local, names_files, survey_data

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..rundir.metric_rows import RESTART_KEY
-from ..spec.format_numbers import plural, share_text
+from ..spec.numbers.as_text import plural, share_text
 from ..system.atomic_file import append_line
 from .supervisor.outcome import FAILED, Outcome
 

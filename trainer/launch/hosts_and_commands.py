@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..rundir.files import run_folder
-from ..spec.format_numbers import plural
+from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from .commands.command import LaunchCommands, LaunchRequest, run_port

@@ -10,7 +10,7 @@ from shlex import quote
 from ..plan.result import Plan
 from ..rundir.absolute_paths import with_absolute_paths
 from ..rundir.files import run_folder
-from ..spec.format_numbers import plural
+from ..spec.numbers.as_text import plural
 from ..spec.problem import Unreadable, one_line
 from ..spec.run import Run
 from .commands.command import LaunchCommands

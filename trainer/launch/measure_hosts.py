@@ -22,7 +22,7 @@ from typing import Any
 from ..machine.cluster_measurement import ClusterMeasurement, cluster_measurement
 from ..machine.host_program import MARK
 from ..machine.measurement import PATIENCE, DeviceMeasurement, Kind
-from ..spec.format_numbers import plural
+from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem
 from ..system.stop_requests import StopRequests, collect_stop_requests
 from .hosts.hostfile import Host

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ..plan.plan import make_plan
 from ..plan.result import Plan
 from ..spec.changed_run import with_changes
-from ..spec.format_numbers import plural
+from ..spec.numbers.as_text import plural
 from ..spec.run import Run
 from ..system.stop_requests import StopRequests
 from .hosts.hostfile import Host, include_text

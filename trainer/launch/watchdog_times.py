@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..rundir.files import write_json
-from ..spec.batch_levels import steps_of_levels
 from ..spec.changed_run import with_changes
-from ..spec.regular_file import read_plain
+from ..spec.derived.batch_levels import steps_of_levels
 from ..spec.run import Checkpoint, Launch, Log, Run
+from ..system.regular_file import read_plain
 from .supervisor.watchdog import Watchdog
 
 INTERVALS_FILE = "intervals.json"

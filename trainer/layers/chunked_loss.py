@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..spec.loss_chunks import chunk_size
+from ..spec.derived.loss_chunks import chunk_size
 from .cross_entropy import IGNORED, chunk_statistics, replace_by_gradient, sum_ranks
 from .group_messages import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter
 from .loss_kernels import RowStatistics

@@ -18,9 +18,9 @@ from ..parallel.rank_model import RankPart, context_parallel_of, tensor_parallel
 from ..plan.axes.weight_slices import WeightShard
 from ..plan.engines import ENGINES
 from ..plan.layout.schedule_of_run import delay_of
-from ..spec.compiled_layers import has_compiled_layers
-from ..spec.lora import Lora
+from ..spec.derived.compiled_layers import has_compiled_layers
 from ..spec.run import Parallel, Run
+from ..spec.sections.lora import Lora
 
 
 def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:

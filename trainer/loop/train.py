@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from ..engines.engine import StepResult
 from ..engines.held_bytes import ByteCounter
 from ..parallel.world import StopVote, any_rank
-from ..spec.batch_levels import samples_before
-from ..spec.lr_schedule import learning_rate
+from ..spec.derived.batch_levels import samples_before
 from ..spec.run import Run
+from ..spec.sections.lr_schedule import learning_rate
 from ..system.stop_requests import StopFlag
 from .data.samples.batches import Batch, microbatch_samples, prefetch
 from .devices.device_checks import DeviceChecks

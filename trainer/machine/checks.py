@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from ..spec.format_numbers import size_text
+from ..spec.numbers.as_text import size_text
 
 State = Literal["ok", "warning", "problem"]
 

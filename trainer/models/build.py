@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.counter_rng import normal_block
-from ..spec.lora import Lora
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Model, Run
+from ..spec.sections.lora import Lora
 from .families import FAMILIES, family_of, op_table
 from .ops.op_table import OpTable, Parameter, model_constants, model_parameters, round_up
 

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from itertools import combinations
 
 from ..models.families import is_made_by_transformers
-from ..spec.bounded_numbers import MOST
 from ..spec.changed_run import Change, overrides, with_changes
-from ..spec.key_units import gib_text
+from ..spec.keys.units import gib_text
+from ..spec.numbers.bounded import MOST
 from ..spec.problem import Problem
 from ..spec.run import Run
 from .costs.precision import widths

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..models.families import family_of
-from ..spec.compiled_layers import has_compiled_layers
+from ..spec.derived.compiled_layers import has_compiled_layers
 from ..spec.run import Parallel, Run
 from .axes.axis import ActivationForm
 from .axes.dp import GradientSync

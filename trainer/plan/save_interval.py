@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import exp, expm1, sqrt
 from typing import NamedTuple
 
-from ..spec.key_units import percent_text
+from ..spec.keys.units import percent_text
 from ..spec.problem import Problem
 from ..spec.run import Run
 from .result import Saving, WholeRun

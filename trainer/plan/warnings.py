@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 from ..models.families import has_experts
 from ..models.ops.op_table import block_weights
-from ..spec.batch_levels import level_of_step, run_steps
-from ..spec.format_numbers import plural
-from ..spec.key_units import LINK, gib_text, percent_text
+from ..spec.derived.batch_levels import level_of_step, run_steps
+from ..spec.keys.units import LINK, gib_text, percent_text
+from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem
 from .axes.low_rank import FactorElements
 from .axes.weight_slices import HeadShards, idle_ranks, local_sizes

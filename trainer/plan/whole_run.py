@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..spec.batch_levels import levels_of_run
+from ..spec.derived.batch_levels import levels_of_run
 from .costs.checkpoint import saved_width
 from .costs.cost_context import CostContext
 from .gpu_hours_cost import gpu_hours_cost

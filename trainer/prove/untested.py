@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..models.families import has_experts
-from ..spec.batch_levels import steps_of_levels
+from ..spec.derived.batch_levels import steps_of_levels
 from ..spec.run import Run
 from .judge import ProofResult
 from .trials.plan_proof import Proof

@@ -9,10 +9,10 @@ from typing import Any, Literal
 from ..plan.layout.layout import mesh_of
 from ..plan.layout.schedule_of_run import delay_of
 from ..plan.layout.workers import OUTER_MOMENTUM, worker_count
-from ..spec.optimizer import Optim
 from ..spec.problem import Problem
 from ..spec.read import value_text
 from ..spec.run import Model, Run
+from ..spec.sections.optimizer import Optim
 
 Policy = Literal["refused", "acceptable", "reported", "free"]
 

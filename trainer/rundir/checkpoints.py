@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..spec.regular_file import read_plain
+from ..system.regular_file import read_plain
 
 MANIFEST = "manifest.json"
 MOST_BYTES = 4 << 30  # of a manifest

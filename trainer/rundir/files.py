@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ..plan.result import Plan
 from ..spec.problem import Problem, Unreadable
-from ..spec.regular_file import expand_home
 from ..spec.run import Run
 from ..system import atomic_file
+from ..system.regular_file import expand_home
 from .absolute_paths import with_absolute_paths
 
 LAUNCH_FILES = ("run.json", "plan.json")

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from ..spec.format_numbers import plural
+from ..spec.numbers.as_text import plural
 from .checkpoints import checkpoint_steps
 from .metric_rows import SLOW_KEY, is_step_row
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number

@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ..spec.regular_file import open_plain, read_plain
+from ..system.regular_file import open_plain, read_plain
 
 MOST_BYTES = 1 << 30  # of run.json and its like: a plan lists every stage
 LONGEST_LINE = 1 << 16  # bytes of a line of metrics.jsonl

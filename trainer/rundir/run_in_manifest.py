@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from ..models.families import is_made_by_transformers
-from ..spec.regular_file import read_plain
 from ..spec.run import Run
+from ..system.regular_file import read_plain
 
 RUN_KEY, CONFIG_KEY = "run", "config"  # keys of a manifest's `extra`
 

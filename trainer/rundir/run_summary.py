@@ -11,7 +11,7 @@ from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-from ..spec.format_numbers import plural
+from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem, Unreadable
 from .checkpoints import newest_saved
 from .files import OUTCOME_FILE

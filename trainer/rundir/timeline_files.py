@@ -11,9 +11,9 @@ import msgspec
 
 from ..plan.timeline.timed_spans import TimedStep
 from ..spec.problem import Problem, Unreadable
-from ..spec.regular_file import read_plain
 from ..spec.run import Run
 from ..system.atomic_file import write_atomically
+from ..system.regular_file import read_plain
 
 FOLDER, VERSION = "timeline", 1
 MOST_RANKS = 256  # whose files are read

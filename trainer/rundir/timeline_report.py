@@ -13,7 +13,7 @@ from ..plan.timeline.make_timeline import make_timeline
 from ..plan.timeline.step_costs import StepCosts, step_costs
 from ..plan.timeline.step_segments import segmented_step, simulated_lanes
 from ..plan.timeline.timeline import Timeline
-from ..spec.batch_levels import run_at_batch
+from ..spec.derived.batch_levels import run_at_batch
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from .measured_step import MeasuredStep, measured_step

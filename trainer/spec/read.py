@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from .bounded_numbers import LEAST_FLOAT, MOST, MOST_FLOAT
-from .key_units import unit_of
+from .keys.units import unit_of
+from .numbers.bounded import LEAST_FLOAT, MOST, MOST_FLOAT
+from .numbers.quantity import count_readings, dimension_of, parse_quantity, suggest_quantity
 from .problem import Problem, Unreadable, suggest_name
-from .quantity import count_readings, dimension_of, parse_quantity, suggest_quantity
 from .run import Run
 
 Part = TypeVar("Part")

@@ -1,4 +1,4 @@
-"""The configuration of a run as frozen data in SI units: `Run` and its sections. key_meanings.py describes every key."""
+"""The configuration of a run as frozen data in SI units: `Run` and its sections. keys/meanings.py describes every key."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from .bounded_numbers import Below1, Count, Natural, NotNegative, Positive, PositiveShare, Seed
-from .cluster import SUSTAINED as SUSTAINED
-from .cluster import Cluster as Cluster
-from .cluster import Device as Device
-from .cluster import Link as Link
-from .cluster import NodeHost as NodeHost
-from .lora import Lora
-from .optimizer import Optim
-from .rampup import Rampup
-from .rope import Rope
-from .router import Router
-from .search_goal import SearchGoal
+from .numbers.bounded import Below1, Count, Natural, NotNegative, Positive, PositiveShare, Seed
+from .sections.cluster import SUSTAINED as SUSTAINED
+from .sections.cluster import Cluster as Cluster
+from .sections.cluster import Device as Device
+from .sections.cluster import Link as Link
+from .sections.cluster import NodeHost as NodeHost
+from .sections.lora import Lora
+from .sections.optimizer import Optim
+from .sections.rampup import Rampup
+from .sections.rope import Rope
+from .sections.router import Router
+from .sections.search_goal import SearchGoal
 
 PAPERS_NAME = "papers"  # as a run's engine: plan what the papers describe, such as a run of another framework
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]

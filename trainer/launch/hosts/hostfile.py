@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...spec.format_numbers import plural
+from ...spec.numbers.as_text import plural
 from ...spec.problem import Problem, Unreadable, suggest_name
-from ...spec.regular_file import expand_home, read_plain
+from ...system.regular_file import expand_home, read_plain
 
 MOST_BYTES = 16 << 20  # of a hostfile
 MOST_SLOTS = 1024  # of one host; more must be a typing error

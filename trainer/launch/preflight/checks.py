@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...machine.facts import CPU_RANKS_PER_CORE
-from ...spec.format_numbers import size_text
+from ...spec.numbers.as_text import size_text
 from ...spec.problem import Problem
 from ..hosts.hostfile import Host
 from . import host_probe

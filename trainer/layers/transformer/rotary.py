@@ -8,8 +8,8 @@ from math import ceil, floor, log, pi, sqrt
 import torch
 from torch import Tensor
 
-from ...spec.rope import Rope
 from ...spec.run import Model
+from ...spec.sections.rope import Rope
 from ..dtypes import at_least_float32
 
 # B batch, S sequence, A heads, D rotary_dim: head_dim, or a part of it

@@ -15,7 +15,7 @@ import torch
 
 from ...launch.rank.channel import OnProgress, ignore_text
 from ...rundir.checkpoints import MANIFEST, checkpoint_steps, step_path
-from ...spec.format_numbers import size_text
+from ...spec.numbers.as_text import size_text
 from .find import find_newest, verification_fault
 from .manifest import Manifest, encode_manifest, tensor_records
 from .publish import (

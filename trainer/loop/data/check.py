@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...spec.format_numbers import plural
+from ...spec.numbers.as_text import plural
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Data
 from .files import columnar

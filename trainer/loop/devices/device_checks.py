@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ...layers.dtypes import PRECISION_DTYPES
 from ...rundir.checkpoints import checkpoint_steps
 from ...rundir.metric_rows import SLOW_KEY
-from ...spec.format_numbers import share_text
+from ...spec.numbers.as_text import share_text
 from ...spec.run import Run
 from ..failures.failure import AllRanksFailed
 from ..state.training_setup import TrainingSetup

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from ...spec.format_numbers import plural
+from ...spec.numbers.as_text import plural
 
 # Times the median of its kind from which a device is slow. Clocks of GPUs of one kind differ by less unless one is throttled (a guess: no
 # fleet was measured). Cores of a CPU share caches and may be two threads of one: with eight processes on two cores, of 870 readings one in

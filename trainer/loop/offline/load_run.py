@@ -16,7 +16,7 @@ from ...models.families import FAMILIES, family_of, is_made_by_transformers, op_
 from ...models.hf_format.weights import read_hf_weights
 from ...models.ops.op_table import parameter_count, round_up
 from ...rundir.run_in_manifest import CONFIG_KEY, read_run_file, run_from_record
-from ...spec.key_units import gib_text
+from ...spec.keys.units import gib_text
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from ..checkpoint import CheckpointReader, CheckpointSearch, LoadFailed, SavedCheckpoint, find_newest, whole_slice

@@ -19,9 +19,9 @@ from ...plan.axes.low_rank import compressed_stack
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.mesh_position import mesh_position
 from ...plan.native.buckets import compression_rank
-from ...spec.batch_levels import samples_before
-from ...spec.lr_schedule import learning_rate
+from ...spec.derived.batch_levels import samples_before
 from ...spec.run import Run
+from ...spec.sections.lr_schedule import learning_rate
 from ..data.samples.batches import Batch
 from ..train import is_due
 from .reference_run import ReferenceCurve, compare_with_run, evaluation_loss, plain_optimizer, read_batches, whole_model

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...plan.mesh_position import mesh_position
-from ...spec.batch_levels import samples_before
-from ...spec.lr_schedule import learning_rate
+from ...spec.derived.batch_levels import samples_before
 from ...spec.run import Parallel, Run
+from ...spec.sections.lr_schedule import learning_rate
 from ..train import is_due
 from .reference_run import (
     ReferenceCurve,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ...plan.layout.layout import mesh_of
 from ...plan.layout.workers import worker_count
-from ...spec.batch_levels import samples_before
-from ...spec.lr_schedule import learning_rate
+from ...spec.derived.batch_levels import samples_before
 from ...spec.run import Run
+from ...spec.sections.lr_schedule import learning_rate
 from ..data.samples.batches import Batch
 from ..train import is_due, is_save_due
 from .reference_run import (

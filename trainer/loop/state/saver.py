@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ...parallel.world import new_host_group
 from ...rundir.run_in_manifest import run_record
-from ...spec.batch_levels import run_steps
+from ...spec.derived.batch_levels import run_steps
 from ...spec.run import Run
 from ..checkpoint import BackgroundWriter, SaveFailed, SaveResult, gather_over, save_shards
 from ..failures.failure import AllRanksFailed

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...spec.batch_levels import level_of_step, samples_before, steps_of_levels, steps_until
+from ...spec.derived.batch_levels import level_of_step, samples_before, steps_of_levels, steps_until
 from ...spec.run import Run
 
 

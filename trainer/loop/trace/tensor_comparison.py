@@ -15,8 +15,8 @@ from ...parallel.rank_model import head_shards
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.layout.mesh import mesh_order
 from ...prove.first_departure import TensorDifference, TensorKind
-from ...spec.lr_schedule import learning_rate
 from ...spec.run import Run
+from ...spec.sections.lr_schedule import learning_rate
 from ..checkpoint.shard_positions import read_range, slice_values
 from .reference import ReferenceReader
 

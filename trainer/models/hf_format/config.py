@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...spec.problem import Problem, Unreadable, shorten
-from ...spec.regular_file import read_plain
+from ...system.regular_file import read_plain
 from ..families import FAMILIES
 from .config_kinds import CONFIG_KINDS, SAME_MODELS, AllowedValues, ConfigKind, is_rotary
 from .config_rows import REQUIRED

@@ -6,8 +6,8 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from ...spec.problem import Problem, Unreadable
-from ...spec.router import Router
 from ...spec.run import Model, Run
+from ...spec.sections.router import Router
 from ..mla.ops import LATENT
 from .config_kinds import CONFIG_KINDS
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from ...spec.rope import ROPE_KEYS, Rope
 from ...spec.run import Model
+from ...spec.sections.rope import ROPE_KEYS, Rope
 from .window import FULL_ATTENTION, SLIDING_ATTENTION
 
 ROPE_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # at the top

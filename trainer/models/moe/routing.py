@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...layers.transformer.context_parallel import ContextParallel
-from ...spec.router import Router
+from ...spec.sections.router import Router
 
 NEAR_TIE_UNITS = 16  # units in the last place of a token's largest logit
 TINY = 1e-20  # added to the sum of chosen sigmoids, which may all be 0 (DeepSeek-V3, as transformers has it)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...spec.lora import Lora
 from ...spec.run import Model, Run, Train
+from ...spec.sections.lora import Lora
 from .op_table import Dims, Op, OpTable, Tensor, Weight
 from .shared_ops import MASK, TOKENS, linear
 

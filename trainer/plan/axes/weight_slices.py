@@ -8,7 +8,7 @@ from math import prod
 from typing import Literal
 
 from ...models.ops.op_table import Dims, Parameter, round_up
-from ...spec.divisors import least_divisor
+from ...spec.numbers.divisors import least_divisor
 
 # Dims that the tensor axis splits
 TENSOR_DIMS: Dims = ("heads", "kv_heads", "core_heads", "core_kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocab")

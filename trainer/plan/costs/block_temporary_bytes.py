@@ -10,7 +10,7 @@ from functools import reduce
 from typing import NamedTuple
 
 from ...models.ops.op_table import Op, Tensor
-from ...spec.loss_chunks import chunk_size
+from ...spec.derived.loss_chunks import chunk_size
 from ..axes import tp
 from .local_tensors import LocalTensors, logits_bytes, saved_bytes
 from .number_or_array import larger

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...models.ops.op_table import Op, Product, is_frozen
-from ...spec.loss_chunks import chunk_size
+from ...spec.derived.loss_chunks import chunk_size
 from ..axes import tp
 from .local_tensors import LocalTensors
 from .roofline import GROUPED, POINTWISE_BACKWARD, DeviceRates, cast_seconds, memory_seconds, product_seconds

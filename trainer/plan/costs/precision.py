@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...spec.optimizer import Optim
 from ...spec.run import PAPERS_NAME, Run
+from ...spec.sections.optimizer import Optim
 
 MASTER_BYTES = 4  # bytes an element of the weights that an engine's optimizer steps: always float32
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...models.families import has_experts, is_made_by_transformers
 from ...spec.changed_run import Change, overrides
-from ...spec.compiled_layers import has_compiled_layers
+from ...spec.derived.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
 from ..axes import AXES
 from ..costs.muon import MUON

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, cast
 
-from ...spec.format_numbers import plural
+from ...spec.numbers.as_text import plural
 from .schedules import Action, Kind, part_of, stage_and_chunk
 from .simulate import ActionsError, simulate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import nsmallest
 
 from ...spec.changed_run import Change
-from ...spec.divisors import divisors
+from ...spec.numbers.divisors import divisors
 from ...spec.run import Parallel, Run
 from ..layout.mesh import replica_size
 

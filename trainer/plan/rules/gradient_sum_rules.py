@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...spec.format_numbers import plural
+from ...spec.numbers.as_text import plural
 from ...spec.run import Parallel, Run
 from .broken_rule import BrokenRule
 from .degrees import replicas

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...models.families import is_made_by_transformers
 from ...models.ops.op_table import round_up
-from ...spec.loss_chunks import CHUNK_MULTIPLE, most_chunks
+from ...spec.derived.loss_chunks import CHUNK_MULTIPLE, most_chunks
 from ...spec.run import Parallel, Run
 from .broken_rule import BrokenRule
 

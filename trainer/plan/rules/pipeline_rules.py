@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...spec.changed_run import Change
-from ...spec.divisors import divisors
-from ...spec.format_numbers import plural
+from ...spec.numbers.as_text import plural
+from ...spec.numbers.divisors import divisors
 from ...spec.problem import suggest_name
 from ...spec.run import Parallel, Run
 from ..layout.schedule_of_run import is_file, read_lists, schedule_of

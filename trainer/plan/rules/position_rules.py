@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from math import gcd
 
 from ...models.families import is_made_by_transformers
-from ...spec.format_numbers import plural
-from ...spec.rope import ROPE_KEYS
+from ...spec.numbers.as_text import plural
 from ...spec.run import Parallel, Run
+from ...spec.sections.rope import ROPE_KEYS
 from ..axes.weight_slices import HeadShards
 from .broken_rule import BrokenRule
 from .degrees import nearest_divisors

@@ -7,10 +7,10 @@ from heapq import nsmallest
 from itertools import pairwise
 from math import gcd
 
-from ...spec.batch_levels import MOST_LEVELS, batches_of_levels, common_divisor, is_valid_rampup
 from ...spec.changed_run import Change
-from ...spec.divisors import divisors
-from ...spec.format_numbers import plural
+from ...spec.derived.batch_levels import MOST_LEVELS, batches_of_levels, common_divisor, is_valid_rampup
+from ...spec.numbers.as_text import plural
+from ...spec.numbers.divisors import divisors
 from ...spec.read import value_text
 from ...spec.run import Parallel, Run, Train
 from ..layout.schedule_of_run import is_file, legal_schedule

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from ...models.families import FAMILIES, has_experts, is_made_by_transformers
-from ...spec.batch_levels import run_steps
 from ...spec.changed_run import Change
-from ...spec.divisors import divisors
+from ...spec.derived.batch_levels import run_steps
+from ...spec.numbers.divisors import divisors
 from ...spec.problem import suggest_name
 from ...spec.run import Parallel, Run
 from ..axes import AXES, degree_keys

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...spec.changed_run import Change
-from ...spec.format_numbers import plural
+from ...spec.numbers.as_text import plural
 from ...spec.run import Parallel, Run
 from ..layout.layout import mesh_of
 from ..layout.workers import worker_ranks

@@ -15,8 +15,8 @@ from ...models.families import has_experts, is_made_by_transformers
 from ...models.mla.ops import LATENT
 from ...spec.problem import Problem
 from ...spec.read import value_text
-from ...spec.rope import ROPE_KEYS
 from ...spec.run import Run
+from ...spec.sections.rope import ROPE_KEYS
 from ..axes import AXES
 from ..engines import PAPERS_NAME, cost_model, engine_for
 from ..layout.mesh import Mesh

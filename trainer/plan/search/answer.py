@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...spec.changed_run import Change, overrides, with_changes
-from ...spec.key_units import gib_text
+from ...spec.keys.units import gib_text
 from ...spec.problem import Problem
 from ...spec.run import Parallel, Run
 from ..axes import AXES, degree_keys

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from ...models.families import has_experts
-from ...spec.divisors import divisors
+from ...spec.numbers.divisors import divisors
 from ...spec.run import Offload, Parallel, Run
 from ..engines import ENGINES, PAPERS_NAME
 from ..engines.engine_limits import exceeded_limits

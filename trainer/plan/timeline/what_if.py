@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
-from ...spec.batch_levels import run_at_batch
+from ...spec.derived.batch_levels import run_at_batch
 from ...spec.run import Cluster, Device, Link, NodeHost, Run
 from ..rules.rules import broken_rules
 from .simulated_seconds import simulated_seconds, varied_seconds

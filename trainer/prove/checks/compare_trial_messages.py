@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ...plan.compare_rank_messages import CONTROL, ComparedMessages, compare_rank_messages
-from ...spec.batch_levels import level_of_step, run_at_batch
-from ...spec.format_numbers import size_text
+from ...spec.derived.batch_levels import level_of_step, run_at_batch
+from ...spec.numbers.as_text import size_text
 from ..trials.trial import Trial
 
 VERDICTS = ("equal", "explained", "differs")  # from good to bad: a layout's verdict is the worst of its lines'

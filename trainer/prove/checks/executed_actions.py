@@ -11,7 +11,7 @@ from typing import Any
 from ...plan.layout.schedule_of_run import schedule_of
 from ...plan.layout.schedules import part_of
 from ...plan.mesh_position import mesh_position
-from ...spec.batch_levels import level_of_step
+from ...spec.derived.batch_levels import level_of_step
 from ..trials.trial import Trial
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...plan.mesh_position import mesh_position
-from ...spec.batch_levels import samples_before
+from ...spec.derived.batch_levels import samples_before
 from ...spec.run import Train
 from ..trials.trial import Trial
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from ...plan.plan import make_plan
 from ...rundir.checkpoints import step_path
 from ...rundir.metric_rows import read_step_rows
-from ...spec.batch_levels import common_divisor
-from ...spec.divisors import divisors
+from ...spec.derived.batch_levels import common_divisor
+from ...spec.numbers.divisors import divisors
 from .trial import Trial
 
 

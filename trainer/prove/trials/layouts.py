@@ -14,8 +14,8 @@ from ...plan.engines.engine_row import EngineRow
 from ...plan.layout.mesh import replica_size
 from ...plan.layout.schedule_of_run import is_file, read_lists
 from ...plan.layout.schedules import SCHEDULES, Schedule
-from ...spec.batch_levels import batches_of_levels, common_divisor
-from ...spec.divisors import divisors
+from ...spec.derived.batch_levels import batches_of_levels, common_divisor
+from ...spec.numbers.divisors import divisors
 from ...spec.run import Compress, Offload, Parallel, Run, Sync
 from .covering import covering_rows
 

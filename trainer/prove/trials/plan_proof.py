@@ -13,11 +13,11 @@ from ...machine.facts import CPU_RANKS_PER_CORE
 from ...plan.layout.schedule_of_run import is_file
 from ...plan.plan import make_plan
 from ...plan.rules.value_rules import folders_rule
-from ...spec.batch_levels import run_steps
+from ...spec.derived.batch_levels import run_steps
 from ...spec.problem import Problem
-from ...spec.regular_file import expand_home
 from ...spec.run import Checkpoint, Evaluate, Log, Run
 from ...system.cpu import cpu_count
+from ...system.regular_file import expand_home
 from .control_and_resume_trials import control_trial, resume_trials
 from .layouts import (
     EACH_AXIS,

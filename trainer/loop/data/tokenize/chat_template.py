@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ....spec.regular_file import read_plain
+from ....system.regular_file import read_plain
 from ..files.data_error import data_error
 from .tokenizer import tokenizer_path
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ....spec.regular_file import expand_home, read_plain
+from ....system.regular_file import expand_home, read_plain
 from ..files.data_error import data_error
 
 Ids = NDArray[np.unsignedinteger[Any]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .run import Parallel, Train
+from ..run import Parallel, Train
 
 
 def has_compiled_layers(train: Train, parallel: Parallel) -> bool:

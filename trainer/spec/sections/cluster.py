@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from .bounded_numbers import MOST_FLOAT, Count, NotNegative, Positive, PositiveShare, Share
+from ..numbers.bounded import MOST_FLOAT, Count, NotNegative, Positive, PositiveShare, Share
 
 SUSTAINED = 0.75  # share of a GPU's peak that large products keep up, where its file says no other
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from .bounded_numbers import Below1, Natural, NotNegative, Positive
+from ..numbers.bounded import Below1, Natural, NotNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .bounded_numbers import Count, Positive
+from ..numbers.bounded import Count, Positive
 
 
 @dataclass(frozen=True, kw_only=True)

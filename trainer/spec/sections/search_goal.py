@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .bounded_numbers import Below1, Count
+from ..numbers.bounded import Below1, Count
 
 
 @dataclass(frozen=True, kw_only=True)

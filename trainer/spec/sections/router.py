@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .bounded_numbers import Count, NotNegative, Positive
+from ..numbers.bounded import Count, NotNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .bounded_numbers import AtLeast1, Count, NotNegative, Positive
+from ..numbers.bounded import AtLeast1, Count, NotNegative, Positive
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 ROPE_KEYS: dict[str, tuple[str, ...]] = {  # the keys that each type reads

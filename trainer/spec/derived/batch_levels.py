@@ -10,8 +10,8 @@ from itertools import pairwise
 from math import ceil, gcd
 from typing import NamedTuple
 
-from .rampup import Rampup
-from .run import Run, Train
+from ..run import Run, Train
+from ..sections.rampup import Rampup
 
 MOST_LEVELS = 10_000  # of a run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .bounded_numbers import Natural, Positive
+from ..numbers.bounded import Natural, Positive
 
 LoraTarget = Literal["query", "key", "value", "out", "gate", "up", "down"]
 
