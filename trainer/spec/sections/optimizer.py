@@ -31,6 +31,8 @@ class Optim:
     weight_decay: NotNegative = 0.1
     momentum: Below1 = 0.0
     muon: Muon = field(default_factory=Muon)
+    moments: Literal["fp32", "bf16"] = "fp32"
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: Natural = 0
     min_lr: NotNegative = 0.0
