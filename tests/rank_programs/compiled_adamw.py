@@ -17,7 +17,8 @@ from torch._inductor.utils import run_and_get_code
 
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.engines.native import host_optimizer
-from distrain.trainer.engines.native.adamw_kernel import compiled_adamw
+from distrain.trainer.engines.native.adamw_kernel import adamw, compiled_adamw
+from distrain.trainer.layers.stochastic_rounding import column_words, row_words
 from distrain.trainer.loop.build import build_engine
 from distrain.trainer.parallel.process_groups import make_grid
 from distrain.trainer.parallel.world import join_ranks
@@ -26,6 +27,7 @@ from distrain.trainer.plan.plan import make_plan
 
 BETA1, BETA2, EPS, DECAY, LR = 0.9, 0.95, 1e-8, 0.1, 1e-2
 LENGTHS, STEPS = (1000, 4099), 4
+SHAPES = ((20, 48), (37, 112))
 BYTES = {"float": 4, "at::BFloat16": 2}
 
 
@@ -47,7 +49,7 @@ def train(compute: torch.dtype, reduced: torch.dtype) -> dict[str, Any]:
                 gradient[7] = torch.inf
             rate, root = torch.tensor(LR / (1 - BETA1**taken)), torch.tensor((1 - BETA2**taken) ** 0.5)
             numbers = (divisor, torch.tensor(float(keep)), rate, root, torch.tensor(1 - LR * DECAY))
-            _, made = run_and_get_code(step, weight, copy, gradient, mean, square, *numbers)
+            _, made = run_and_get_code(step, weight, copy, gradient, mean, square, *numbers, None, None)
             codes += made
             if keep:
                 plain.grad = gradient.float() / divisor
@@ -57,6 +59,30 @@ def train(compute: torch.dtype, reduced: torch.dtype) -> dict[str, Any]:
             apart = max(apart, float((copy - weight.to(compute)).abs().max()))
     made = list(dict.fromkeys(codes))  # for the first length, and for any
     return {"apart": apart, "graphs": [moved_bytes(code) for code in made]}
+
+
+def train_rounded(rounding: str) -> dict[str, Any]:
+    """Step weights in bf16 with moments in bf16 of two shapes, by the compiled kernel and as it is written, and read the compiler's code."""
+    torch._dynamo.reset()
+    apart, codes, step = 0.0, [], compiled_adamw(BETA1, BETA2, EPS)
+    for shape in SHAPES:
+        draw = torch.Generator().manual_seed(shape[1])
+        weight = torch.randn(shape, generator=draw)
+        states = [weight, weight.bfloat16(), *(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2))]
+        plain = [each.clone() for each in states]
+        for number in range(STEPS):
+            gradient, keep = torch.randn(shape, generator=draw).bfloat16(), float(number != 1)
+            numbers = [torch.tensor(each) for each in (3.0, keep, LR, 0.5, 1 - LR * DECAY)]
+            words: list[Any] = [None, None]
+            if rounding == "stochastic":
+                rows = row_words(1, "a", torch.tensor(float(number)), torch.arange(shape[0]))
+                words = [rows, column_words(torch.arange(shape[1]))]
+            _, made = run_and_get_code(step, *states[:2], gradient, *states[2:], *numbers, *words)
+            adamw(*plain[:2], gradient, *plain[2:], *numbers, *words, BETA1, BETA2, EPS)
+            codes += made
+            apart = max(apart, float((states[0] - plain[0]).abs().max()))
+    differ = sum(int((one != other).sum()) for one, other in zip(states[2:], plain[2:], strict=True))
+    return {"apart": apart, "differing": differ / (2 * weight.numel()), "graphs": [moved_bytes(code) for code in dict.fromkeys(codes)]}
 
 
 def moved_bytes(code: str) -> dict[str, Any]:
@@ -115,6 +141,8 @@ if __name__ == "__main__":
     WORLD = join_ranks("cpu")
     for words in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")):
         print(json.dumps(train(*(getattr(torch, word) for word in words))), flush=True)
+    for rounding in ("nearest", "stochastic"):
+        print(json.dumps(train_rounded(rounding)), flush=True)
     host_optimizer.PART = 1000  # of pieces of 7,000, of buckets of up to 30,000 elements
     vars(host_optimizer)["PIECE"] = 7000
     for precision in ("fp32", "bf16"):
