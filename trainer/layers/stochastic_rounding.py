@@ -33,6 +33,12 @@ def random_words(rows: Tensor, columns: Tensor) -> Tensor:
     return mixed_words(rows[:, :1], rows[:, 1:], columns)
 
 
+def words_at(rows: Tensor, columns: Tensor, places: Tensor) -> Tensor:
+    """Return the bits of `random_words`, int32 [N], at flat places (int64 [N]) of its rows and columns."""
+    row = places // len(columns)
+    return mixed_words(rows[row, 0], rows[row, 1], columns[places - row * len(columns)])
+
+
 def rounded(values: Tensor, words: Tensor, half: int) -> Tensor:
     """Return finite float32 values [R, C] as bfloat16, with half 0 or 1 of the random bits of `words` [R, C].
 

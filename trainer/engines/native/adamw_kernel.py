@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layers.stochastic_rounding import random_words, rounded
+from ...layers.stochastic_rounding import rounded, words_at
 from ..rank_parameter import optimizer_state
 from .rounded_moments import MOMENT_DTYPE, MomentPart, MomentRounding
 
@@ -53,7 +53,8 @@ def adamw(
     w = weight * kept - rate * m / (v.sqrt() / root + eps)
     stepped, m, v = torch.where(steps, w, weight), torch.where(steps, m, old_mean), torch.where(steps, v, old_square)
     if rows is not None and columns is not None:
-        bits = random_words(rows, columns)
+        place = torch.arange(weight.numel(), device=weight.device)
+        bits = words_at(rows, columns, place)
         m, v = rounded(m, bits, 0), rounded(v, bits, 1)
     mean.copy_(m)
     square.copy_(v)
@@ -138,5 +139,5 @@ def step_weight(
     elements = bucket.master.numel()
     whole = [MomentPart(slice(0, elements), None)] if elements else []
     for place, words in rounding.parts(bucket, state["step"], elements) if rounding else whole:
-        here = [None if each is None else each[place].view(len(words.rows), -1) if words else each[place] for each in tensors]
+        here = [None if each is None else each[place] for each in tensors]
         adamw_kernel(*here, *numbers, *(words or (None, None)), *fixed)
