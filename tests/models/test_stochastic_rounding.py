@@ -9,15 +9,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from distrain.tests.fakes.rounded_states import random_bits  # noqa: E402
-from distrain.trainer.engines.native.rounded_moments import row_blocks  # noqa: E402
-from distrain.trainer.layers.stochastic_rounding import column_words, random_words, rounded, row_words  # noqa: E402
+from distrain.trainer.engines.native.data_parallel.weight_buckets import Piece  # noqa: E402
+from distrain.trainer.engines.native.shard_rows import ShardRows  # noqa: E402
+from distrain.trainer.layers.stochastic_rounding import column_words, random_words, rounded, row_words, tensor_key, words_at  # noqa: E402
 from distrain.trainer.plan.axes.weight_slices import WeightShard  # noqa: E402
 
 NAME, SEED = "layers.1.mlp.up.weight", 7
 
 
 def words(rows: Any, columns: Any, *, seed: int = SEED, name: str = NAME, step: int = 3) -> Any:
-    return random_words(row_words(seed, name, torch.tensor(float(step)), rows), column_words(columns))
+    return random_words(row_words(tensor_key(seed, name), torch.tensor(float(step)), rows), column_words(columns))
 
 
 def test_the_bits_are_those_that_numpy_makes() -> None:
@@ -65,21 +66,20 @@ def shard(shape: tuple[int, ...], offset: tuple[int, ...], length: tuple[int, ..
 
 @pytest.mark.parametrize("most", [1, 3, 7, 16, 1000])
 @pytest.mark.parametrize(("first", "stop"), [(0, 96), (5, 77), (30, 31)])
-def test_blocks_name_each_element_by_its_place_in_the_logical_tensor(most: int, first: int, stop: int) -> None:
+def test_each_element_has_the_bits_of_its_place_in_the_logical_tensor(most: int, first: int, stop: int) -> None:
     """Of a bucket with a block of experts' matrices, cut at both ends of this rank's shard, after a vector."""
     experts, vector = shard((6, 8, 10), (2, 4, 5), (3, 4, 5), (3, 4, 5)), shard((64,), (16,), (48,), (48,))
-    at = torch.arange(6 * 8 * 10).view(6, 8, 10)[2:5, 4:8, 5:10].flatten()[6:54]
-    expected = torch.cat([torch.arange(16, 64), at])
-    pieces = [(vector, 0, 0, 48), (experts, 6, 48, 48)]
-    bucket: Any = SimpleNamespace(
-        pieces=[
-            SimpleNamespace(row=SimpleNamespace(shard=each), start=start, offset=offset, length=length)
-            for each, start, offset, length in pieces
-        ]
-    )
-    found, cpu = [], torch.device("cpu")
-    for block in row_blocks(bucket, most, first, stop):
+    taken = torch.tensor(2.0)
+    of_experts = words(torch.arange(48), torch.arange(10), step=2).view(6, 8, 10)[2:5, 4:8, 5:10].flatten()[6:54]
+    expected = torch.cat([words(torch.arange(1), torch.arange(64), step=2)[0, 16:], of_experts])
+    pieces = [Piece(SimpleNamespace(shard=each), *place) for each, place in ((vector, (0, 0, 48)), (experts, (6, 48, 48)))]  # type: ignore[arg-type]
+    rows, found, at = ShardRows(pieces, SEED, torch.device("cpu")), [], first
+    columns = column_words(torch.arange(rows.width))
+    for block in rows.cut(first, stop, most):
         assert block.rows * block.columns <= most
-        width = block.shard.shape[-1]
-        found.append((block.logical_rows(cpu)[:, None] * width + block.logical_columns(cpu)).flatten())
+        assert block.start == at
+        at = block.place.stop
+        own = rows.words(taken)[block.row : block.row + block.rows], columns[block.column : block.column + block.columns]
+        found.append(random_words(*own).flatten())
+        assert torch.equal(words_at(*own, torch.arange(block.rows * block.columns)), found[-1])
     assert torch.equal(torch.cat(found), expected[first:stop])

@@ -19,7 +19,7 @@ from torch._inductor.utils import run_and_get_code
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.engines.native import host_optimizer
 from distrain.trainer.engines.native.adamw_kernel import Step, adamw, compiled_adamw
-from distrain.trainer.layers.stochastic_rounding import column_words, row_words
+from distrain.trainer.layers.stochastic_rounding import column_words, row_words, tensor_key
 from distrain.trainer.loop.build import build_engine
 from distrain.trainer.parallel.process_groups import make_grid
 from distrain.trainer.parallel.world import join_ranks
@@ -79,7 +79,7 @@ def train_rounded(rounding: str) -> dict[str, Any]:
             numbers = [torch.tensor(each) for each in (3.0, float(number != 1), LR, 0.5, 1 - LR * DECAY)]
             words: list[Any] = [None, None]
             if rounding == "stochastic":
-                rows = row_words(1, "a", torch.tensor(float(number)), torch.arange(shape[0]))
+                rows = row_words(tensor_key(1, "a"), torch.tensor(float(number)), torch.arange(shape[0]))
                 words = [rows, column_words(torch.arange(shape[1]))]
             step(*states[:2], gradient, *states[2:], *numbers, *words)
             written(*plain[:2], gradient, *plain[2:], *numbers, *words, BETA1, BETA2, EPS)

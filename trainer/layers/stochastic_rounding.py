@@ -17,10 +17,16 @@ _HALF_BITS = 16  # of a float32, which bfloat16 leaves out
 _KEPT = -(1 << _HALF_BITS)  # the mask of the others
 
 
-def row_words(seed: int, name: str, step: Tensor, rows: Tensor) -> Tensor:
-    """Return the two words, int32 [R, 2], of each of some rows (int64 [R]) of a logical tensor at a step, a number on the rows' device."""
-    state = splitmix64(step.long() * GOLDEN + hash64(seed, "rounding", name))
-    return splitmix64(state + (rows + 1) * GOLDEN).unsqueeze(-1).view(torch.int32)
+def tensor_key(seed: int, name: str) -> int:
+    """Return the key of a logical tensor."""
+    return hash64(seed, "rounding", name)
+
+
+def row_words(keys: Tensor | int, step: Tensor, rows: Tensor) -> Tensor:
+    """Return the two words, int32 [R, 2], of each of some rows (int64 [R]) at a step, a number on the rows' device. `keys` is that of their
+    tensor, or of the tensor of each (int64 [R])."""
+    states = splitmix64(step.long() * GOLDEN + keys)
+    return splitmix64(states + (rows + 1) * GOLDEN).unsqueeze(-1).view(torch.int32)
 
 
 def column_words(columns: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def adamw(
 
     The gradient [N] is divided by `divisor`; nothing changes unless `keep` is 1. Numbers on the device, without dims: `rate` is
     lr / (1 - beta1^t), `root` is sqrt(1 - beta2^t), `kept` is 1 - lr x weight decay (arXiv:1711.05101 algorithm 2). With words of `rows`
-    [R, 2] and `columns` [C] all tensors are [R, C], and bfloat16 states are rounded at random (layers/stochastic_rounding.py).
+    [R, 2] and `columns` [C], N = R x C, bfloat16 states are rounded at random (layers/stochastic_rounding.py).
     """
     steps = keep > 0
     g = gradient.to(torch.float32) / divisor
@@ -110,7 +110,7 @@ def has_kernel(
     AdamW steps."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
-    weight, one = torch.zeros(8, 64, device=device), torch.ones((), device=device)
+    weight, one = torch.zeros(512, device=device), torch.ones((), device=device)
     mean, square = (torch.zeros_like(weight, dtype=MOMENT_DTYPE if rounding else None) for _ in range(2))
     copy = None if copied == weight.dtype else weight.to(copied)
     words = (torch.zeros(8, 2, dtype=torch.int32, device=device), torch.zeros(64, dtype=torch.int32, device=device))

@@ -9,51 +9,17 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ...layers.stochastic_rounding import column_words, random_words, rounded, row_words
-from ...plan.axes.weight_slices import WeightShard
+from ...layers.stochastic_rounding import column_words, random_words, rounded
 from ...spec.run import Run
 from .data_parallel.sharded_weights import ShardedWeight
 from .data_parallel.weight_buckets import MASTER_DTYPE, WeightBucket
+from .shard_rows import ShardRows
 
 MOMENT_DTYPE = torch.bfloat16
 MOMENTUM = "momentum_buffer"  # the kind of momenta in checkpoints
 TAKEN = "step"  # of an optimizer's state: how many steps it has taken, a number on the weights' device
 
 # R rows, C columns
-
-
-class RowBlock(NamedTuple):
-    """Neighbouring elements of a rank's shard of a bucket, from `start` on: whole rows of one weight, or a part of a row.
-
-    Row and column are those of the rank's part of the weight, with all dims but the last as one.
-    """
-
-    shard: WeightShard
-    start: int
-    row: int
-    column: int
-    rows: int
-    columns: int
-
-    @property
-    def place(self) -> slice:
-        """Its elements in the shard of the bucket."""
-        return slice(self.start, self.start + self.rows * self.columns)
-
-    def logical_rows(self, device: torch.device) -> Tensor:
-        """Return the numbers of its rows [R] in the logical weight."""
-        shard, inner = self.shard, 1
-        left = torch.arange(self.row, self.row + self.rows, device=device)
-        found = torch.zeros_like(left)
-        for size, offset, whole in reversed(list(zip(shard.size, shard.offset, shard.shape, strict=True))[:-1]):
-            found += (left % size + offset) * inner
-            left, inner = left // size, inner * whole
-        return found
-
-    def logical_columns(self, device: torch.device) -> Tensor:
-        """Return the numbers of its columns [C] in the logical weight."""
-        first = self.column + (self.shard.offset[-1] if self.shard.offset else 0)
-        return torch.arange(first, first + self.columns, device=device)
 
 
 class BlockWords(NamedTuple):
@@ -83,6 +49,8 @@ class MomentRounding:
     def __init__(self, run: Run) -> None:
         self._seed, self._optim = run.train.seed, run.optim
         self.is_random = run.optim.rounding == "stochastic"
+        self._rows: dict[WeightBucket | ShardedWeight, ShardRows] = {}
+        self._columns = torch.empty(0, dtype=torch.int32)
 
     def make_states(self, optimizer: torch.optim.Optimizer, buckets: Sequence[WeightBucket | ShardedWeight]) -> None:
         """Make the states of buckets' weights, before torch's optimizer would in float32."""
@@ -102,24 +70,19 @@ class MomentRounding:
             for start in range(first, stop, max(1, most)):
                 yield MomentPart(slice(start, min(start + most, stop)), None)
             return
-        for block in row_blocks(bucket, most, first, stop):
-            device, name = taken.device, block.shard.name
-            rows = row_words(self._seed, name, taken, block.logical_rows(device))
-            yield MomentPart(block.place, BlockWords(rows, column_words(block.logical_columns(device))))
+        if bucket not in self._rows:
+            self._rows[bucket] = ShardRows(bucket.pieces, self._seed, taken.device)
+        rows = self._rows[bucket]
+        words, columns = rows.words(taken), self._column_words(rows.width, taken.device)
+        for block in rows.cut(first, stop, most):
+            of_rows = words[block.row : block.row + block.rows]
+            yield MomentPart(block.place, BlockWords(of_rows, columns[block.column : block.column + block.columns]))
 
-
-def row_blocks(bucket: WeightBucket | ShardedWeight, most: int, first: int, stop: int) -> Iterator[RowBlock]:
-    """Yield elements [first, stop) of a rank's shard of a bucket as blocks of rows of at most `most` elements."""
-    for piece in bucket.pieces:
-        shard, width = piece.row.shard, piece.row.shard.size[-1] if piece.row.shard.size else 1
-        at, end = max(first, piece.offset), min(stop, piece.offset + piece.length)
-        while at < end:
-            row, column = divmod(piece.start + at - piece.offset, width)
-            rows = 0 if column else min(end - at, most) // width
-            columns = width if rows else min(width - column, end - at, most)
-            block = RowBlock(shard, at, row, column, max(rows, 1), columns)
-            yield block
-            at = block.place.stop
+    def _column_words(self, width: int, device: torch.device) -> Tensor:
+        """Return the words of at least so many columns, which no step changes."""
+        if len(self._columns) < width:
+            self._columns = column_words(torch.arange(width, device=device))
+        return self._columns
 
 
 def step_adamw(

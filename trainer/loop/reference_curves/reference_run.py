@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from ...layers.counter_rng import dropout_keys
 from ...layers.cross_entropy import IGNORED
-from ...layers.stochastic_rounding import column_words, random_words, rounded, row_words
+from ...layers.stochastic_rounding import column_words, random_words, rounded, row_words, tensor_key
 from ...models.build import build_model, named_constants
 from ...rundir.changes import moment_kinds
 from ...spec.run import Parallel, Run
@@ -73,7 +73,7 @@ def _round_moments(run: Run, weights: Mapping[str, nn.Parameter], optimizer: tor
     """Round the moments of whole weights after step number `taken`."""
     for name, weight in weights.items():
         columns = weight.shape[-1]
-        rows = row_words(run.train.seed, name, taken, torch.arange(weight.numel() // columns))
+        rows = row_words(tensor_key(run.train.seed, name), taken, torch.arange(weight.numel() // columns))
         words = random_words(rows, column_words(torch.arange(columns)))
         state = optimizer.state[weight]
         for half, held in enumerate(state[kind] for kind in moment_kinds(run.optim) if kind in state):
