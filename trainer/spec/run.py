@@ -246,6 +246,7 @@ class Train:
     flops: Literal["attention", "parameters"] = "attention"
     compile: bool = False
     loss_chunks: Count = 1
+    z_loss: NotNegative = 0.0
     deterministic: bool = False
     seed: Seed = 1234
     clip: NotNegative = 1.0
