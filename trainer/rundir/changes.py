@@ -51,6 +51,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("train.z_loss",         "reported"),        # the weight of an additional loss
     ("train.deterministic",  "free"),
     ("train.flops",          "free"),        # a way of counting
+    ("train.skip_spikes",    "reported"),        # trains another curve
     ("train.skip",           "free"),
     ("train.evaluate.",      "free"),
 )

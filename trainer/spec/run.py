@@ -251,6 +251,7 @@ class Train:
     seed: Seed = 1234
     clip: NotNegative = 1.0
     skip: Natural = 3
+    skip_spikes: NotNegative = 0.0
     evaluate: Evaluate = field(default_factory=Evaluate)
 
 

@@ -177,6 +177,7 @@ KEYS = {
     "train.seed":                   Key("seed of the weights, the order of the data and dropout"),
     "train.clip":                   Key("global gradient norm at which gradients are clipped; 0: not"),
     "train.skip":                   Key("steps in a row that may be skipped because a loss or gradient is not finite", "steps"),
+    "train.skip_spikes":            Key("deviations of a loss or norm above recent ones from which a step is skipped; 0: never"),
     "train.evaluate.every":         Key("interval between validations, the last at the end; 0: never", "steps"),
     "train.evaluate.batches":       Key("global batches of one validation"),
 
