@@ -17,6 +17,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from .show_help import show_help
+
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(?<=^```\n)\$ distrain (?:plan|search|simulate) .*?(?=^```$)", re.DOTALL | re.MULTILINE)
@@ -64,4 +66,5 @@ def _output(command: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()
