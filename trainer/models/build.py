@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from ..layers.transformer.context_parallel import ContextParallel
     from ..layers.transformer.transformer import Transformer
 
-DEVIATION = 0.02  # of initial weights: GPT-2, Radford et al. 2019 section 2.3
-# Weights whose outputs are added to the residual stream: their deviation is divided by sqrt(2 layers), in the same place.
+# Weights whose outputs are added to the residual stream.
 RESIDUAL_WEIGHTS = ("attention.out.weight", "mlp.down.weight", "experts.down.weight", "shared.down.weight")
 
 Sizes = tuple[int, ...]
@@ -95,8 +94,8 @@ def module_of_family(model: Model) -> Callable[..., Any]:
 
 
 def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, model: Model, seed: int, device: torch.device) -> Tensor:
-    """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal; norms 1, biases 0, and
-    0 for norms that scale by 1 + their weight.
+    """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal, as model.init says; norms
+    1, biases 0, and 0 for norms that scale by 1 + their weight.
 
     LoRA's B is 0, and its A has deviation 1 / sqrt(3 rows), as PEFT's uniform one.
     """
@@ -107,7 +106,8 @@ def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, model
         return torch.zeros(size, device=device)
     if name.endswith(".lora_a.weight"):
         return normal_block(seed, name, shape, offset, size, device).div_(sqrt(3 * shape[0]))
-    deviation = DEVIATION / sqrt(2 * model.layers) if name.endswith(RESIDUAL_WEIGHTS) else DEVIATION
+    is_scaled = model.init.scale_residual and name.endswith(RESIDUAL_WEIGHTS)
+    deviation = model.init.std / sqrt(2 * model.layers) if is_scaled else model.init.std
     return normal_block(seed, name, shape, offset, size, device).mul_(deviation)
 
 

@@ -137,6 +137,8 @@ IDLE: dict[str, Condition] = {
     **{f"model.rope.{key}": _rope_key(key) for key in sorted(set(chain(*ROPE_KEYS.values())))},
     **{f"model.{key}": _is_not("model.family", "mla") for key in LATENT},
     "model.head_dim":          _is("model.family", "mla"),
+    "model.init.std":          _made_by_transformers,
+    "model.init.scale_residual": _made_by_transformers,
     "model.lora.alpha":        _is("model.lora.rank", 0),
     "model.lora.targets":      _is("model.lora.rank", 0),
     "model.top_k":             _no_experts,

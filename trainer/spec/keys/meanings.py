@@ -65,6 +65,8 @@ KEYS = {
     "model.rope.truncate":          Key("yarn: the bounds between stretched and kept frequencies are whole numbers"),
     "model.window":                 Key("each position sees the last so many, itself included", "tokens", null="all before it"),
     "model.layer_types":            Key("which layers have the window; a shorter list is repeated", null="all"),
+    "model.init.std":               Key("standard deviation of the normal numbers that matrices begin with"),
+    "model.init.scale_residual":    Key("what is added to the residual stream begins with std / sqrt(2 layers)"),
     "model.lora.rank":              Key("rank of LoRA's additions to frozen weights (arXiv:2106.09685); 0: all weights are trained"),
     "model.lora.alpha":             Key("the additions are scaled by alpha / rank"),
     "model.lora.targets":           Key("the linear layers that get a LoRA addition"),
