@@ -32,6 +32,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("data.cache",           "free"),
     ("data.",                "acceptable"),
     ("optim.name",           "acceptable"),
+    ("optim.mup",            "acceptable"),    # the rates of most weights
     ("optim.gradient_copy",  "free"),        # memory
     ("optim.",               "reported"),
     ("parallel.compress.",   "reported"),        # trains another curve

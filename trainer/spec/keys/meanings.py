@@ -193,6 +193,8 @@ KEYS = {
     "optim.muon.nesterov":          Key("muon: Nesterov's momentum"),
     "optim.muon.ns_steps":          Key("muon: iterations of Newton and Schulz that make a matrix orthogonal"),
     "optim.muon.adjust_lr_fn":      Key("muon: factor of lr; match_rms_adamw: steps as large as AdamW's"),
+    "optim.mup":                    Key("the width for which lr was found; scales rates and initial values (arXiv:2203.03466)",
+                                        null="lr is of this model"),
     "optim.schedule":               Key("how the rate falls from lr to min_lr after the warmup"),
     "optim.warmup":                 Key("length of the linear rise to lr", "steps"),
     "optim.min_lr":                 Key("the learning rate at the end of the schedule"),
