@@ -83,3 +83,16 @@ def test_each_element_has_the_bits_of_its_place_in_the_logical_tensor(most: int,
         found.append(random_words(*own).flatten())
         assert torch.equal(words_at(*own, torch.arange(block.rows * block.columns)), found[-1])
     assert torch.equal(torch.cat(found), expected[first:stop])
+
+
+def test_a_second_moment_decays_only_where_it_is_rounded_at_random() -> None:
+    """With beta2 0.999, after gradients have fallen tenfold; root mean squares as a share of float32's."""
+    draw, sizes = torch.Generator().manual_seed(0), (8, 64)
+    wide, nearest, found = (torch.zeros(sizes) for _ in range(3))
+    for step in range(3000):
+        square = torch.randn(sizes, generator=draw).mul_(1 if step < 500 else 0.1).square_()
+        wide, nearest, found = (0.999 * each + 0.001 * square for each in (wide, nearest, found))
+        nearest = nearest.bfloat16().float()
+        found = rounded(found, words(torch.arange(8), torch.arange(64), step=step), 0).float()
+    assert found.mean() / wide.mean() == pytest.approx(1, abs=0.03)
+    assert nearest.mean() / wide.mean() > 4

@@ -142,3 +142,21 @@ def test_a_search_finds_the_best_layouts() -> None:
     some, every = (kind(Space(rounded("llama"), runnable=True), rows=10).run_all() for kind in (LayoutSearch, NothingDiscarded))
     assert some.best
     assert [(each.peak, each.seconds) for each in some.best] == [(each.peak, each.seconds) for each in every.best]
+
+
+# fmt: off
+STALLS: list[tuple[tuple[str, ...], bool]] = [  # what differs, whether some moments do not decay
+    (("optim.betas=[0.9,0.996]",),   False),  # 1 - 2^-8 is 0.99609
+    (("optim.betas=[0.9,0.9961]",),  True),
+    (("optim.betas=[0.9,0.9961]", "optim.rounding=stochastic"), False),
+    (("optim.betas=[0.9,0.9961]", "optim.moments=fp32"),        False),
+    (("optim.betas=[0.9961,0.95]",), True),
+    ((*SGD, "optim.betas=[0.9,0.9961]"), False),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("words", "stalls"), STALLS)
+def test_a_plan_warns_of_moments_that_do_not_decay(words: tuple[str, ...], stalls: bool) -> None:
+    rules = [each.rule for each in planned(*LLAMA, BF16, "optim.rounding=nearest", *words).warnings]
+    assert ("moments" in rules) == stalls
