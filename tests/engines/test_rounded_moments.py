@@ -9,10 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.rounded_states import RoundedOptimizer, round_moment  # noqa: E402
 from distrain.trainer.engines.native.data_parallel import worker_average  # noqa: E402
 from distrain.trainer.engines.native.muon import MuonStep  # noqa: E402
 from distrain.trainer.engines.native.rounded_moments import MOMENTUM, MomentRounding, step_adamw, step_sgd  # noqa: E402
+from distrain.trainer.loop.reference_curves.reference_run import plain_optimizer  # noqa: E402
 
 NAME, ROWS, COLUMNS = "weight", 6, 50
 
@@ -70,6 +72,25 @@ def test_a_part_steps_as_the_optimizer_of_few_lines(name: str, rounding: str) ->
                 step_adamw(part, bucket.master.data, own, state, group, divisor=divisor, skip=torch.tensor(1.0))
             assert torch.equal(bucket.master, before)
             assert all(torch.equal(one, other) for one, other in zip(state.values(), kept, strict=True))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_optimizer_of_simulated_curves_rounds_as_that_of_few_lines(name: str, rounding: str) -> None:
+    words = (f"optim.name={name}", "optim.momentum=0.9", f"optim.rounding={rounding}", "optim.moments=bf16", "optim.lr=0.5")
+    run = load_recipe("quickstart", words)
+    values = torch.ones(ROWS, COLUMNS)
+    module, weights = torch.nn.ParameterDict({NAME: values.clone()}), {NAME: torch.nn.Parameter(values.clone())}
+    plain, optimizer = RoundedOptimizer(run, module), plain_optimizer(run, weights)
+    for gradient in gradients():
+        module[NAME].grad, weights[NAME].grad = gradient, gradient.clone()
+        plain.step()
+        optimizer.step()
+    for (kind, _), moment in plain.moments().items():
+        found = optimizer.state[weights[NAME]][kind]
+        assert torch.equal(found, found.bfloat16().float())
+        assert (found != moment).float().mean() < 0.02
+    assert torch.allclose(weights[NAME], module[NAME], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
