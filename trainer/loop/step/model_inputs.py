@@ -11,9 +11,11 @@ from torch import Tensor
 
 from ...layers.counter_rng import dropout_keys
 from ...layers.cross_entropy import IGNORED
+from ...layers.transformer.document_attention import document_bounds
 from ...models.families import has_experts
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import context_parallel_of
+from ...spec.derived.document_kernel import takes_bounds
 from ...spec.run import Run
 from ..data.samples.batches import Batch
 
@@ -28,6 +30,8 @@ def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[
     further: dict[str, Any] = {}
     if batch.documents is not None:
         further["documents"] = batch.documents.to(device, non_blocking=True)
+        if takes_bounds(run):
+            further["bounds"] = (batch.bounds or document_bounds(batch.documents)).to(device)
     if run.model.dropout and step is not None:
         further["keys"] = dropout_keys(run.train.seed, step, batch.samples.to(device), torch.arange(seq, device=device))
     if context is not None and has_experts(run.model) and run.model.aux_loss:
