@@ -69,5 +69,5 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             for each in value:
                 yield from tensors_in(each)
         case _:
-            for name in ("buffer", "states", "starts", "counts"):  # of DeepSpeed's message buckets; of dropout's keys; of bounds
+            for name in ("buffer", "states", "starts", "host"):  # of DeepSpeed's message buckets; of dropout's keys; of bounds
                 yield from tensors_in(getattr(value, name, None))

@@ -27,7 +27,8 @@ from .core_attention import (
     window_mask,
     windowed_attention,
 )
-from .document_attention import DocumentBounds, document_attention
+from .document_attention import DocumentCore, document_attention
+from .document_bounds import DocumentBounds
 from .head_exchange import exchange_for_heads, exchange_for_tokens
 from .rotary import rotate
 
@@ -112,7 +113,7 @@ class Attention(nn.Module):
         band = band if self.window else None
         query, key, value = self.heads(x, angles)
         if cp is not None and not cp.exchanges_heads:
-            values = self.core_across_ranks(query, key, value, mask, states, cp)  # [B, S, A, D]
+            values = self.core_across_ranks(query, key, value, mask, states, cp, bounds)  # [B, S, A, D]
         else:
             first_head = self.first_head
             if cp is not None:
@@ -155,12 +156,21 @@ class Attention(nn.Module):
         return weighted_values(self.dropout(weights, states, _head_numbers(query, first_head)), value).transpose(1, 2)
 
     def core_across_ranks(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, states: Tensor | None, cp: ContextParallel
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        states: Tensor | None,
+        cp: ContextParallel,
+        bounds: DocumentBounds | None,
     ) -> Tensor:
         """As `core`, where ranks share the sequence; the core's own backward does the selective recomputation."""
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         core: AttentionCore
-        if self.kernel == "flash" and not self.dropout.is_active(states):
+        if bounds is not None:
+            core = DocumentCore(cp, bounds, self.scale)
+        elif self.kernel == "flash" and not self.dropout.is_active(states):
             core = FlashCore(cp, self.scale) if is_for_flash(query, value, mask) else FusedCore(cp, self.scale)
         else:
             draw_mask = (

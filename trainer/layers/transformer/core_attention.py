@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 
+from ...spec.derived.document_kernel import MOST_HEAD_DIM
 from .context_parallel import ContextParallel, Tensors
 
 # B batch, S sequence, s this rank's part of it, A heads, N key and value heads, G = A / N, D head_dim, L tokens of a block;
@@ -24,7 +25,7 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _GPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 _GPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
-HEAD_ALIGNED, MOST_HEAD_DIM = 8, 256  # elements; FlashAttention-2 on a GPU takes heads of a multiple of the first, up to the second
+HEAD_ALIGNED = 8  # elements, of which a head of FlashAttention-2 on a GPU has a multiple
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
@@ -200,7 +201,7 @@ class FlashCore:
         for rows, keys, causal, block_mask in self._blocks(key.shape[2], mask):
             block, log_sum = flash_block(query[:, :, rows], key[:, :, keys], value[:, :, keys], causal, block_mask, self.scale)
             if rows.start == begun:
-                _add_block(values[:, rows].transpose(1, 2), log_sums[:, :, rows], block, log_sum)
+                add_block(values[:, rows].transpose(1, 2), log_sums[:, :, rows], block, log_sum)
             else:
                 values[:, rows], log_sums[:, :, rows], begun = block.transpose(1, 2), log_sum, rows.start
         return values, (values, log_sums)
@@ -227,7 +228,7 @@ class FlashCore:
             yield KeyBlock(rows, slice(span.start, span.stop), True, None)
 
 
-def _add_block(values: Tensor, log_sums: Tensor, block: Tensor, log_sum: Tensor) -> None:
+def add_block(values: Tensor, log_sums: Tensor, block: Tensor, log_sum: Tensor) -> None:
     """Add a block's values to the values [B, A, L, D] so far, in place, each weighted by its share of the sum of exponentials."""
     total = torch.logaddexp(log_sums, log_sum)
     values.copy_(values * torch.exp(log_sums - total).unsqueeze(-1) + block * torch.exp(log_sum - total).unsqueeze(-1))

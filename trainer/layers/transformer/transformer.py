@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...spec.derived.document_kernel import widest_head
+from ...spec.derived.document_kernel import gathers_in_graphs, widest_head
 from ...spec.run import Run
 from ..counter_rng import DropoutKeys
 from ..cross_entropy import IGNORED, cross_entropy
@@ -23,7 +23,8 @@ from ..tensor_parallel import Linear, TensorParallel
 from .attention import Attention
 from .context_parallel import ContextParallel
 from .core_attention import window_band
-from .document_attention import DocumentBounds, takes_documents
+from .document_attention import takes_documents
+from .document_bounds import DocumentBounds
 from .embedding_and_head import Embedding, LMHead, VocabEmbedding
 from .feed_forward import FeedForward
 from .rotary import local_rotary, rotary_angles
@@ -130,6 +131,7 @@ class Transformer(nn.Module):
         self.model, self.tp, self.cp, self.ep = model, tp, cp, ep
         self.recompute = run.parallel.recompute == "full"
         self.is_fused = run.train.attention == "flash"
+        self.gathers_in_graphs = gathers_in_graphs(run)
         self.first, self.last = first, last
         self.compute_type: torch.dtype | None = None  # of activations, where it is not that of parameters
         if first:
@@ -228,14 +230,13 @@ class Transformer(nn.Module):
             angles = rotary_angles(model, positions, size, dtype)
             local_angles = rotary_angles(local_rotary(model), positions, size, dtype) if model.has_local_rope else None
         attending = positions  # of the queries of this rank's attention
-        has_all_tokens = self.cp is None or self.cp.exchanges_heads
-        if self.cp is not None and has_all_tokens:
+        if self.cp is not None and self.cp.exchanges_heads:
             attending = torch.arange(len(positions) * self.cp.group.size, device=tokens.device)
         is_fused = self.is_fused and (keys is None or not model.dropout)
-        if bounds is not None and not (is_fused and has_all_tokens and takes_documents(tokens.device, dtype, widest_head(model))):
+        if not (is_fused and bounds is not None and self._takes_documents(tokens.device, dtype)):
             bounds = None
         mask = starts = None
-        if documents is not None and (bounds is None or self.positions is not None):
+        if documents is not None and (bounds is None or (self.first and self.positions is not None)):
             every_start = document_starts(documents)
             starts = every_start[:, positions]
             if bounds is None:
@@ -258,6 +259,10 @@ class Transformer(nn.Module):
             sharded_dropout_states=self.tp.shard(own_states) if own_states is not None and self.tp else own_states,
             cp=self.cp,
         )
+
+    def _takes_documents(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether attention's kernel takes the bounds of documents in place of a mask."""
+        return takes_documents(device, dtype, widest_head(self.model)) and not (self.gathers_in_graphs and device.type == "cuda")
 
     def _positions(self, tokens: Tensor) -> Tensor:
         """Return the positions [S] of tokens [B, S] in the whole sequence."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...layers.counter_rng import dropout_keys
 from ...layers.cross_entropy import IGNORED
-from ...layers.transformer.document_attention import document_bounds
+from ...layers.transformer.document_bounds import document_bounds
 from ...models.families import has_experts
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import context_parallel_of

@@ -17,7 +17,7 @@ from ...layers.parameters_by_prefix import Parameters, sub_parameters
 from ...layers.tensor_parallel import TensorParallel, gather_inputs, reduce_outputs
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.context_parallel import ContextParallel
-from ...layers.transformer.document_attention import DocumentBounds
+from ...layers.transformer.document_bounds import DocumentBounds
 from ...layers.transformer.feed_forward import ACTIVATIONS, FeedForward
 from ...layers.transformer.transformer import AttentionHalf, LayerInputs, Transformer
 from ...spec.run import Run

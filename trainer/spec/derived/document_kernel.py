@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from ..run import Model, Run
+from .compiled_layers import has_compiled_layers
 
 MOST_HEAD_DIM = 256  # elements of a query, key or value that FlashAttention-2 takes
 
 
 def takes_bounds(run: Run) -> bool:
-    """Return whether a run's training steps give attention the bounds of documents, wherever its device has a kernel that takes them.
-
-    Not where ranks gather the keys of a sequence, and not with dropout, which a kernel could not key.
-    """
-    whole = run.parallel.cp == 1 or run.parallel.cp_comm == "all_to_all"
-    return run.data.documents and run.train.attention == "flash" and not run.model.dropout and whole
+    """Return whether a run's attention takes the bounds of documents wherever its device has a kernel for them: not with dropout, which a
+    kernel could not key."""
+    return run.data.documents and run.train.attention == "flash" and not run.model.dropout
 
 
 def has_document_kernel(run: Run) -> bool:
@@ -22,7 +20,15 @@ def has_document_kernel(run: Run) -> bool:
     device = run.cluster.device
     if not takes_bounds(run):
         return False
-    return device.kind == "cpu" or (run.train.precision != "fp32" and "bf16" in device.peak and widest_head(run.model) <= MOST_HEAD_DIM)
+    takes_heads = run.train.precision != "fp32" and "bf16" in device.peak and widest_head(run.model) <= MOST_HEAD_DIM
+    return device.kind == "cpu" or (takes_heads and not gathers_in_graphs(run))
+
+
+def gathers_in_graphs(run: Run) -> bool:
+    """Return whether compiled layers gather the keys of ranks that share a sequence: on a GPU their graphs would keep what they gather for
+    a kernel that saves its log-sum-exp."""
+    parallel = run.parallel
+    return parallel.cp > 1 and parallel.cp_comm == "all_gather" and has_compiled_layers(run.train, parallel)
 
 
 def widest_head(model: Model) -> int:

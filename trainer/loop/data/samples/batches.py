@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....layers.cross_entropy import IGNORED
-from ....layers.transformer.document_attention import DocumentBounds, document_bounds
+from ....layers.transformer.document_bounds import DocumentBounds, document_bounds
 from .corpus import Corpus, Split, windows
 from .order import Indices, blend, permuted_index, random_key
 
