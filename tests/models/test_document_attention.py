@@ -153,9 +153,9 @@ class FakeFlash:
     def backward(self, grad: Tensor, *arguments: Any, scale: float, window_size_left: int | None, window_size_right: int) -> Any:
         query, key, value, values, log_sums, queries, keys, most_queries, most_keys, dropout, causal, *_ = arguments
         given = tuple(each.detach().requires_grad_() for each in (query, key, value))
-        further = {"scale": scale, "window_size_left": window_size_left, "window_size_right": window_size_right}
+        sizes = queries, keys, most_queries, most_keys, dropout, causal, False
         with torch.enable_grad():
-            again, sums = self.forward(*given, queries, keys, most_queries, most_keys, dropout, causal, False, **further)
+            again, sums = self.forward(*given, *sizes, scale=scale, window_size_left=window_size_left, window_size_right=window_size_right)
         torch.testing.assert_close(values, again.detach())
         torch.testing.assert_close(log_sums, sums.detach())
         return torch.autograd.grad(again, given, grad)

@@ -184,17 +184,35 @@ def test_rotary_angles_of_the_whole_sequence_are_saved_once_a_stage() -> None:
         assert [one - other for one, other in zip(with_angles, without, strict=True)] == [parts * each * held for held in flights]
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_documents_save_one_mask_and_on_a_gpu_keys_and_values_for_each_query_head(kind: Literal["cpu", "cuda"]) -> None:
-    """The mask [B, S, S] is saved once for all layers; CUDA's fused kernel that takes one takes no grouped heads."""
+HALF: dict[str, Any] = {"cluster__device__peak": {"bf16": 1e14, "fp32": 1e13}}  # compute capability 8 or later
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "has_mask"),
+    [
+        ("cpu", {}, False),
+        ("cpu", {"train__attention": "math"}, False),  # which saves scores
+        ("cuda", HALF, False),
+        ("cuda", HALF | {"model__window": 8}, False),
+        ("cuda", HALF | {"model__head_dim": 264}, True),
+        ("cuda", {}, True),
+    ],
+)
+def test_documents_save_a_mask_where_no_kernel_takes_their_bounds(
+    kind: Literal["cpu", "cuda"], changes: dict[str, Any], has_mask: bool
+) -> None:
+    """The mask [B, S, S] is saved once for all layers; CUDA's fused kernel that takes one takes no grouped heads. With bounds the blocks of
+    a window save nothing either."""
     model = Model(
         family="llama", layers=3, hidden=64, heads=8, kv_heads=2, vocab=250, ffn=128, norm="rmsnorm", act="swiglu", positions="rope"
     )
     keys: dict[str, Any] = {"engine": "auto", "cluster__device": replace(CPU, kind=kind), "train__precision": "bf16", "train__seq": 32}
-    keys |= {"train__attention": "flash", "train__microbatch": 2, "train__batch": 2}
+    keys |= {"train__attention": "flash", "train__microbatch": 2, "train__batch": 2, **changes}
     plain, apart = (first_stage(run_of(model, 1, **keys, data__documents=each)).activations for each in (False, True))
-    copies = 3 * 2 * (64 - 16) * 2 * 32 * 2 if kind == "cuda" else 0
-    assert apart - plain == 2 * 32 * 32 * 2 + copies
+    if "model__window" in changes:
+        plain = first_stage(run_of(model, 1, **keys | {"model__window": None})).activations
+    copies = 3 * 2 * (8 - 2) * keys.get("model__head_dim", 8) * 2 * 32 * 2
+    assert apart - plain == (2 * 32 * 32 * 2 + copies) * has_mask
 
 
 def test_a_head_saves_one_float32_a_token_of_the_whole_sequence_and_its_logits() -> None:

@@ -15,7 +15,6 @@ from ...layers.transformer.document_bounds import document_bounds
 from ...models.families import has_experts
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import context_parallel_of
-from ...spec.derived.document_kernel import takes_bounds
 from ...spec.run import Run
 from ..data.samples.batches import Batch
 
@@ -30,7 +29,7 @@ def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[
     further: dict[str, Any] = {}
     if batch.documents is not None:
         further["documents"] = batch.documents.to(device, non_blocking=True)
-        if takes_bounds(run):
+        if run.train.attention == "flash" and not (run.model.dropout and step is not None):
             further["bounds"] = (batch.bounds or document_bounds(batch.documents)).to(device)
     if run.model.dropout and step is not None:
         further["keys"] = dropout_keys(run.train.seed, step, batch.samples.to(device), torch.arange(seq, device=device))

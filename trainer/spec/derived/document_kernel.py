@@ -8,17 +8,11 @@ from .compiled_layers import has_compiled_layers
 MOST_HEAD_DIM = 256  # elements of a query, key or value that FlashAttention-2 takes
 
 
-def takes_bounds(run: Run) -> bool:
-    """Return whether a run's attention takes the bounds of documents wherever its device has a kernel for them: not with dropout, which a
-    kernel could not key."""
-    return run.data.documents and run.train.attention == "flash" and not run.model.dropout
-
-
 def has_document_kernel(run: Run) -> bool:
-    """Return whether attention keeps documents apart in its kernel: on a CPU ours, on a GPU from compute capability 8 FlashAttention-2,
-    which takes half precision."""
+    """Return whether attention keeps documents apart in its kernel where it trains: on a CPU ours, on a GPU from compute capability 8
+    FlashAttention-2, which takes half precision. Not with dropout, which a kernel could not key."""
     device = run.cluster.device
-    if not takes_bounds(run):
+    if not run.data.documents or run.train.attention != "flash" or run.model.dropout:
         return False
     takes_heads = run.train.precision != "fp32" and "bf16" in device.peak and widest_head(run.model) <= MOST_HEAD_DIM
     return device.kind == "cpu" or (takes_heads and not gathers_in_graphs(run))
