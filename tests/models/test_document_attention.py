@@ -20,9 +20,10 @@ from distrain.trainer.parallel.saved_bytes import count_saved_tensors  # noqa: E
 
 S, A = 24, 4
 WINDOWS = (None, 1, 5, 12, 40)
+Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
 
 
-def marks(kind: str) -> Tensor:
+def marks(kind: str) -> Any:
     """Return marks of documents [B, S]."""
     drawn = torch.Generator().manual_seed(4)
     match kind:
@@ -38,7 +39,7 @@ def marks(kind: str) -> Tensor:
 KINDS = ("one a row", "each token", "two", "drawn")
 
 
-def masked_attention(inputs: tuple[Tensor, ...], documents: Tensor, window: int | None, scale: float | None = None) -> Tensor:
+def masked_attention(inputs: Inputs, documents: Tensor, window: int | None, scale: float | None = None) -> Tensor:
     """Return the values [B, S, A, D] in separate kernels, under a mask."""
     query, key, value = (each.transpose(1, 2) for each in inputs)
     mask = document_mask(document_starts(documents), torch.arange(S), S, query.dtype)
@@ -47,14 +48,15 @@ def masked_attention(inputs: tuple[Tensor, ...], documents: Tensor, window: int 
     return weighted_values(attention_weights(query, key, mask, scale), value).transpose(1, 2)
 
 
-def inputs_of(batch: int, kv_heads: int = A, dims: tuple[int, int] = (8, 8), dtype: Any = torch.float64) -> tuple[Tensor, ...]:
+def inputs_of(batch: int, kv_heads: int = A, dims: tuple[int, int] = (8, 8), dtype: Any = torch.float64) -> Inputs:
     """Return a query, key and value [B, S, A or N, D] of width dims[0], dims[0] and dims[1]."""
     drawn, (dim, value_dim) = torch.Generator().manual_seed(7), dims
     shapes = ((A, dim), (kv_heads, dim), (kv_heads, value_dim))
-    return tuple(torch.randn(batch, S, *shape, dtype=torch.float64, generator=drawn).to(dtype).requires_grad_() for shape in shapes)
+    query, key, value = (torch.randn(batch, S, *shape, dtype=torch.float64, generator=drawn).to(dtype).requires_grad_() for shape in shapes)
+    return query, key, value
 
 
-def with_gradients(values: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def with_gradients(values: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
     """Return the values and the gradients of the inputs, from a drawn gradient of the values."""
     grad = torch.randn(values.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9)).to(values.dtype)
     return values, *torch.autograd.grad(values, inputs, grad)
@@ -79,7 +81,8 @@ def test_other_types_are_close(dtype: Any, apart: float, window: int | None) -> 
     documents = marks("drawn")
     inputs = inputs_of(len(documents), 2, dtype=dtype)
     found = with_gradients(document_attention(*inputs, document_bounds(documents), window), inputs)
-    wide = tuple(each.detach().double().requires_grad_() for each in inputs)
+    query, key, value = (each.detach().double().requires_grad_() for each in inputs)
+    wide = query, key, value
     for ours, theirs in zip(found, with_gradients(masked_attention(wide, documents, window), wide), strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=apart)
