@@ -16,6 +16,7 @@ from ..trainer.layers.transformer.document_bounds import document_bounds
 from ..trainer.models.build import build_model
 from ..trainer.parallel.saved_bytes import count_saved_tensors
 from ..trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
+from .show_help import show_help
 
 MODEL = Model(
     family="llama", layers=2, hidden=256, heads=8, kv_heads=2, ffn=512, vocab=1000, norm="rmsnorm", act="swiglu", positions="rope"
@@ -59,4 +60,5 @@ def measured(seq: int, length: int, rounds: int) -> list[tuple[float, int]]:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

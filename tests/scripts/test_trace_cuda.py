@@ -158,20 +158,19 @@ EXCHANGE_JOBS = [
     TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *GEMMA, *EXCHANGE, "parallel.recompute=none")),
 ]
 APART = ("data.documents=true", "train.precision=bf16", "train.attention=flash", "model.dropout=0")
-DOCUMENT_JOBS = [  # kept apart by the kernel, in each family; Gemma's layers with a window, experts and latent attention too
+DOCUMENT_JOBS = [  # kept apart by the kernel, in each family: with windows, experts, latent attention
     TraceJob(recipe=MODELS[model][0], words=(*GPU, *PLAIN, *MODELS[model][1:], *layout, *APART, *words))
     for model, layout, words in (
         ("gpt", LAYOUTS["one rank"], ("train.compile=true",)),
         ("moe", LAYOUTS["pp"], ("parallel.recompute=full",)),
-        ("llama", LAYOUTS["sequence"], ("train.compile=true", "parallel.recompute=selective")),
+        ("llama", LAYOUTS["sequence"], ("train.compile=true", "parallel.recompute=none")),
         ("llama", LAYOUTS["cp"], ("parallel.recompute=selective", "train.microbatch=2")),
-        ("llama", EXCHANGE, ("train.compile=true",)),
+        ("llama", LAYOUTS["cp"], ("train.compile=true",)),  # by a mask: compiled layers would keep the keys that they gather
+        ("llama", EXCHANGE, ("train.compile=true", "model.window=512")),
     )
 ]
 DOCUMENT_JOBS += [
-    TraceJob(
-        recipe="llama3_8b", words=(*GPU, *PLAIN, *GEMMA, *LAYOUTS["one rank"], *APART, "parallel.recompute=none", "train.compile=true")
-    ),
+    TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *GEMMA, *LAYOUTS["one rank"], *APART, "parallel.recompute=none")),
     TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *LATENT, *LAYOUTS["sequence"], *APART, "parallel.recompute=none")),
 ]
 FP8_JOBS = [
