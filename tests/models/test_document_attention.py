@@ -11,12 +11,17 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch import Tensor  # noqa: E402
 
 from distrain.tests.fakes.small_models import batch_of, module_of, run_of  # noqa: E402
+from distrain.trainer.layers.dtypes import PRECISION_DTYPES  # noqa: E402
+from distrain.trainer.layers.transformer import document_attention as document_attention_module  # noqa: E402
 from distrain.trainer.layers.transformer import document_kernels  # noqa: E402
 from distrain.trainer.layers.transformer.core_attention import attention_weights, weighted_values, window_mask  # noqa: E402
-from distrain.trainer.layers.transformer.document_attention import document_attention  # noqa: E402
+from distrain.trainer.layers.transformer.document_attention import document_attention, takes_documents  # noqa: E402
 from distrain.trainer.layers.transformer.document_bounds import document_bounds, document_chunks  # noqa: E402
 from distrain.trainer.layers.transformer.transformer import document_mask, document_starts  # noqa: E402
 from distrain.trainer.parallel.saved_bytes import count_saved_tensors  # noqa: E402
+from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
+from distrain.trainer.spec.derived.document_kernel import has_document_kernel, widest_head  # noqa: E402
+from distrain.trainer.spec.run import Device  # noqa: E402
 
 S, A = 24, 4
 WINDOWS = (None, 1, 5, 12, 40)
@@ -103,6 +108,30 @@ def test_the_kernel_keeps_its_inputs_its_values_and_a_float32_a_row() -> None:
         values = document_attention(*inputs, bounds)
     assert saved.bytes == 4 * len(documents) * S * A * (8 + 1)
     assert values.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("precision", "head_dim", "is_recent", "expected"),
+    [
+        ("bf16", 128, True, True),
+        ("fp16", 256, True, True),
+        ("fp8", 64, True, True),
+        ("bf16", 264, True, False),
+        ("fp32", 64, True, False),
+        ("fp16", 64, False, False),
+    ],
+)
+def test_the_plan_and_the_model_agree_on_which_gpus_have_the_kernel(
+    precision: Any, head_dim: int, is_recent: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_attention_module, "has_flash_attention", lambda: is_recent)
+    peak: dict[Any, float] = {"fp16": 1e14, "fp32": 1e13} | ({"bf16": 1e14} if is_recent else {})
+    run = run_of("llama", data__documents=True, train__precision=precision, train__attention="flash", model__head_dim=head_dim)
+    run = with_changes(run, [("cluster.device", Device(name="gpu", memory=1e11, kind="cuda", peak=peak))])
+    assert has_document_kernel(run) == expected
+    assert takes_documents(torch.device("cuda"), PRECISION_DTYPES[precision], widest_head(run.model)) == expected
+    assert not has_document_kernel(with_changes(run, [("model.dropout", 0.1)]))
+    assert not has_document_kernel(with_changes(run, [("train.attention", "math")]))
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "moe", "mla"])
