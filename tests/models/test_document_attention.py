@@ -196,11 +196,11 @@ class FakeFlash:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("dims", [(8, 8), (12, 8)])
+@pytest.mark.parametrize(("dims", "most"), [((8, 8), None), ((12, 8), 2)])
 def test_what_is_asked_of_a_gpu_is_what_a_mask_gives(
-    kind: str, window: int | None, ranks: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    kind: str, window: int | None, ranks: int, dims: tuple[int, int], most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all rows as one sequence, and of the two chunks that each rank of a split sequence has."""
+    """Of all rows as one sequence, and of the two chunks that each rank of a split sequence has; in calls of at most so many documents."""
     fake = FakeFlash()
     monkeypatch.setattr(document_kernels, "_GPU_FORWARD", fake.forward)
     monkeypatch.setattr(document_kernels, "_GPU_BACKWARD", fake.backward)
@@ -214,7 +214,7 @@ def test_what_is_asked_of_a_gpu_is_what_a_mask_gives(
         spans = [rank * length, (2 * ranks - 1 - rank) * length] if ranks > 1 else []
         own = torch.cat([torch.arange(begin, begin + length) for begin in spans]) if spans else torch.arange(S)
         mine = (plain[0][:, own], *plain[1:])
-        chunks = list(document_chunks(host, len(documents), len(own), S, spans))
+        chunks = list(document_chunks(host, len(documents), len(own), S, spans, most))
         results = document_kernels.values_on_gpu(mine, host, chunks, window or 0, dims[0] ** -0.5)
         torch.testing.assert_close(results[0], values[:, own], rtol=0, atol=1e-12)
         parts = document_kernels.gradients_on_gpu(grad[:, own], mine, results, host, chunks, window or 0, dims[0] ** -0.5)

@@ -15,8 +15,8 @@ from torch import Tensor
 from ...spec.derived.document_kernel import MOST_HEAD_DIM
 from .context_parallel import ContextParallel, Tensors
 from .core_attention import has_flash_attention, score_scale
-from .document_bounds import DocumentBounds, document_chunks
-from .document_kernels import empty_results, gradients_on_cpu, gradients_on_gpu, values_on_cpu, values_on_gpu
+from .document_bounds import DocumentBounds, DocumentChunk, document_chunks
+from .document_kernels import DOCUMENT_ROWS, empty_results, gradients_on_cpu, gradients_on_gpu, values_on_cpu, values_on_gpu
 
 # B batch, S sequence, s those of its tokens that have queries on this rank, A heads, N key and value heads, D head_dim, which values may
 # have another of, W window
@@ -73,7 +73,7 @@ def _attend(
 
     `spans` are as `document_chunks` has them; a window of 0 is none.
     """
-    inputs, chunks = (query, key, value), list(document_chunks(host, query.shape[0], query.shape[1], key.shape[1], spans))
+    inputs, chunks = (query, key, value), _chunks(query, key, host, spans)
     if query.is_cuda:
         return values_on_gpu(inputs, starts, chunks, window, scale)
     return values_on_cpu(inputs, chunks, window, scale)
@@ -99,7 +99,7 @@ def _gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value from that of the values [B, s, A, D]."""
-    inputs, chunks = (query, key, value), list(document_chunks(host, query.shape[0], query.shape[1], key.shape[1], spans))
+    inputs, chunks = (query, key, value), _chunks(query, key, host, spans)
     if query.is_cuda:
         found = gradients_on_gpu(grad.contiguous(), inputs, (values, log_sums), starts, chunks, window, scale)
     else:
@@ -123,3 +123,11 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _attend.register_autograd(_backward, setup_context=_save)
+
+
+def _chunks(query: Tensor, key: Tensor, host: Tensor, spans: Sequence[int]) -> list[DocumentChunk]:
+    """Return the chunks of queries; on a GPU in parts of so few documents that backward holds no more for them than for the micro-batch's
+    queries."""
+    batch, queries = query.shape[:2]
+    most = max(1, batch * queries // DOCUMENT_ROWS) if query.is_cuda else None
+    return list(document_chunks(host, batch, queries, key.shape[1], spans, most))

@@ -72,8 +72,10 @@ class DocumentChunk(NamedTuple):
         )
 
 
-def document_chunks(host: Tensor, batch: int, queries: int, keys: int, spans: Sequence[int]) -> Iterator[DocumentChunk]:
-    """Yield the chunks of queries [B, s] for keys [B, S], in the order of the queries.
+def document_chunks(
+    host: Tensor, batch: int, queries: int, keys: int, spans: Sequence[int], most: int | None = None
+) -> Iterator[DocumentChunk]:
+    """Yield the chunks of queries [B, s] for keys [B, S], in the order of the queries; a chunk of more documents than `most` in parts.
 
     A row's queries are chunks of one length, the first tokens of which are at `spans` in the sequence. Without any, each query has its own
     key, and all rows are one sequence.
@@ -81,14 +83,31 @@ def document_chunks(host: Tensor, batch: int, queries: int, keys: int, spans: Se
     count = int(torch.searchsorted(host, batch * keys))
     starts: list[int] = host[: count + 1].tolist()
     if not spans:
-        everything = slice(0, batch * queries)
-        yield DocumentChunk(None, everything, everything, 0, starts, slice(0, count + 1), 0)
+        yield from _parts(
+            DocumentChunk(None, slice(0, batch * queries), slice(0, batch * queries), 0, starts, slice(0, count + 1), 0), most
+        )
         return
     length = queries // len(spans)
     for row in range(batch):
         for index, place in enumerate(spans):
             offset, begin = row * keys, row * queries + index * length
             first, last = bisect_right(starts, offset + place) - 1, bisect_left(starts, offset + place + length)
-            own = [start - offset for start in starts[first:last]]
-            rows = slice(index * length, (index + 1) * length)
-            yield DocumentChunk(row, rows, slice(begin, begin + length), place, [*own, place + length], slice(first, last + 1), offset)
+            own = [*(start - offset for start in starts[first:last]), place + length]
+            rows, sums = slice(index * length, (index + 1) * length), slice(begin, begin + length)
+            yield from _parts(DocumentChunk(row, rows, sums, place, own, slice(first, last + 1), offset), most)
+
+
+def _parts(chunk: DocumentChunk, most: int | None) -> Iterator[DocumentChunk]:
+    """Yield a chunk in parts of at most so many documents."""
+    count = len(chunk.starts) - 1
+    for first in range(0, count, most or count):
+        starts = chunk.starts[first : min(first + (most or count), count) + 1]
+        place = max(starts[0], chunk.place)
+        begin, size = place - chunk.place, starts[-1] - place
+        yield chunk._replace(
+            queries=slice(chunk.queries.start + begin, chunk.queries.start + begin + size),
+            sums=slice(chunk.sums.start + begin, chunk.sums.start + begin + size),
+            place=place,
+            starts=starts,
+            documents=slice(chunk.documents.start + first, chunk.documents.start + first + len(starts)),
+        )

@@ -22,6 +22,7 @@ from .document_bounds import DocumentChunk
 
 _GPU_FORWARD = torch.ops.aten._flash_attention_forward
 _GPU_BACKWARD = torch.ops.aten._flash_attention_backward
+DOCUMENT_ROWS = 128  # queries whose float32 gradients FlashAttention-2's backward holds for each document, beside those of all queries
 
 
 def empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +134,7 @@ def _gpu_bounds(chunk: DocumentChunk, starts: Tensor, window: int) -> tuple[tupl
     """
     own = starts[chunk.documents]
     queries, keys = own, own
-    if chunk.row is not None:
+    if chunk.row is not None or chunk.place:
         queries = (own - (chunk.offset + chunk.place)).clamp(0, chunk.keys.stop - chunk.place)
         keys = (own - (chunk.offset + chunk.keys.start)).clamp(max=chunk.keys.stop - chunk.keys.start)
     longest = chunk.longest
