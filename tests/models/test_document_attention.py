@@ -215,6 +215,7 @@ def test_what_is_asked_of_a_gpu_is_what_a_mask_gives(
         own = torch.cat([torch.arange(begin, begin + length) for begin in spans]) if spans else torch.arange(S)
         mine = (plain[0][:, own], *plain[1:])
         chunks = list(document_chunks(host, len(documents), len(own), S, spans, most))
+        assert max(len(each.starts) - 1 for each in chunks) <= (most or len(documents) * S)
         results = document_kernels.values_on_gpu(mine, host, chunks, window or 0, dims[0] ** -0.5)
         torch.testing.assert_close(results[0], values[:, own], rtol=0, atol=1e-12)
         parts = document_kernels.gradients_on_gpu(grad[:, own], mine, results, host, chunks, window or 0, dims[0] ** -0.5)
