@@ -17,6 +17,7 @@ from ...layers.parameters_by_prefix import Parameters, sub_parameters
 from ...layers.tensor_parallel import TensorParallel, gather_inputs, reduce_outputs
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.context_parallel import ContextParallel
+from ...layers.transformer.document_bounds import DocumentBounds
 from ...layers.transformer.feed_forward import ACTIVATIONS, FeedForward
 from ...layers.transformer.transformer import AttentionHalf, LayerInputs, Transformer
 from ...spec.run import Run
@@ -158,6 +159,7 @@ class MoETransformer(Transformer):
         *,
         stream: Tensor | None = None,
         documents: Tensor | None = None,
+        bounds: DocumentBounds | None = None,
         keys: DropoutKeys | None = None,
         label_counts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -166,7 +168,7 @@ class MoETransformer(Transformer):
         The gradient is of the sum of losses plus aux_loss times the sum, over sequences, of the routing imbalance summed over layers times
         the sequence's labels that count: over labels, the mean of each.
         """
-        out, count = super().forward(tokens, labels, stream=stream, documents=documents, keys=keys)
+        out, count = super().forward(tokens, labels, stream=stream, documents=documents, bounds=bounds, keys=keys)
         imbalances, self.imbalances = self.imbalances, []
         if imbalances:
             ranks = self.tp.group.size if self.tp else 1  # each computes all of it, and their gradients add up
