@@ -402,6 +402,31 @@ OLMO2_32B: dict[str, Any] = OLMO2_13B | {  # allenai/OLMo-2-0325-32B; all other 
     "num_hidden_layers": 64,
     "num_key_value_heads": 8,
 }
+# allenai/Olmo-3-1025-7B: from memory, in the keys of transformers 4.57; all other keys are those of OLMo 2 7B
+OLMO3_7B: dict[str, Any] = OLMO2_7B | {
+    "architectures": ["Olmo3ForCausalLM"],
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "sliding_window": 4096,
+    "vocab_size": 100278,
+}
+OLMO3_32B: dict[str, Any] = OLMO3_7B | {  # allenai/Olmo-3-1125-32B, likewise
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 16,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+}
 GEMMA3_1B: dict[str, Any] = {  # google/gemma-3-1b-pt
     "architectures": ["Gemma3ForCausalLM"],
     "attention_bias": False,

@@ -21,6 +21,8 @@ OLMO2: dict[str, Any] = {"qk_norm": True, "qk_norm_over": "all", "norm_place": "
 GEMMA3: dict[str, Any] = {"qk_norm": True, "norm_place": "both", "norm": "rmsnorm1p", "act": "geglu_tanh", "positions": "rope"}
 GEMMA3 |= {"scale_embedding": True, "query_pre_attn_scalar": 9, "rope_base": 1e6, "rope_local_base": 500.0, "window": 32}
 GEMMA3 |= {"layer_types": ("sliding_attention", "full_attention"), "rope": Rope(type="linear", factor=8.0)}
+OLMO3: dict[str, Any] = OLMO2 | {"layer_types": ("sliding_attention",) * 3 + ("full_attention",), "window": 32, "rope_local_base": 1e4}
+OLMO3 |= {"rope": Rope(type="linear", factor=8.0)}
 LATENT: dict[str, Any] = {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
 LORA = Lora(rank=3, alpha=6.0, targets=("query", "value", "out", "up", "down"))
 V3 = Router(score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)
@@ -30,6 +32,7 @@ MODELS = {
     "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
     "qwen3": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=12, ffn=56, vocab=64, qk_norm=True, **LLAMA),
     "olmo2": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=12, ffn=56, vocab=64, **OLMO2, **LLAMA),
+    "olmo3": Model(family="llama", layers=4, hidden=48, heads=6, kv_heads=2, head_dim=12, ffn=56, vocab=64, **OLMO3, **LLAMA),
     "gemma3": Model(family="llama", layers=4, hidden=48, heads=6, kv_heads=2, head_dim=12, ffn=56, vocab=64, tied=True, **GEMMA3),
     "qwen": Model(
         family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, rope_share=0.5, **LLAMA

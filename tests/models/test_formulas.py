@@ -97,7 +97,7 @@ def attention_written_out(model: Model, w: dict[str, Any], x: Any, drop: Drop, i
             q, k = (norm_written_out(model, w, f"attention.{part}_norm", each) for part, each in (("query", q), ("key", k)))
         if model.positions == "rope":
             turned, base, factor = round(dim * model.rope_share), model.rope_base, model.rope.factor
-            if model.rope_local_base and index % 2 == 0:  # the first of each two layers, of layer_types
+            if model.rope_local_base and model.is_windowed(index):
                 base, factor = model.rope_local_base, 1.0
             q, k = (torch.cat((rotate_written_out(each[:, :turned], base, factor), each[:, turned:]), dim=1) for each in (q, k))
         shares = torch.zeros(size, size, dtype=x.dtype)

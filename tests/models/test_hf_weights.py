@@ -31,6 +31,7 @@ OLMO2: dict[str, Any] = {"qk_norm": True, "qk_norm_over": "all", "norm_place": "
 GEMMA3: dict[str, Any] = {"qk_norm": True, "norm_place": "both", "norm": "rmsnorm1p", "act": "geglu_tanh", "positions": "rope"}
 GEMMA3 |= {"scale_embedding": True, "query_pre_attn_scalar": 9, "rope_base": 1e6, "rope_local_base": 500.0, "window": 6}
 GEMMA3 |= {"layer_types": ("sliding_attention", "full_attention")}
+OLMO3: dict[str, Any] = OLMO2 | {"window": 6, "layer_types": ("sliding_attention",) * 3 + ("full_attention",), "rope_base": 5e3}
 DEEPSEEK: dict[str, Any] = {
     "layers": 2,
     "hidden": 32,
@@ -54,7 +55,12 @@ OURS = {
     "llama with biases": Model(family="llama", layers=1, hidden=32, heads=4, ffn=56, vocab=64, bias=True, tied=True, **LLAMA),
     "mixtral": Model(family="moe", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, experts=4, top_k=2, **LLAMA),
     "qwen3": Model(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, qk_norm=True, **LLAMA),
+    "qwen3, windows": Model(family="llama", layers=1, hidden=32, heads=4, ffn=56, vocab=64, qk_norm=True, window=6, **LLAMA),
     "olmo2": Model(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, **OLMO2, **LLAMA),
+    "olmo3": Model(family="llama", layers=4, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, **OLMO3, **LLAMA),
+    "olmo3, stretched": Model(
+        family="llama", layers=5, hidden=32, heads=4, ffn=56, vocab=64, rope=STRETCHED_HALVES, rope_local_base=5e3, **OLMO3, **LLAMA
+    ),
     "gemma3": Model(family="llama", layers=3, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, tied=True, **GEMMA3),
     "gemma3, stretched": Model(
         family="llama", layers=2, hidden=32, heads=4, head_dim=12, ffn=56, vocab=64, **GEMMA3 | {"rope": Rope(type="linear", factor=8.0)}
@@ -135,6 +141,9 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2":            ("Qwen2Config",   ROPE | {"num_key_value_heads": 2}),
     "qwen3":            ("Qwen3Config",   ROPE | {"num_key_value_heads": 2, "head_dim": 12}),
     "olmo2":            ("Olmo2Config",   ROPE | {"num_key_value_heads": 2}),
+    "olmo3":            ("Olmo3Config",   ROPE | {"num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 6}),
+    "olmo3, stretched": ("Olmo3Config",   ROPE | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6,
+                                          "rope_parameters": {"full_attention": LONGER, "sliding_attention": {"rope_theta": 100.0}}}),
     "gemma3":           ("Gemma3TextConfig", ROPE | GEMMA | {"query_pre_attn_scalar": 9, "sliding_window": 6, "sliding_window_pattern": 3}),
     "gemma3, stretched": ("Gemma3TextConfig", ROPE | GEMMA | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 99,
                                           "tie_word_embeddings": False, "rope_parameters": TWO_ROPES}),
@@ -212,7 +221,7 @@ def test_weights_of_transformers_give_the_same_logits_here(name: str, tmp_path: 
         torch.testing.assert_close(ours.logits(tokens_of(run)), theirs(tokens_of(run)).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith(("olmo2", "gemma3", "glm4", "qwen3 moe", "deepseek v3"))])
+@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith(("olmo", "gemma3", "glm4", "qwen3 moe", "deepseek v3"))])
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, transformers: Any) -> None:
     """transformers' gradients are saved as a model's weights, and read under our names."""
     theirs = model_of_transformers(transformers, name)
@@ -420,12 +429,12 @@ def test_existing_weights_are_not_overwritten(tmp_path: Path) -> None:
                 ("model.qk_norm", False),
                 ("model.act", "geglu"),
                 ("model.scale_embedding", False),
-                ("model.rope_local_base", None),
                 ("model.window", None),
                 ("model.qkv_bias", True),
                 ("model.rope_share", 0.5),
             )
         ),
+        ("gemma3, stretched", ("model.rope_local_base", None)),
         ("llama", ("model.scale_embedding", True)),
         ("llama", ("model.query_pre_attn_scalar", 9)),
         ("olmo2", ("model.qk_norm", False)),
@@ -433,7 +442,11 @@ def test_existing_weights_are_not_overwritten(tmp_path: Path) -> None:
         ("olmo2", ("model.norm_place", "both")),
         ("olmo2", ("model.qkv_bias", True)),
         ("olmo2", ("model.rope_share", 0.5)),
-        ("olmo2", ("model.window", 6)),
+        ("olmo3", ("model.qkv_bias", True)),
+        ("olmo3", ("model.rope_share", 0.5)),
+        ("olmo3, stretched", ("model.rope_local_base", None)),
+        ("olmo3, stretched", ("model.norm_place", "both")),
+        ("qwen3, windows", ("model.rope_local_base", 1e3)),
         ("qwen3", ("model.rope_share", 0.5)),
         ("glm4 moe", ("model.shared_experts", 0)),
         ("glm4 moe", ("model.router.bias", False)),

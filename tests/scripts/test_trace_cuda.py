@@ -137,9 +137,9 @@ GLM_JOBS = [
     TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *GLM, *LAYOUTS["sequence"], "parallel.recompute=none", "train.loss_chunks=4"))
 ]
 # fmt: off
-OLMO = (  # norms after each half, and of all heads together
-    "model=olmo2_7b", "model.layers=3", "train.seq=2048", "model.hidden=1024", "model.heads=8", "model.kv_heads=4", "model.head_dim=128",
-    "model.ffn=3584", "model.vocab=8192", "train.precision=bf16",
+OLMO = (  # norms after each half, and of all heads together; a window in three of four layers, unscaled
+    "model=olmo3_7b", "model.layers=4", "model.window=512", "train.seq=2048", "model.hidden=1024", "model.heads=8", "model.kv_heads=4",
+    "model.head_dim=128", "model.ffn=3584", "model.vocab=8192", "train.precision=bf16",
 )
 # fmt: on
 OLMO_JOBS = [TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *OLMO, *LAYOUTS["sequence"], "parallel.recompute=none"))]

@@ -83,7 +83,7 @@ FAMILIES: dict[str, Family] = {
         defaults=LLAMA_DEFAULTS,
         module="distrain.trainer.layers.transformer.transformer:Transformer",
         states_saved=True,
-        model_types=("llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "gemma3_text"),
+        model_types=("llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma3_text"),
     ),
     "mla": Family(  # DeepSeek-V2 and V3: arXiv:2405.04434, 2412.19437; Kimi K2: 2507.20534
         table=mla,

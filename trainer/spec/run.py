@@ -100,8 +100,9 @@ class Model:
 
     @property
     def has_local_rope(self) -> bool:
-        """Whether layers with the window rotate by a base of their own."""
-        return self.positions == "rope" and self.rope_local_base is not None and self.windowed_layers > 0
+        """Whether layers with the window rotate otherwise than the others: by another base, or without their scaling."""
+        is_other = self.rope_local_base not in (None, self.rope_base) or self.rope.type != "default"
+        return self.positions == "rope" and self.rope_local_base is not None and is_other and self.windowed_layers > 0
 
     def is_windowed(self, layer: int) -> bool:
         """Whether a layer has the window: all layers, or those that layer_types names, which repeats until the last layer."""

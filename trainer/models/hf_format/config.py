@@ -34,7 +34,7 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
     config = read_json(file)
     model_type = _known_model_type(config, file)
     kind, family = CONFIG_KINDS[model_type], family_of_type(model_type)
-    ropes = tuple(local_rope_problems(config)) if kind.local_rope else ()
+    ropes = tuple(local_rope_problems(config, kind.only_base)) if kind.local_rope else ()
     if kind.local_rope and not ropes:
         config = with_one_rope(config)
     flat = _with_synonyms({**config, **rope_keys(config)}, kind)

@@ -14,6 +14,7 @@ from .config_rows import (
     MISTRAL,
     MIXTRAL_KEYS,
     OLMO2_KEYS,
+    OLMO3_KEYS,
     QWEN2,
     QWEN3_KEYS,
     QWEN3_MOE_KEYS,
@@ -36,8 +37,9 @@ class AllowedValues:
 @dataclass(frozen=True, kw_only=True)
 class ConfigKind:
     """A model_type: its class in transformers, the keys that all its models have here, its rows and activations, its restrictions, how it
-    states windows and dense layers, whether its layers with a window rotate by a base of their own, the keys of the file that its models
-    here do not read, and those that are written beside its rows."""
+    states windows and dense layers, whether its layers with a window rotate by a base of their own, the only rope_theta that a file without
+    such a base may have (`local_rope_problems`), the keys of the file that its models here do not read, and those that are written beside
+    its rows."""
 
     architecture: str
     fixed: Mapping[str, object]
@@ -48,6 +50,7 @@ class ConfigKind:
     window: WindowKeys | None = None
     dense: DenseKeys | None = None
     local_rope: bool = False
+    only_base: float | None = None
     unread: tuple[str, ...] = ()
     written: Mapping[str, object] = field(default_factory=dict)
 
@@ -157,6 +160,17 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         acts=GATED,
         allowed=(*NO_DROPOUT, AllowedValues("attention_bias", (False,))),
     ),
+    "olmo3": ConfigKind(
+        architecture="Olmo3ForCausalLM",
+        fixed=ROPE | OLMO2,
+        rows=SIZE_KEYS + OLMO3_KEYS,
+        act="hidden_act",
+        acts=GATED,
+        allowed=(*NO_DROPOUT, AllowedValues("attention_bias", (False,))),
+        window=WindowKeys(4096, by_layer=True, every=4),
+        local_rope=True,
+        only_base=500000.0,
+    ),
     "gemma3_text": ConfigKind(
         architecture="Gemma3ForCausalLM",
         fixed=ROPE | GEMMA3,
@@ -170,7 +184,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
             AllowedValues("attn_logit_softcapping", (None,)),
             AllowedValues("final_logit_softcapping", (None,)),
         ),
-        window=WindowKeys(4096, by_layer=True, pattern=("sliding_window_pattern", 6)),
+        window=WindowKeys(4096, by_layer=True, every=6, every_key="sliding_window_pattern"),
         local_rope=True,
     ),
     "qwen3_moe": ConfigKind(

@@ -55,6 +55,12 @@ OLMO2_KEYS = (
     ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-5),
     ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
 )  # fmt: skip
+OLMO3_KEYS = (
+    ConfigRow("kv_heads",        ("num_key_value_heads",),  int,   None),
+    ConfigRow("norm_eps",        ("rms_norm_eps",),         float, 1e-5),
+    ConfigRow("rope_base",       ("rope_theta",),           float, 500000.0),
+    ConfigRow("rope_local_base", ("rope_local_base_freq",), float, 500000.0),
+)  # fmt: skip
 GEMMA3_DEFAULTS = {"vocab": 262208, "hidden": 2304, "ffn": 9216, "layers": 26, "heads": 8, "head_dim": 256, "tied": True}
 GEMMA3_KEYS = (
     *(replace(row, default=GEMMA3_DEFAULTS[row.ours]) for row in SIZE_KEYS),

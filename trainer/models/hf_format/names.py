@@ -122,6 +122,7 @@ HF_TENSORS = {
     "qwen2": LLAMA_TENSORS,
     "qwen3": QWEN3_TENSORS,
     "olmo2": OLMO2_TENSORS,
+    "olmo3": OLMO2_TENSORS,
     "gemma3_text": GEMMA3_TENSORS,
     "qwen3_moe": QWEN3_MOE_TENSORS,
     "glm4_moe": GLM4_MOE_TENSORS,
@@ -230,7 +231,7 @@ def hf_model_type(run: Run) -> str:
     plain_heads = keys["kv_heads"] == keys["heads"] and run.model.heads * int(str(keys["head_dim"])) == run.model.hidden
     same_bias = keys["bias"] == keys["qkv_bias"]
     form = (keys["norm"], keys["positions"])
-    if keys["scale_embedding"] or keys.get("rope_local_base") is not None or keys["query_pre_attn_scalar"] != keys["head_dim"]:
+    if keys["scale_embedding"] or keys["query_pre_attn_scalar"] != keys["head_dim"]:
         model_type = _gemma_model_type(run.model) if form == ("rmsnorm1p", "rope") and same_bias else ""
     elif run.model.family == "mla":
         model_type = _latent_model_type(run.model) if form == ("rmsnorm", "rope") and keys["act"] == "swiglu" else ""
@@ -242,12 +243,13 @@ def hf_model_type(run: Run) -> str:
         model_type = ""
     if model_type:
         return model_type
-    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo 2, Gemma 3, Mixtral, GLM-4.5 and DeepSeek computes this model"
+    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5 and DeepSeek computes this model"
     fix = (
         "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
         "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window; GLM-4.5 and "
         "DeepSeek have shared experts and sigmoid scores with a bias, DeepSeek-V2 softmax scores that are not normalized; GLM-4.5 "
-        "alone rotates a part of each head; OLMo 2 alone norms all heads together; Gemma 3 alone has a base of rope in layers with a window"
+        "alone rotates a part of each head; OLMo alone norms all heads together; Gemma 3 and OLMo 3 alone have a base of rope in "
+        "layers with a window"
     )
     raise Unreadable([Problem(rule="weights", says=says, mend=fix)])
 
@@ -255,8 +257,13 @@ def hf_model_type(run: Run) -> str:
 def _gemma_model_type(model: Model) -> str:
     """Return the model_type of a model with RMSNorm of a scale of 1 + weight and rope; "" where there is none."""
     norms = model.norm_place == "both" and model.qk_norm and model.qk_norm_over == "head"
-    others = model.bias or model.experts or model.rope_share != 1 or not model.has_local_rope or not model.scale_embedding
+    others = model.bias or model.experts or model.rope_share != 1 or not _has_ropes_by_type(model) or not model.scale_embedding
     return "gemma3_text" if norms and not others and model.act == "geglu_tanh" else ""
+
+
+def _has_ropes_by_type(model: Model) -> bool:
+    """Whether a file that states a rotary embedding for each type of layers, that of a window unscaled, states the model's."""
+    return model.windowed_layers > 0 and (model.has_local_rope or model.rope.type == "default")
 
 
 def _latent_model_type(model: Model) -> str:
@@ -274,8 +281,10 @@ def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:
     some_windowed, all_windowed = model.windowed_layers > 0, model.windowed_layers == model.layers
     norms = (model.norm_place, model.qk_norm_over if model.qk_norm else "")
     if norms == ("after", "all"):
-        return "" if model.experts or bias or qkv_bias or some_windowed or model.rope_share != 1 else "olmo2"
-    if norms not in (("before", ""), ("before", "head")):
+        if model.experts or bias or qkv_bias or model.rope_share != 1:
+            return ""
+        return "olmo2" if not some_windowed else "olmo3" if _has_ropes_by_type(model) else ""
+    if norms not in (("before", ""), ("before", "head")) or model.has_local_rope:
         return ""
     if model.experts:
         return "" if bias or model.capacity or some_windowed != all_windowed else _mixture_model_type(model, qkv_bias=qkv_bias)

@@ -140,7 +140,7 @@ def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
     act = next(theirs for theirs, act in kind.acts.items() if act == run.model.act)
     config: dict[str, object] = {"architectures": [kind.architecture], "model_type": model_type, "torch_dtype": dtype, **NO_TOKENS}
     if run.model.positions == "rope":
-        config |= write_rope(run.model, run.train.seq)
+        config |= write_rope(run.model, run.train.seq, by_type=kind.local_rope)
     if kind.window:
         config |= write_window(run.model, kind.window)
     if kind.dense:
