@@ -136,15 +136,17 @@ def test_a_weight_freed_after_forward_takes_no_memory(name: str, recompute: str)
     assert all(torch.equal(each, other) for each, other in zip(found, expected.values(), strict=True))
 
 
-def test_cross_entropy_matches_torch_for_any_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_cross_entropy_matches_torch_for_any_chunk_size(z_loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = torch.randint(7, (2, 5))
     labels[1] = IGNORED
     logits = torch.randn(2, 5, 10, dtype=torch.float64, requires_grad=True)
     expected = F.cross_entropy(logits[..., :7].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    wanted = torch.autograd.grad(2 * expected, logits)
+    squares = z_loss * logits[0, :, :7].logsumexp(-1).square().sum()  # of the rows whose labels count
+    wanted = torch.autograd.grad(2 * (expected + squares), logits)
     for rows in (1, 3, 100):
         monkeypatch.setitem(entropy._CHUNK, "cpu", 10 * rows)
-        loss = cross_entropy(logits, labels, 7)
+        loss = cross_entropy(logits, labels, 7, z_loss=z_loss)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(torch.autograd.grad(2 * loss, logits), wanted)
 

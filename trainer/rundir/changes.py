@@ -48,8 +48,10 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("train.attention",      "free"),        # how, not what
     ("train.compile",        "free"),
     ("train.loss_chunks",    "free"),        # layout
+    ("train.z_loss",         "reported"),        # the weight of an additional loss
     ("train.deterministic",  "free"),
     ("train.flops",          "free"),        # a way of counting
+    ("train.skip_spikes",    "reported"),        # trains another curve
     ("train.skip",           "free"),
     ("train.evaluate.",      "free"),
 )

@@ -247,10 +247,12 @@ class Train:
     flops: Literal["attention", "parameters"] = "attention"
     compile: bool = False
     loss_chunks: Count = 1
+    z_loss: NotNegative = 0.0
     deterministic: bool = False
     seed: Seed = 1234
     clip: NotNegative = 1.0
     skip: Natural = 3
+    skip_spikes: NotNegative = 0.0
     evaluate: Evaluate = field(default_factory=Evaluate)
 
 

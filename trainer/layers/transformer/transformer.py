@@ -147,7 +147,7 @@ class Transformer(nn.Module):
                 self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
             self.norm = make_norm(model, sub_parameters(parameters, "norm"))
             head, chunks = sub_parameters(parameters, "embedding" if model.tied else "head"), run.train.loss_chunks
-            self.head = LMHead(head, tp, tied=model.tied, vocab=model.vocab, loss_chunks=chunks)
+            self.head = LMHead(head, tp, tied=model.tied, vocab=model.vocab, loss_chunks=chunks, z_loss=run.train.z_loss)
 
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
         """Make layer number `index`; a family overrides this to have layers of its own."""
@@ -175,7 +175,7 @@ class Transformer(nn.Module):
             return x, count
         if self.head.loss_chunks > 1:
             return self.head(x, labels), count
-        return cross_entropy(self.head(x), labels, self.model.vocab, self.tp), count  # of logits [B, S, V]
+        return cross_entropy(self.head(x), labels, self.model.vocab, self.tp, z_loss=self.head.z_loss), count  # of logits [B, S, V]
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, S, V] of the token after each of `tokens`, without vocabulary padding; for a whole model."""

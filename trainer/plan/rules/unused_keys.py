@@ -226,7 +226,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
     "parallel":        (*AXES, "zero", "recompute", "actions"),
     "parallel.offload": ("optimizer", "parameters"),
     "train":           ("batch", "seq", "microbatch", "steps", "tokens", "precision", "gradients", "attention", "flops", "loss_chunks",
-                        "deterministic", "seed", "clip", "skip"),
+                        "z_loss", "deterministic", "seed", "clip", "skip", "skip_spikes"),
     "train.rampup":    ("batch", "until", "by"),
     "train.evaluate":  ("every",),
     "search":          ("by", "runnable", "rows", "headroom", "nodes", "boundaries"),

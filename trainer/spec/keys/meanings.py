@@ -172,10 +172,12 @@ KEYS = {
     "train.flops":                  Key("what MFU counts; parameters: 6 FLOP for each and token; attention: its products too"),
     "train.compile":                Key("compile each layer with torch.compile, but for ZeRO-3"),
     "train.loss_chunks":            Key("chunks of the vocabulary of head and loss; only one's logits are held"),
+    "train.z_loss":                 Key("weight of a token's squared log sum exp(logits) in the gradients (arXiv:2204.02311)"),
     "train.deterministic":          Key("take only kernels that give the same bits each time, where torch has them: slower on GPUs"),
     "train.seed":                   Key("seed of the weights, the order of the data and dropout"),
     "train.clip":                   Key("global gradient norm at which gradients are clipped; 0: not"),
     "train.skip":                   Key("steps in a row that may be skipped because a loss or gradient is not finite", "steps"),
+    "train.skip_spikes":            Key("deviations of a loss or norm above recent ones from which a step is skipped; 0: never"),
     "train.evaluate.every":         Key("interval between validations, the last at the end; 0: never", "steps"),
     "train.evaluate.batches":       Key("global batches of one validation"),
 
