@@ -27,6 +27,7 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "relu": lambda x: x * (x > 0),
     "swiglu": lambda x: x / (1 + torch.exp(-x)),
+    "swiglu_clamped": lambda x: torch.where(x > 7, 7, x) / (1 + torch.exp(-1.702 * torch.where(x > 7, 7, x))),
 }
 ACTS["geglu_tanh"] = ACTS["gelu_tanh"]
 
@@ -53,9 +54,11 @@ def written_out(model: Model, w: dict[str, Any], tokens: Any, drop: Drop = no_dr
             attended = norm_written_out(model, layer, "post_norm1", attended)
         x = x + drop(attended, index, "attention.residual")
         y = norm_written_out(model, layer, "norm2", x) if model.norm_place != "after" else x
-        has_gate = model.act in ("swiglu", "geglu_tanh")
+        has_gate = model.act in ("swiglu", "geglu_tanh", "swiglu_clamped")
         wide = ACTS[model.act](affine(layer, "mlp.gate" if has_gate else "mlp.up", y))
-        fed = affine(layer, "mlp.down", wide * affine(layer, "mlp.up", y) if has_gate else wide)
+        up = affine(layer, "mlp.up", y) if has_gate else 1
+        up = up.clamp(-7, 7) + 1 if model.act == "swiglu_clamped" else up
+        fed = affine(layer, "mlp.down", wide * up)
         if model.norm_place != "before":
             fed = norm_written_out(model, layer, "post_norm2", fed)
         x = x + drop(fed, index, "mlp.residual")
@@ -103,7 +106,8 @@ def attention_written_out(model: Model, w: dict[str, Any], x: Any, drop: Drop, i
         shares = torch.zeros(size, size, dtype=x.dtype)
         for position in range(size):
             scores = k[: position + 1] @ q[position] / math.sqrt(model.query_pre_attn_scalar or dim)
-            shares[position, : position + 1] = torch.softmax(scores, 0)
+            others = torch.exp(w["attention.sinks"][head]) if model.sinks else 0
+            shares[position, : position + 1] = torch.exp(scores) / (torch.exp(scores).sum() + others)
         out[:, head] = drop(shares, "attention", head) @ v
     return affine(w, "attention.out", out.flatten(1))
 

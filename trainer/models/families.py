@@ -94,13 +94,13 @@ FAMILIES: dict[str, Family] = {
         states_saved=True,
         model_types=("deepseek_v2", "deepseek_v3"),
     ),
-    "moe": Family(  # Mixtral: arXiv:2401.04088; Qwen3-MoE: arXiv:2505.09388; GLM-4.5: arXiv:2508.06471
+    "moe": Family(  # Mixtral: arXiv:2401.04088; Qwen3-MoE: arXiv:2505.09388; GLM-4.5: arXiv:2508.06471; gpt-oss: 2508.10925
         table=moe,
         axes=(*DENSE, "ep"),
         defaults=LLAMA_DEFAULTS,
         module="distrain.trainer.models.moe.module:MoETransformer",
         states_saved=True,
-        model_types=("mixtral", "qwen3_moe", "glm4_moe"),
+        model_types=("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"),
     ),
 }
 

@@ -48,12 +48,14 @@ class Model:
     tied: bool = False
     bias: bool = False
     qkv_bias: bool | None = None
+    expert_bias: bool = False
+    sinks: bool = False
     qk_norm: bool = False
     qk_norm_over: Literal["head", "all"] = "head"
     norm: Literal["layernorm", "rmsnorm", "rmsnorm1p"] = "layernorm"
     norm_place: Literal["before", "after", "both"] = "before"
     norm_eps: Positive = 1e-5
-    act: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"] = "gelu"
+    act: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh", "swiglu_clamped"] = "gelu"
     scale_embedding: bool = False
     query_pre_attn_scalar: Count | None = None
     positions: Literal["learned", "rope", "none"] = "learned"
@@ -91,7 +93,7 @@ class Model:
     @property
     def has_gate(self) -> bool:
         """Whether the feed-forward multiplies by an activated gate."""
-        return self.act in ("swiglu", "geglu", "geglu_tanh")
+        return self.act in ("swiglu", "geglu", "geglu_tanh", "swiglu_clamped")
 
     @property
     def score_scalar(self) -> int:

@@ -222,7 +222,8 @@ class Transformer(nn.Module):
             starts = every_start[:, positions]
             mask = document_mask(every_start[:, attending], attending, documents.shape[1], dtype)
         band = None
-        if self.is_fused and (keys is None or not model.dropout) and (window := model.effective_window(len(attending))):
+        has_blocks = self.is_fused and (keys is None or not model.dropout) and not (model.sinks and tokens.is_cuda)
+        if has_blocks and (window := model.effective_window(len(attending))):
             band = window_band(window, dtype, tokens.device)
         states = own_states = None if keys is None else keys.states
         if states is not None and self.cp is not None:

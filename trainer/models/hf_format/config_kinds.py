@@ -10,6 +10,7 @@ from .config_rows import (
     GEMMA3_KEYS,
     GLM4_MOE_KEYS,
     GPT2_KEYS,
+    GPT_OSS_KEYS,
     LLAMA_KEYS,
     MISTRAL,
     MIXTRAL_KEYS,
@@ -38,8 +39,8 @@ class AllowedValues:
 class ConfigKind:
     """A model_type: its class in transformers, the keys that all its models have here, its rows and activations, its restrictions, how it
     states windows and dense layers, whether its layers with a window rotate by a base of their own, the only rope_theta that a file without
-    such a base may have (`local_rope_problems`), the keys of the file that its models here do not read, and those that are written beside
-    its rows."""
+    such a base may have (`local_rope_problems`), the rotary embedding of a file that states none, the keys of the file that its models here
+    do not read, and those that are written beside its rows."""
 
     architecture: str
     fixed: Mapping[str, object]
@@ -51,6 +52,7 @@ class ConfigKind:
     dense: DenseKeys | None = None
     local_rope: bool = False
     only_base: float | None = None
+    default_rope: Mapping[str, object] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     written: Mapping[str, object] = field(default_factory=dict)
 
@@ -71,6 +73,9 @@ ROPE = {"norm": "rmsnorm", "positions": "rope", "dropout": 0.0}
 OLMO2 = {"bias": False, "qk_norm": True, "qk_norm_over": "all", "norm_place": "after"}
 GEMMA3 = {"bias": False, "qk_norm": True, "norm": "rmsnorm1p", "norm_place": "both", "scale_embedding": True}
 GATED = {"silu": "swiglu"}
+
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 
 V3_DEFAULTS = {"top_k": 8, "router.groups": 8, "router.top_groups": 4}
 
@@ -210,6 +215,17 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         allowed=NO_DROPOUT,
         unread=NEXT_TOKENS,
         written={"num_nextn_predict_layers": 0},
+    ),
+    "gpt_oss": ConfigKind(
+        architecture="GptOssForCausalLM",
+        fixed=ROPE | {"expert_bias": True, "sinks": True},
+        rows=GPT_OSS_KEYS,
+        act="hidden_act",
+        acts={"silu": "swiglu_clamped"},
+        allowed=(*NO_DROPOUT, AllowedValues("swiglu_alpha", (1.702,)), AllowedValues("swiglu_limit", (7.0,))),
+        window=WindowKeys(128, by_layer=True, every=2),
+        default_rope=GPT_OSS_ROPE,
+        unread=("initial_context_length", "experts_per_token"),  # of OpenAI's own code
     ),
     "deepseek_v2": ConfigKind(
         architecture="DeepseekV2ForCausalLM",

@@ -78,6 +78,16 @@ MIXTRAL_KEYS = (
     ConfigRow("top_k",      ("num_experts_per_tok",), int,   2),
     ConfigRow("expert_ffn", ("intermediate_size",),   int),
 )  # fmt: skip
+GPT_OSS_KEYS = (
+    *(replace(row, default=64, nullable=True) if row.ours == "head_dim" else row for row in SIZE_KEYS),
+    ConfigRow("kv_heads",   ("num_key_value_heads",), int,   8, nullable=True),
+    ConfigRow("bias",       ("attention_bias",),      bool,  True),
+    ConfigRow("norm_eps",   ("rms_norm_eps",),        float, 1e-5),
+    ConfigRow("rope_base",  ("rope_theta",),          float, 150000.0),
+    ConfigRow("experts",    ("num_local_experts", "num_experts"), int, 128, synonyms=True),
+    ConfigRow("top_k",      ("num_experts_per_tok",), int,   4),
+    ConfigRow("expert_ffn", ("intermediate_size",),   int),
+)  # fmt: skip
 QWEN3_KEYS = (
     *(replace(row, default=128) if row.ours == "head_dim" else row for row in SIZE_KEYS),
     ConfigRow("kv_heads",  ("num_key_value_heads",), int,   32, nullable=True),

@@ -49,7 +49,7 @@ def _values_of_kernel(op: Op, model: Model) -> tuple[Tensor, ...]:
     is_fused = op.product is not None and op.product.fused and not model.dropout
     if not is_fused or values in op.saves_torch or (model.lora.rank and "out" not in model.lora.targets):
         return ()
-    return (Tensor(("unwindowed_tokens", "batch", *_dims_in_core(QUERY))),)
+    return (Tensor(("core_tokens" if model.sinks else "unwindowed_tokens", "batch", *_dims_in_core(QUERY))),)
 
 
 def _product_in_core(product: Product) -> Product:

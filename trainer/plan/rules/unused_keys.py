@@ -132,6 +132,8 @@ IDLE: dict[str, Condition] = {
     "model.ffn":               _expert_ffn,
     "model.window":            _made_by_transformers,
     "model.layer_types":       _any(_made_by_transformers, _is("model.window", None)),
+    "model.sinks":             _made_by_transformers,
+    "model.expert_bias":       _no_experts,
     "model.qk_norm_over":      _is("model.qk_norm", False),
     "model.norm_place":        _any(_made_by_transformers, _is("model.family", "bert")),
     "model.rope_base":         _is_not("model.positions", "rope"),
