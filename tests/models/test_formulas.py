@@ -56,9 +56,8 @@ def written_out(model: Model, w: dict[str, Any], tokens: Any, drop: Drop = no_dr
         y = norm_written_out(model, layer, "norm2", x) if model.norm_place != "after" else x
         has_gate = model.act in ("swiglu", "geglu_tanh", "swiglu_clamped")
         wide = ACTS[model.act](affine(layer, "mlp.gate" if has_gate else "mlp.up", y))
-        up = affine(layer, "mlp.up", y) if has_gate else 1
-        up = up.clamp(-7, 7) + 1 if model.act == "swiglu_clamped" else up
-        fed = affine(layer, "mlp.down", wide * up)
+        up = affine(layer, "mlp.up", y) if has_gate else torch.ones(())
+        fed = affine(layer, "mlp.down", wide * (up.clamp(-7, 7) + 1 if model.act == "swiglu_clamped" else up))
         if model.norm_place != "before":
             fed = norm_written_out(model, layer, "post_norm2", fed)
         x = x + drop(fed, index, "mlp.residual")

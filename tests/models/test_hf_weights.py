@@ -228,7 +228,9 @@ def test_weights_of_transformers_give_the_same_logits_here(name: str, tmp_path: 
         torch.testing.assert_close(ours.logits(tokens_of(run)), theirs(tokens_of(run)).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith(("olmo", "gpt-oss", "gemma3", "glm4", "qwen3 moe", "deepseek v3"))])
+@pytest.mark.parametrize(
+    "name", [name for name in THEIRS if name.startswith(("olmo", "gpt-oss", "gemma3", "glm4", "qwen3 moe", "deepseek v3"))]
+)
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, transformers: Any) -> None:
     """transformers' gradients are saved as a model's weights, and read under our names."""
     theirs = model_of_transformers(transformers, name)

@@ -198,7 +198,7 @@ def test_the_loss_in_bf16_is_close_to_float32(name: str) -> None:
 
 @EVERY_MODEL
 def test_initial_weights_follow_gpt_2(name: str) -> None:
-    """Normals of deviation 0.02, divided by sqrt(2 layers) where they add to the residual stream; norms 1 (or 1 + 0), biases, sinks, padding 0.
+    """Normals of deviation 0.02, divided by sqrt(2 layers) where they add to the residual stream; norms 1 (or 1 + 0), others 0.
 
     LoRA's B is 0, so that training begins at the model without it; its A has PEFT's deviation.
     """

@@ -95,8 +95,8 @@ def module_of_family(model: Model) -> Callable[..., Any]:
 
 
 def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, model: Model, seed: int, device: torch.device) -> Tensor:
-    """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal; norms 1, biases and sinks 0,
-    and 0 for norms that scale by 1 + their weight.
+    """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal; norms 1; 0 for
+    biases, for sinks, and for norms that scale by 1 + their weight.
 
     LoRA's B is 0, and its A has deviation 1 / sqrt(3 rows), as PEFT's uniform one.
     """

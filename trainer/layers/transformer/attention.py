@@ -151,10 +151,8 @@ class Attention(nn.Module):
         if self.window and self.window < query.shape[2]:
             windowed = window_mask(query.shape[2], self.window, query.dtype, query.device)
             mask = windowed if mask is None else mask + windowed
-        if sinks is None:
-            weights = attention_weights(query, key, mask, self.scale)  # [B, A, S, S]
-        else:
-            weights = sink_weights(query, key, sinks, mask, self.scale)
+        scored = query, key, mask, self.scale
+        weights = attention_weights(*scored) if sinks is None else sink_weights(*scored, sinks)  # [B, A, S, S]
         return weighted_values(self.dropout(weights, states, _head_numbers(query, first_head)), value).transpose(1, 2)
 
     def core_across_ranks(

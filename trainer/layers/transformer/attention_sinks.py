@@ -43,7 +43,14 @@ def has_fused_sinks(query: Tensor, mask: Tensor | None) -> bool:
 
 
 def sink_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Sinks, mask: Tensor | None, band: Tensor | None, window: int | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Sinks,
+    mask: Tensor | None,
+    band: Tensor | None,
+    window: int | None,
+    scale: float | None,
 ) -> Tensor:
     """Return the values [B, S, A, D] of query [B, A, S, D], key and value [B, N, S, D] with sinks, by a fused kernel.
 
@@ -179,7 +186,7 @@ def _gpu_gradients(
     return tuple(each[..., : query.shape[-1]].transpose(1, 2) for each in grads)
 
 
-def sink_weights(query: Tensor, key: Tensor, sinks: Sinks, mask: Tensor | None, scale: float | None = None) -> Tensor:
+def sink_weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None, sinks: Sinks) -> Tensor:
     """Return the shares [B, A, S, S] of keys in softmax(scale q k^T + mask, and sinks); no mask: causal."""
     scores = attention_scores(query, key, mask, scale)
     return _SinkSoftmax.apply(scores, sinks.parameter, sinks.first)  # type: ignore[no-untyped-call]

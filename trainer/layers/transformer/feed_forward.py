@@ -94,9 +94,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, H] -> [B, S, H]."""
-        if self.gate is None:
-            activated = self.activation(self.up(x))  # [B, S, F]
-        else:
-            activated = self.activation(*column_linears(x, self.gate, self.up))
+        inputs = (self.up(x),) if self.gate is None else column_linears(x, self.gate, self.up)
+        activated = self.activation(*inputs)  # [B, S, F]
         output: Tensor = self.down(activated)
         return output
