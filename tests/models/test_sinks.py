@@ -11,7 +11,7 @@ torch: Any = pytest.importorskip("torch")
 from distrain.trainer.layers.experts import grouped_sum  # noqa: E402
 from distrain.trainer.layers.transformer import attention_sinks as sinks_of  # noqa: E402
 from distrain.trainer.layers.transformer import core_attention  # noqa: E402
-from distrain.trainer.layers.transformer.attention_sinks import Sinks, sink_attention, sink_weights  # noqa: E402
+from distrain.trainer.layers.transformer.attention_sinks import HeadSinks, sink_attention, sink_weights  # noqa: E402
 from distrain.trainer.layers.transformer.core_attention import weighted_values, window_band, window_mask  # noqa: E402
 from distrain.trainer.layers.transformer.feed_forward import clamped_swiglu  # noqa: E402
 
@@ -27,8 +27,9 @@ def inputs(size: int = D) -> Any:
     return query, key, value, torch.tensor([0.5, -1.0, 2.0, 30.0, -30.0, 0.0, 4.0, -2.0, 1.0], dtype=torch.float64, requires_grad=True)
 
 
-def expected(query: Any, key: Any, value: Any, sinks: Any, first: int, hidden: Any) -> Any:
+def expected(given: Any, first: int, hidden: Any) -> Any:
     """Return the values [B, S, A, D]: softmax over a row's scores and one more logit, which has no value."""
+    query, key, value, sinks = given
     key, value = (each.repeat_interleave(A // N, dim=1) for each in (key, value))
     scores = query @ key.mT / query.shape[-1] ** 0.5 + hidden
     logits = torch.cat((scores, sinks[first : first + A, None, None].expand(B, A, S, 1)), dim=-1)
@@ -58,14 +59,14 @@ def agree(found: Any, wanted: Any, given: tuple[Any, ...]) -> None:
 def test_a_sink_takes_its_share_of_each_row(window: int | None, documents: bool, kernel: str) -> None:
     given: Any = inputs()
     query, key, value, sinks = given
-    hidden, own = hidden_keys(window, documents), Sinks(sinks, 2, A)
+    hidden, own = hidden_keys(window, documents), HeadSinks(sinks, 2, A)
     if kernel == "math":
         found = weighted_values(sink_weights(query, key, hidden, None, own), value).transpose(1, 2)
     else:
         is_shorter = window is not None and window < S
         band = window_band(window, torch.float64, torch.device("cpu")) if is_shorter and window else None
         found = sink_attention(query, key, value, own, hidden_keys(None, True) if documents else None, band, window, None)
-    agree(found, expected(*given, 2, hidden), given)
+    agree(found, expected(given, 2, hidden), given)
 
 
 def flash_of_a_gpu(query: Any, key: Any, value: Any, *others: Any, scale: float, window_size_left: Any, window_size_right: Any) -> Any:
@@ -105,15 +106,16 @@ def test_a_gpus_kernel_is_given_windows_and_log_sums_as_it_reads_them(
     window: int | None, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head of 6 elements is padded to 8."""
+    gradients: Any = sinks_of._gpu_gradients
     shorter = window if window is not None and window < S else None
     monkeypatch.setattr(sinks_of, "_GPU_FLASH", flash_of_a_gpu)
     monkeypatch.setattr(sinks_of, "_GPU_FLASH_BACKWARD", flash_gradients_of_a_gpu)
     monkeypatch.setattr(sinks_of, "_cpu_values", sinks_of._gpu_values)
-    monkeypatch.setattr(sinks_of, "_cpu_gradients", lambda *given: sinks_of._gpu_gradients(*given[:6], shorter, given[-1]))
+    monkeypatch.setattr(sinks_of, "_cpu_gradients", lambda *given: gradients(*given[:6], shorter, given[-1]))
     monkeypatch.setattr(core_attention, "_padded_heads", eights)
     given: Any = inputs(size)
-    found = sink_attention(*given[:3], Sinks(given[3], 2, A), None, None, window, None)
-    agree(found, expected(*given, 2, hidden_keys(window, documents=False)), given)
+    found = sink_attention(given[0], given[1], given[2], HeadSinks(given[3], 2, A), None, None, window, None)
+    agree(found, expected(given, 2, hidden_keys(window, documents=False)), given)
 
 
 def eights(*tensors: Any) -> tuple[Any, ...]:
@@ -126,11 +128,11 @@ def test_bf16_is_near_float64() -> None:
     wide: Any = [each.detach().double().requires_grad_() for each in half]
     grad = torch.randn(B, S, A, D).bfloat16()
     band = window_band(4, torch.bfloat16, torch.device("cpu"))
-    wanted = expected(*wide, 2, hidden_keys(4, documents=False))
+    wanted = expected(wide, 2, hidden_keys(4, documents=False))
     hidden = hidden_keys(4, documents=False).bfloat16()
     for found in (
-        sink_attention(*half[:3], Sinks(half[3], 2, A), None, band, 4, None),
-        weighted_values(sink_weights(*half[:2], hidden, None, Sinks(half[3], 2, A)), half[2]).transpose(1, 2),
+        sink_attention(half[0], half[1], half[2], HeadSinks(half[3], 2, A), None, band, 4, None),
+        weighted_values(sink_weights(half[0], half[1], hidden, None, HeadSinks(half[3], 2, A)), half[2]).transpose(1, 2),
     ):
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=0.03)
         ours = torch.autograd.grad(found, half, grad)

@@ -15,7 +15,7 @@ from ..norms import AllHeadsNorm, HeadNorm, norm_all_heads
 from ..parameters_by_prefix import Parameters, sub_parameters
 from ..recompute import recompute
 from ..tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_linears
-from .attention_sinks import Sinks, has_fused_sinks, sink_attention, sink_weights
+from .attention_sinks import HeadSinks, has_fused_sinks, sink_attention, sink_weights
 from .context_parallel import AttentionCore, ContextParallel, context_attention
 from .core_attention import (
     FlashCore,
@@ -140,7 +140,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return the values weighted by the softmax of the scores, [B, S, A, D]; `first_head`: the number of the first in the layer."""
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, A or N, S, D]
-        sinks = None if self.sinks is None else Sinks(self.sinks, first_head - self.first_head, query.shape[1])
+        sinks = None if self.sinks is None else HeadSinks(self.sinks, first_head - self.first_head, query.shape[1])
         if self.kernel == "flash" and not self.dropout.is_active(states):
             if sinks is not None and has_fused_sinks(query, mask):
                 return sink_attention(query, key, value, sinks, mask, band, self.window, self.scale)

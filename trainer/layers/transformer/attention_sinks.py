@@ -24,7 +24,7 @@ _GPU_FLASH = torch.ops.aten._flash_attention_forward
 _GPU_FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
 
 
-class Sinks(NamedTuple):
+class HeadSinks(NamedTuple):
     """The sinks of the heads that attend on this rank: `heads` from number `first` of a parameter. Of ranks that exchange tokens for heads
     each has some of them. Autograd saves the parameter, never a view of it: ZeRO-3 frees the parameter's memory before backward."""
 
@@ -46,7 +46,7 @@ def sink_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    sinks: Sinks,
+    sinks: HeadSinks,
     mask: Tensor | None,
     band: Tensor | None,
     window: int | None,
@@ -58,7 +58,9 @@ def sink_attention(
     hides further keys.
     """
     window = window if window is not None and window < query.shape[2] else None
-    return _SinkAttention.apply(query, key, value, sinks.parameter, sinks.first, mask, band, window, scale)  # type: ignore[no-untyped-call]
+    given = query, key, value, sinks.parameter, sinks.first, mask, band, window, scale
+    values: Tensor = _SinkAttention.apply(*given)  # type: ignore[no-untyped-call]
+    return values
 
 
 class _SinkAttention(torch.autograd.Function):
@@ -186,10 +188,11 @@ def _gpu_gradients(
     return tuple(each[..., : query.shape[-1]].transpose(1, 2) for each in grads)
 
 
-def sink_weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None, sinks: Sinks) -> Tensor:
+def sink_weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None, sinks: HeadSinks) -> Tensor:
     """Return the shares [B, A, S, S] of keys in softmax(scale q k^T + mask, and sinks); no mask: causal."""
     scores = attention_scores(query, key, mask, scale)
-    return _SinkSoftmax.apply(scores, sinks.parameter, sinks.first)  # type: ignore[no-untyped-call]
+    weights: Tensor = _SinkSoftmax.apply(scores, sinks.parameter, sinks.first)  # type: ignore[no-untyped-call]
+    return weights
 
 
 class _SinkSoftmax(torch.autograd.Function):
