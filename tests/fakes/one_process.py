@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.rounded_states import RoundedOptimizer
 from distrain.tests.fakes.torch_muon import TorchMuon
 from distrain.trainer.layers.counter_rng import dropout_keys
 from distrain.trainer.layers.cross_entropy import IGNORED
@@ -20,9 +23,19 @@ from distrain.trainer.spec.run import Run
 from distrain.trainer.spec.sections.lr_schedule import learning_rate
 
 
-@cache
 def reference_curve(words: tuple[str, ...], left_out: frozenset[int] = frozenset()) -> tuple[list[float], list[float]]:
     """(losses, gradient norms) of the run of conf=`words[0]` with the other words as overrides; the optimizer skips `left_out` (from 0)."""
+    losses, norms, _ = _train(words, left_out)
+    return losses, norms
+
+
+def reference_moments(words: tuple[str, ...]) -> dict[tuple[str, str], Tensor]:
+    """The moments in bf16 after the run's last step, by their kind in checkpoints and the weight's logical name."""
+    return _train(words, frozenset())[2]
+
+
+@cache
+def _train(words: tuple[str, ...], left_out: frozenset[int]) -> tuple[list[float], list[float], dict[tuple[str, str], Tensor]]:
     run = load_recipe(words[0], words[1:])
     steps = run.train.steps or 0
     corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
@@ -32,7 +45,7 @@ def reference_curve(words: tuple[str, ...], left_out: frozenset[int] = frozenset
     losses, norms = [], []
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(run.optim, step, steps)
+            group["lr"] = learning_rate(run.optim, step, steps) * group.get("rate", 1)
         loss = _mean_loss(run, module, batches, step)
         optimizer.zero_grad()
         loss.backward()
@@ -41,7 +54,7 @@ def reference_curve(words: tuple[str, ...], left_out: frozenset[int] = frozenset
             optimizer.step()
         _step_biases(run, module, skip=step in left_out)
         losses.append(loss.item())
-    return losses, norms
+    return losses, norms, optimizer.moments() if run.optim.moments == "bf16" else {}
 
 
 def _step_biases(run: Run, module: nn.Module, *, skip: bool) -> None:
@@ -51,14 +64,26 @@ def _step_biases(run: Run, module: nn.Module, *, skip: bool) -> None:
     getattr(module, "loads", {}).clear()
 
 
-def _optimizer(run: Run, module: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(run: Run, module: nn.Module) -> Any:
     if run.optim.name == "muon":
         return TorchMuon(run, module)
+    if run.optim.moments == "bf16":
+        return RoundedOptimizer(run, module)
+    if run.optim.mup:
+        return torch.optim.AdamW(list(_mup_groups(run, module)), lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
     matrices = {"params": [each for each in module.parameters() if each.dim() > 1], "weight_decay": run.optim.weight_decay}
     vectors = {"params": [each for each in module.parameters() if each.dim() == 1], "weight_decay": 0.0}
     if run.optim.name == "sgd":
         return torch.optim.SGD([matrices, vectors], lr=run.optim.lr, momentum=run.optim.momentum)
     return torch.optim.AdamW([matrices, vectors], lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
+
+
+def _mup_groups(run: Run, module: nn.Module) -> Iterator[dict[str, Any]]:
+    """arXiv:2203.03466 table 3: all matrices but the tables of tokens and positions have Adam's rate over the width; rate x decay stays."""
+    wider = run.model.hidden / (run.optim.mup or 0)
+    for name, each in module.named_parameters():
+        rate = 1 / wider if each.dim() > 1 and name not in ("embedding.weight", "positions.weight") else 1.0
+        yield {"params": [each], "rate": rate, "weight_decay": run.optim.weight_decay / rate if each.dim() > 1 else 0.0}
 
 
 def _mean_loss(run: Run, module: nn.Module, batches: Batches, step: int) -> Tensor:

@@ -13,6 +13,7 @@ from .sections.cluster import Cluster as Cluster
 from .sections.cluster import Device as Device
 from .sections.cluster import Link as Link
 from .sections.cluster import NodeHost as NodeHost
+from .sections.initial_weights import InitialWeights
 from .sections.lora import Lora
 from .sections.optimizer import Optim
 from .sections.rampup import Rampup
@@ -65,6 +66,7 @@ class Model:
     rope: Rope = field(default_factory=Rope)
     window: Count | None = None
     layer_types: LayerTypes | None = None
+    init: InitialWeights = field(default_factory=InitialWeights)
     lora: Lora = field(default_factory=Lora)
     dropout: Below1 = 0.0
     experts: Natural = 0

@@ -98,8 +98,12 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
             yield from _first_conflict(row, key, value, conflicts, none)
         else:
             yield EngineLimit(row.name, key, value, (*_any_engine(run), (("engine", "native"),), none))
+    if run.optim.mup and not row.rates_by_width:
+        yield EngineLimit(row.name, "optim.mup", run.optim.mup, (*_any_engine(run), (("engine", "native"),), (("optim.mup", None),)))
     if run.optim.name == MUON:
         yield from _muon_limits(row, run, parallel, delayed=delay is not None)
+    if run.optim.moments != "fp32" and not row.rounds_moments:
+        yield EngineLimit(row.name, "optim.moments", run.optim.moments, ((("engine", "native"),), (("optim.moments", "fp32"),)))
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
         plain: Change = (("parallel.scatter", False),)
         yield EngineLimit(row.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))

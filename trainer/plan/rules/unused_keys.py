@@ -18,6 +18,7 @@ from ...spec.read import value_text
 from ...spec.run import Run
 from ...spec.sections.rope import ROPE_KEYS
 from ..axes import AXES
+from ..costs.precision import has_moments
 from ..engines import PAPERS_NAME, cost_model, engine_for
 from ..layout.mesh import Mesh
 from ..layout.sum_routes import inner_ranks
@@ -145,6 +146,8 @@ IDLE: dict[str, Condition] = {
     **{f"model.rope.{key}": _rope_key(key) for key in sorted(set(chain(*ROPE_KEYS.values())))},
     **{f"model.{key}": _is_not("model.family", "mla") for key in LATENT},
     "model.head_dim":          _is("model.family", "mla"),
+    "model.init.std":          _made_by_transformers,
+    "model.init.scale_residual": _made_by_transformers,
     "model.lora.alpha":        _is("model.lora.rank", 0),
     "model.lora.targets":      _is("model.lora.rank", 0),
     "model.top_k":             _no_experts,
@@ -191,6 +194,8 @@ IDLE: dict[str, Condition] = {
     "optim.muon.nesterov":     _is_not("optim.name", "muon"),
     "optim.muon.ns_steps":     _is_not("optim.name", "muon"),
     "optim.muon.adjust_lr_fn": _is_not("optim.name", "muon"),
+    "optim.moments":           lambda run, mesh: "" if has_moments(run.optim) else _is("optim.momentum", 0.0)(run, mesh),
+    "optim.rounding":          _is("optim.moments", "fp32"),
     "optim.min_lr":            _is("optim.schedule", "constant"),
     "data.path":               _is("data.name", "stdlib", "synthetic"),
     "data.weights":            _any(_is("data.name", "stdlib", "synthetic"), _is("data.path", None)),
@@ -232,7 +237,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
     "train.rampup":    ("batch", "until", "by"),
     "train.evaluate":  ("every",),
     "search":          ("by", "runnable", "rows", "headroom", "nodes", "boundaries"),
-    "optim":           ("name", "lr", "weight_decay", "schedule", "warmup", "gradient_copy"),
+    "optim":           ("name", "lr", "weight_decay", "mup", "schedule", "warmup", "gradient_copy"),
     "data":            ("name", "documents", "validation"),
     "log":             ("every", "sinks", "dir", "ledger"),
     "checkpoint":      ("every", "final", "keep", "resume", "accept"),  # the ends of runs that go on are saves, of which some are kept
