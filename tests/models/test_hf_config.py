@@ -250,10 +250,10 @@ OF_OURS = {
 
 @pytest.mark.parametrize(("name", "config"), OF_OURS.items(), ids=OF_OURS)
 def test_a_model_of_ours_has_the_sizes_of_its_public_file(name: str, config: dict[str, Any], tmp_path: Path) -> None:
-    """All but the weight of the balance loss, which no file states, and rotary scaling for longer sequences."""
+    """All but the balance loss and initial weights, which no file states as we do, and rotary scaling for longer sequences."""
     ours = load_recipe("mixtral_8x7b", [f"model={name}", "engine=papers"]).model
     theirs = read(read_hf_config(write_config(tmp_path, config)), Model)
-    ours = replace(ours, aux_loss=0.0, kv_heads=ours.kv_heads or ours.heads, layer_types=ours.types_of_layers)
+    ours = replace(ours, aux_loss=0.0, init=theirs.init, kv_heads=ours.kv_heads or ours.heads, layer_types=ours.types_of_layers)
     assert ours == replace(theirs, rope=theirs.rope if theirs.has_local_rope or theirs.sinks else Rope(), hf=None)
 
 
