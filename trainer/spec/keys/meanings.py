@@ -46,7 +46,7 @@ KEYS = {
     "model.norm":                   Key("the normalization layer; rmsnorm1p scales by 1 + its weight (Gemma)"),
     "model.norm_place":             Key("norms of what attention and feed-forward read, return, or both"),
     "model.norm_eps":               Key("added to the variance (rmsnorm: the mean square) before its root is taken"),
-    "model.act":                    Key("activation of the feed-forward; the last four have a gate"),
+    "model.act":                    Key("activation; the last four have a gate"),
     "model.scale_embedding":        Key("embeddings are multiplied by the root of hidden, in the type of activations (Gemma)"),
     "model.query_pre_attn_scalar":  Key("attention's scores are divided by the root of this", null="head_dim"),
     "model.positions":              Key("how attention knows positions; rope rotates queries and keys"),
