@@ -127,8 +127,8 @@ class Loader:
             recipe = read_config(file)
             check_is_recipe(recipe, file, self.known, library.groups(self.config_dir))
             node = self._composer.compose(recipe, user.choices, file)
-            recipe_family = select_value(node, "model.family")
             merge_hf_sizes(node, recipe, file, user.values)
+            recipe_family = select_value(node, "model.family")  # that of the file which model.hf names, whose keys are no defaults
             for each in user.settings:
                 problems += apply_override(node, each)
             resolve_weights_path(node, file, from_command_line="model.weights" in user.values)

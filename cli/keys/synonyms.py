@@ -171,6 +171,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("hidden_act activation_function activation hidden_activation", "model.act", "",
          {each: each for each in ("gelu", "relu", "silu", "swiglu", "geglu")} | {"gelu_new": "gelu_tanh"}),
     _row("qk_layernorm use_qk_norm", "model.qk_norm", "", YES),
+    _row("attention_sinks learnable_sinks use_sinks", "model.sinks", "", YES),
     _row("scale_embeddings embedding_scaling scale_emb", "model.scale_embedding", "", YES),
     _row("rope_local_base_freq local_rope_theta", "model.rope_local_base"),
     _row("norm_after use_post_norm use_sandwich_norm", "model.norm_place", "before, after or both", {}),

@@ -50,7 +50,7 @@ OTHERS: dict[str, Any] = {
     "model.family": "llama", "model.layers": 5, "model.hidden": 512, "model.heads": 4, "model.vocab": 300, "model.kv_heads": 2,
     "model.head_dim": 64, "model.ffn": 512, "model.context": 256, "model.tied": False, "model.bias": False, "model.qkv_bias": False,
     "model.norm": "rmsnorm", "model.norm_eps": 1e-6, "model.norm_place": "after", "model.qk_norm": True,
-    "model.act": "relu", "model.positions": "rope",
+    "model.act": "relu", "model.positions": "rope", "model.sinks": True,
 }
 # fmt: on
 
@@ -70,6 +70,7 @@ def test_a_different_model_is_refused_with_the_name_of_its_key(key: str) -> None
         ("model.experts", 8),
         ("model.top_k", 1),
         ("model.expert_ffn", 64),
+        ("model.expert_bias", True),
         ("model.capacity", 1.5),
         ("model.router.score", "sigmoid"),
         ("model.router.normalize", False),
@@ -126,6 +127,7 @@ def test_another_rate_of_a_routers_bias_is_reported() -> None:
         ("model.kv_heads", 8),
         ("model.ffn", 1024),
         ("model.top_k", 3),
+        ("model.expert_bias", True),
         ("model.router.scale", 2.0),
     ],
 )

@@ -21,7 +21,18 @@ OLMO2: dict[str, Any] = {"qk_norm": True, "qk_norm_over": "all", "norm_place": "
 GEMMA3: dict[str, Any] = {"qk_norm": True, "norm_place": "both", "norm": "rmsnorm1p", "act": "geglu_tanh", "positions": "rope"}
 GEMMA3 |= {"scale_embedding": True, "query_pre_attn_scalar": 9, "rope_base": 1e6, "rope_local_base": 500.0, "window": 32}
 GEMMA3 |= {"layer_types": ("sliding_attention", "full_attention"), "rope": Rope(type="linear", factor=8.0)}
+OLMO3: dict[str, Any] = OLMO2 | {"layer_types": ("sliding_attention",) * 3 + ("full_attention",), "window": 32, "rope_local_base": 1e4}
+OLMO3 |= {"rope": Rope(type="linear", factor=8.0)}
 LATENT: dict[str, Any] = {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
+GPT_OSS: dict[str, Any] = {
+    "bias": True,
+    "expert_bias": True,
+    "sinks": True,
+    "norm": "rmsnorm",
+    "act": "swiglu_clamped",
+    "positions": "rope",
+}
+GPT_OSS |= {"window": 32, "layer_types": ("sliding_attention", "full_attention")}
 LORA = Lora(rank=3, alpha=6.0, targets=("query", "value", "out", "up", "down"))
 V3 = Router(score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)
 MODELS = {
@@ -30,6 +41,7 @@ MODELS = {
     "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
     "qwen3": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=12, ffn=56, vocab=64, qk_norm=True, **LLAMA),
     "olmo2": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=12, ffn=56, vocab=64, **OLMO2, **LLAMA),
+    "olmo3": Model(family="llama", layers=4, hidden=48, heads=6, kv_heads=2, head_dim=12, ffn=56, vocab=64, **OLMO3, **LLAMA),
     "gemma3": Model(family="llama", layers=4, hidden=48, heads=6, kv_heads=2, head_dim=12, ffn=56, vocab=64, tied=True, **GEMMA3),
     "qwen": Model(
         family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, rope_share=0.5, **LLAMA
@@ -51,6 +63,10 @@ MODELS = {
     ),
     "grouped moe": Model(
         family="moe", layers=2, hidden=32, heads=4, ffn=24, vocab=64, experts=8, top_k=3, rope_share=0.75, **LLAMA, router=V3
+    ),
+    "gpt-oss": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **GPT_OSS),
+    "llama with sinks": Model(
+        family="llama", layers=2, hidden=48, heads=6, kv_heads=2, ffn=72, vocab=64, **LLAMA | {"act": "swiglu_clamped", "sinks": True}
     ),
     "mla": Model(family="mla", layers=2, hidden=48, heads=6, ffn=40, vocab=64, experts=4, top_k=2, **LATENT, q_lora_rank=20, **LLAMA),
 }

@@ -162,11 +162,11 @@ def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
     [
         (
             ("model=tiny_moe", "model.shared_experts=1"),
-            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo 2, Gemma 3, Mixtral, GLM-4.5 and DeepSeek computes this model",
+            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek and gpt-oss computes this model",
         ),
         (
             ("model.positions=rope",),
-            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo 2, Gemma 3, Mixtral, GLM-4.5 and DeepSeek computes this model",
+            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek and gpt-oss computes this model",
         ),
     ],
 )

@@ -27,6 +27,7 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "relu": lambda x: x * (x > 0),
     "swiglu": lambda x: x / (1 + torch.exp(-x)),
+    "swiglu_clamped": lambda x: torch.where(x > 7, 7, x) / (1 + torch.exp(-1.702 * torch.where(x > 7, 7, x))),
 }
 ACTS["geglu_tanh"] = ACTS["gelu_tanh"]
 
@@ -53,9 +54,10 @@ def written_out(model: Model, w: dict[str, Any], tokens: Any, drop: Drop = no_dr
             attended = norm_written_out(model, layer, "post_norm1", attended)
         x = x + drop(attended, index, "attention.residual")
         y = norm_written_out(model, layer, "norm2", x) if model.norm_place != "after" else x
-        has_gate = model.act in ("swiglu", "geglu_tanh")
+        has_gate = model.act in ("swiglu", "geglu_tanh", "swiglu_clamped")
         wide = ACTS[model.act](affine(layer, "mlp.gate" if has_gate else "mlp.up", y))
-        fed = affine(layer, "mlp.down", wide * affine(layer, "mlp.up", y) if has_gate else wide)
+        up = affine(layer, "mlp.up", y) if has_gate else torch.ones(())
+        fed = affine(layer, "mlp.down", wide * (up.clamp(-7, 7) + 1 if model.act == "swiglu_clamped" else up))
         if model.norm_place != "before":
             fed = norm_written_out(model, layer, "post_norm2", fed)
         x = x + drop(fed, index, "mlp.residual")
@@ -97,13 +99,14 @@ def attention_written_out(model: Model, w: dict[str, Any], x: Any, drop: Drop, i
             q, k = (norm_written_out(model, w, f"attention.{part}_norm", each) for part, each in (("query", q), ("key", k)))
         if model.positions == "rope":
             turned, base, factor = round(dim * model.rope_share), model.rope_base, model.rope.factor
-            if model.rope_local_base and index % 2 == 0:  # the first of each two layers, of layer_types
+            if model.rope_local_base and model.is_windowed(index):
                 base, factor = model.rope_local_base, 1.0
             q, k = (torch.cat((rotate_written_out(each[:, :turned], base, factor), each[:, turned:]), dim=1) for each in (q, k))
         shares = torch.zeros(size, size, dtype=x.dtype)
         for position in range(size):
             scores = k[: position + 1] @ q[position] / math.sqrt(model.query_pre_attn_scalar or dim)
-            shares[position, : position + 1] = torch.softmax(scores, 0)
+            others = torch.exp(w["attention.sinks"][head]) if model.sinks else 0
+            shares[position, : position + 1] = torch.exp(scores) / (torch.exp(scores).sum() + others)
         out[:, head] = drop(shares, "attention", head) @ v
     return affine(w, "attention.out", out.flatten(1))
 

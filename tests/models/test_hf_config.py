@@ -20,6 +20,8 @@ from distrain.tests.fakes.public_configs import (
     GLM45,
     GLM45_AIR,
     GPT2,
+    GPT_OSS_20B,
+    GPT_OSS_120B,
     KIMI_K2,
     LLAMA2_7B,
     LLAMA31_8B,
@@ -29,6 +31,8 @@ from distrain.tests.fakes.public_configs import (
     OLMO2_7B,
     OLMO2_13B,
     OLMO2_32B,
+    OLMO3_7B,
+    OLMO3_32B,
     QWEN3_8B,
     QWEN3_30B_A3B,
     QWEN25_7B,
@@ -60,6 +64,11 @@ PUBLIC = {
     "olmo2_7b": (OLMO2_7B, 7_298_617_344),
     "olmo2_13b": (OLMO2_13B, 13_716_198_400),
     "olmo2_32b": (OLMO2_32B, 32_234_279_936),
+    # OLMo 2's but for the 74 words that its table has beyond the tokenizer's
+    "olmo3_7b": (OLMO3_7B, 7_298_617_344 - 2 * 74 * 4096),
+    "olmo3_32b": (OLMO3_32B, 32_234_279_936 - 2 * 74 * 5120),
+    "gpt_oss_20b": (GPT_OSS_20B, 20_914_757_184),  # arXiv:2508.10925 table 1: 20.91 and 116.83 billion
+    "gpt_oss_120b": (GPT_OSS_120B, 116_829_156_672),
     "gemma3_1b": (GEMMA3_1B, 999_885_952),
     # arXiv:2503.19786 table 1 has 3,209, 10,759 and 25,600 million beside the embedding.
     "gemma3_4b": (GEMMA3_4B, 3_209_010_688 + 262_208 * 2560),
@@ -232,16 +241,61 @@ OF_OURS = {
     "olmo2_7b": OLMO2_7B,
     "olmo2_13b": OLMO2_13B,
     "olmo2_32b": OLMO2_32B,
+    "olmo3_7b": OLMO3_7B,
+    "olmo3_32b": OLMO3_32B,
+    "gpt_oss_20b": GPT_OSS_20B,
+    "gpt_oss_120b": GPT_OSS_120B,
 }
 
 
 @pytest.mark.parametrize(("name", "config"), OF_OURS.items(), ids=OF_OURS)
 def test_a_model_of_ours_has_the_sizes_of_its_public_file(name: str, config: dict[str, Any], tmp_path: Path) -> None:
-    """All but the weight of the balance loss, which no file states, and rotary scaling for longer sequences."""
+    """All but the balance loss and initial weights, which no file states as we do, and rotary scaling for longer sequences."""
     ours = load_recipe("mixtral_8x7b", [f"model={name}", "engine=papers"]).model
     theirs = read(read_hf_config(write_config(tmp_path, config)), Model)
-    ours = replace(ours, aux_loss=0.0, kv_heads=ours.kv_heads or ours.heads, layer_types=ours.types_of_layers)
-    assert ours == replace(theirs, rope=theirs.rope if theirs.rope.type == "linear" else Rope(), hf=None)
+    ours = replace(ours, aux_loss=0.0, init=theirs.init, kv_heads=ours.kv_heads or ours.heads, layer_types=ours.types_of_layers)
+    assert ours == replace(theirs, rope=theirs.rope if theirs.has_local_rope or theirs.sinks else Rope(), hf=None)
+
+
+def test_every_fourth_layer_of_olmo3_is_whole_and_its_bases_are_transformers(tmp_path: Path) -> None:
+    """Where a file lacks layer_types, or bases; 4.57 read rope_theta as that of all layers, 5 as that of layers without a window."""
+    bare = {key: value for key, value in OLMO3_7B.items() if key not in ("layer_types", "sliding_window", "rope_theta", "rope_scaling")}
+    keys = read_hf_config(write_config(tmp_path, bare))
+    sliding, full = "sliding_attention", "full_attention"
+    assert keys["layer_types"] == [sliding, sliding, sliding, full] * 8
+    assert (keys["window"], keys["rope_base"], keys["rope_local_base"], keys["rope"]) == (4096, 5e5, 5e5, {"type": "default"})
+    says = refusal(write_config(tmp_path, bare | {"rope_theta": 1e4}))
+    assert "transformers 5 rotates layers with a window by 500000, and not by rope_theta=10000.0: state rope_parameters with" in says
+    ropes = {full: {"rope_type": "default", "rope_theta": 1e4}, sliding: {"rope_type": "default", "rope_theta": 1e3}}
+    keys = read_hf_config(write_config(tmp_path, bare | {"rope_parameters": ropes}))
+    assert (keys["rope_base"], keys["rope_local_base"]) == (1e4, 1e3)
+    says = refusal(write_config(tmp_path, bare | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}))
+    assert "has not a mapping for each of full_attention and sliding_attention" in says
+    assert "sliding_window=null, but layers of this model_type have one" in refusal(write_config(tmp_path, bare | {"sliding_window": None}))
+
+
+def test_a_file_of_gemma3_may_state_how_many_layers_have_one_that_is_whole(tmp_path: Path) -> None:
+    keys = read_hf_config(write_config(tmp_path, GEMMA3_1B | {"sliding_window_pattern": 13}))
+    assert keys["layer_types"] == [*["sliding_attention"] * 12, "full_attention"] * 2
+
+
+def test_gpt_oss_is_read_with_the_defaults_of_its_class(tmp_path: Path) -> None:
+    """It is yarn and alternating windows where a file states neither; other gates are refused, and weights in MXFP4."""
+    left_out = ("rope_scaling", "rope_theta", "layer_types", "sliding_window", "swiglu_limit")
+    bare = {key: value for key, value in GPT_OSS_20B.items() if key not in left_out}
+    assert read_hf_config(write_config(tmp_path, bare)) == read_hf_config(write_config(tmp_path, GPT_OSS_20B))
+    plain = read_hf_config(write_config(tmp_path, bare | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}))
+    assert (plain["rope"], plain["rope_base"]) == ({"type": "default"}, 1e4)
+    assert "family moe does not have swiglu_limit=10.0: it has 7.0" in refusal(write_config(tmp_path, bare | {"swiglu_limit": 10.0}))
+    says = refusal(write_config(tmp_path, GPT_OSS_20B | {"quantization_config": {"quant_method": "mxfp4"}}))
+    assert "save the model with its weights dequantized (of gpt-oss: Mxfp4Config(dequantize=True) of transformers)" in says
+
+
+def test_what_a_file_states_is_kept_where_it_is_a_default_of_the_recipes_family(tmp_path: Path) -> None:
+    """The recipe is a GPT, which has biases."""
+    write_config(tmp_path, LLAMA31_8B | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
+    model = load_recipe("quickstart", [f"model.hf={tmp_path}"]).model
+    assert (model.family, model.bias, model.tied, model.norm) == ("llama", True, True, "rmsnorm")
 
 
 def test_a_kimi_k2_is_read_as_a_deepseek_v3(tmp_path: Path) -> None:
@@ -369,7 +423,8 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 def test_the_refusal_of_an_unknown_model_type_lists_the_known_ones(name: object, tmp_path: Path) -> None:
     says = refusal(write_config(tmp_path, {"model_type": name}))
     assert (
-        f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2, qwen3, olmo2, gemma3_text" in says
+        f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2, qwen3, olmo2, olmo3, gemma3_text"
+        in says
     )
     assert "kimi_k2; any other model type of transformers is family hf" in says
 

@@ -28,11 +28,16 @@ DEEPSEEK = {
     "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
     "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 8.0, "original_max_position_embeddings": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**DEEPSEEK, "norm_topk_prob": True},
     "deepseek_v2": {**DEEPSEEK, "norm_topk_prob": False, "topk_method": "group_limited_greedy"},
     "qwen3_moe":   {**MIXTURE, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
     "olmo2":       {"num_key_value_heads": 2},
+    "olmo3":       {"num_key_value_heads": 2, "sliding_window": 8,
+                    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                    "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}},
+    "gpt_oss":     {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8,
                     "sliding_window_pattern": 2},
     "glm4_moe":    {**MIXTURE, "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 8, "use_qk_norm": True,
@@ -43,6 +48,8 @@ LAYOUTS = {
     "deepseek_v2": ("cluster.gpus=2", "parallel={tp: 2, sequence: true}", "train.microbatch=2"),
     "qwen3_moe":   ("cluster.gpus=2", "parallel={cp: 2, zero: 3}", "engine=native", "train={microbatch: 2, loss_chunks: 3, z_loss: 0.01}"),
     "olmo2":       ("cluster.gpus=4", "parallel={tp: 4, sequence: true, recompute: selective}", "engine=native", "train.microbatch=2"),
+    "olmo3":       ("cluster.gpus=4", "parallel={tp: 2, cp: 2, cp_comm: all_to_all, zero: 2}", "engine=native", "train.microbatch=2"),
+    "gpt_oss":     ("cluster.gpus=4", "parallel={tp: 2, ep: 2, zero: 1, sequence: true}", "train.microbatch=2"),
     "gemma3_text": ("cluster.gpus=4", "parallel={tp: 2, pp: 2}", "train.microbatch=1", "train.z_loss=0.01"),
     "glm4_moe":    ("cluster.gpus=2", "parallel={tp: 2, sequence: true}", "train.microbatch=2"),
 }

@@ -31,6 +31,7 @@ OLMO2: dict[str, Any] = {"qk_norm": True, "qk_norm_over": "all", "norm_place": "
 GEMMA3: dict[str, Any] = {"qk_norm": True, "norm_place": "both", "norm": "rmsnorm1p", "act": "geglu_tanh", "positions": "rope"}
 GEMMA3 |= {"scale_embedding": True, "query_pre_attn_scalar": 9, "rope_base": 1e6, "rope_local_base": 500.0, "window": 6}
 GEMMA3 |= {"layer_types": ("sliding_attention", "full_attention")}
+OLMO3: dict[str, Any] = OLMO2 | {"window": 6, "layer_types": ("sliding_attention",) * 3 + ("full_attention",), "rope_base": 5e3}
 DEEPSEEK: dict[str, Any] = {
     "layers": 2,
     "hidden": 32,
@@ -47,6 +48,7 @@ V3 = Router(score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)
 STRETCHED_HALVES = Rope(type="yarn", factor=4.0, original_max_position_embeddings=8)
 MIXTURE: dict[str, Any] = {"family": "moe", "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 12, "vocab": 64, **LLAMA}
 MIXTURE |= {"experts": 4, "top_k": 2, "expert_ffn": 24, "qk_norm": True}
+GPT_OSS: dict[str, Any] = MIXTURE | {"qk_norm": False, "bias": True, "expert_bias": True, "sinks": True, "act": "swiglu_clamped"}
 OURS = {
     "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, bias=True, tied=True, act="gelu_tanh", dropout=0.1),
     "gpt without biases": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu", vocab_multiple=48),
@@ -54,7 +56,12 @@ OURS = {
     "llama with biases": Model(family="llama", layers=1, hidden=32, heads=4, ffn=56, vocab=64, bias=True, tied=True, **LLAMA),
     "mixtral": Model(family="moe", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, experts=4, top_k=2, **LLAMA),
     "qwen3": Model(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, qk_norm=True, **LLAMA),
+    "qwen3, windows": Model(family="llama", layers=1, hidden=32, heads=4, ffn=56, vocab=64, qk_norm=True, window=6, **LLAMA),
     "olmo2": Model(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, **OLMO2, **LLAMA),
+    "olmo3": Model(family="llama", layers=4, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, **OLMO3, **LLAMA),
+    "olmo3, stretched": Model(
+        family="llama", layers=5, hidden=32, heads=4, ffn=56, vocab=64, rope=STRETCHED_HALVES, rope_local_base=5e3, **OLMO3, **LLAMA
+    ),
     "gemma3": Model(family="llama", layers=3, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, tied=True, **GEMMA3),
     "gemma3, stretched": Model(
         family="llama", layers=2, hidden=32, heads=4, head_dim=12, ffn=56, vocab=64, **GEMMA3 | {"rope": Rope(type="linear", factor=8.0)}
@@ -87,6 +94,8 @@ OURS = {
         router=Router(score="sigmoid", normalize=False, bias=True),
         **LLAMA,
     ),
+    "gpt-oss": Model(**GPT_OSS, layers=3, window=6, layer_types=("sliding_attention", "full_attention"), rope=STRETCHED_HALVES),
+    "gpt-oss, all windows": Model(**GPT_OSS | {"bias": False, "head_dim": 8}, layers=2, window=7, tied=True),
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, vocab_multiple=48, **LLAMA),
     "deepseek v2": Model(family="mla", **DEEPSEEK, q_lora_rank=0, top_k=3, router=Router(normalize=False, scale=2.0)),
     "deepseek v3": Model(family="mla", **DEEPSEEK, q_lora_rank=20, top_k=3, router=V3, rope=YARN),
@@ -120,6 +129,7 @@ GLM = {
     "n_shared_experts": 2,
 }  # fmt: skip
 GEMMA = {"num_key_value_heads": 2, "head_dim": 12}
+OSS = {"num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 6}
 TWO_ROPES = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e3}, "sliding_attention": {"rope_theta": 100.0}}
 LONGER = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 8}
 FAR = {"rope_type": "default", "rope_theta": 5e5}
@@ -135,6 +145,9 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2":            ("Qwen2Config",   ROPE | {"num_key_value_heads": 2}),
     "qwen3":            ("Qwen3Config",   ROPE | {"num_key_value_heads": 2, "head_dim": 12}),
     "olmo2":            ("Olmo2Config",   ROPE | {"num_key_value_heads": 2}),
+    "olmo3":            ("Olmo3Config",   ROPE | {"num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 6}),
+    "olmo3, stretched": ("Olmo3Config",   ROPE | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6,
+                                          "rope_parameters": {"full_attention": LONGER, "sliding_attention": {"rope_theta": 100.0}}}),
     "gemma3":           ("Gemma3TextConfig", ROPE | GEMMA | {"query_pre_attn_scalar": 9, "sliding_window": 6, "sliding_window_pattern": 3}),
     "gemma3, stretched": ("Gemma3TextConfig", ROPE | GEMMA | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 99,
                                           "tie_word_embeddings": False, "rope_parameters": TWO_ROPES}),
@@ -151,6 +164,9 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek v2, groups": ("DeepseekV2Config", LATENT | GROUPS | {"q_lora_rank": 20, "topk_method": "group_limited_greedy"}),
     "deepseek v3":      ("DeepseekV3Config", LATENT | GROUPS | {"q_lora_rank": 20}),
     "deepseek v3, plain": ("DeepseekV3Config", LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "gpt-oss":          ("GptOssConfig",  ROPE | OSS),
+    "gpt-oss, plain":   ("GptOssConfig",  ROPE | OSS | {"attention_bias": False, "layer_types": ["full_attention", "sliding_attention"],
+                                          "rope_parameters": FAR, "tie_word_embeddings": True}),
     "qwen2, tied":      ("Qwen2Config",   ROPE | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
 }
 # fmt: on
@@ -212,7 +228,9 @@ def test_weights_of_transformers_give_the_same_logits_here(name: str, tmp_path: 
         torch.testing.assert_close(ours.logits(tokens_of(run)), theirs(tokens_of(run)).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith(("olmo2", "gemma3", "glm4", "qwen3 moe", "deepseek v3"))])
+@pytest.mark.parametrize(
+    "name", [name for name in THEIRS if name.startswith(("olmo", "gpt-oss", "gemma3", "glm4", "qwen3 moe", "deepseek v3"))]
+)
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, transformers: Any) -> None:
     """transformers' gradients are saved as a model's weights, and read under our names."""
     theirs = model_of_transformers(transformers, name)
@@ -420,12 +438,12 @@ def test_existing_weights_are_not_overwritten(tmp_path: Path) -> None:
                 ("model.qk_norm", False),
                 ("model.act", "geglu"),
                 ("model.scale_embedding", False),
-                ("model.rope_local_base", None),
                 ("model.window", None),
                 ("model.qkv_bias", True),
                 ("model.rope_share", 0.5),
             )
         ),
+        ("gemma3, stretched", ("model.rope_local_base", None)),
         ("llama", ("model.scale_embedding", True)),
         ("llama", ("model.query_pre_attn_scalar", 9)),
         ("olmo2", ("model.qk_norm", False)),
@@ -433,8 +451,34 @@ def test_existing_weights_are_not_overwritten(tmp_path: Path) -> None:
         ("olmo2", ("model.norm_place", "both")),
         ("olmo2", ("model.qkv_bias", True)),
         ("olmo2", ("model.rope_share", 0.5)),
-        ("olmo2", ("model.window", 6)),
+        ("olmo3", ("model.qkv_bias", True)),
+        ("olmo3", ("model.rope_share", 0.5)),
+        ("olmo3, stretched", ("model.rope_local_base", None)),
+        ("olmo3, stretched", ("model.norm_place", "both")),
+        ("qwen3, windows", ("model.rope_local_base", 1e3)),
         ("qwen3", ("model.rope_share", 0.5)),
+        *(
+            ("gpt-oss", each)
+            for each in (
+                ("model.sinks", False),
+                ("model.expert_bias", False),
+                ("model.act", "swiglu"),
+                ("model.qkv_bias", False),
+                ("model.qk_norm", True),
+                ("model.window", None),
+                ("model.norm_place", "both"),
+                ("model.rope_share", 0.5),
+                ("model.rope_local_base", 1e3),
+                ("model.shared_experts", 1),
+                ("model.dense_layers", 1),
+                ("model.capacity", 2.0),
+                ("model.scale_embedding", True),
+                ("model.query_pre_attn_scalar", 9),
+                ("model.router.scale", 2.0),
+            )
+        ),
+        ("llama", ("model.sinks", True)),
+        ("mixtral", ("model.expert_bias", True)),
         ("glm4 moe", ("model.shared_experts", 0)),
         ("glm4 moe", ("model.router.bias", False)),
         ("glm4 moe", ("model.bias", True)),

@@ -200,15 +200,15 @@ def test_the_loss_in_bf16_is_close_to_float32(name: str) -> None:
 @EVERY_MODEL
 @pytest.mark.parametrize("init", [InitialWeights(), InitialWeights(std=0.006, scale_residual=False)], ids=["gpt2", "plain"])
 def test_initial_weights_follow_gpt_2_or_are_all_alike(name: str, init: InitialWeights) -> None:
-    """Normals of a deviation, divided by sqrt(2 layers) where they add to the residual stream; norms 1 (or 1 + 0), biases and padding 0.
+    """Normals of a deviation, divided by sqrt(2 layers) where they add to the residual stream; norms 1 (or 1 + 0), others 0.
 
     LoRA's B is 0, so that training begins at the model without it; its A has PEFT's deviation.
     """
     run = run_of(name, model__init=init)
     module = build_model(run, device=CPU, dtype=torch.float32, seed=3)
     for key, tensor in named_weights(module, run):
-        if tensor.dim() == 1:
-            assert set(tensor.tolist()) == {0.0 if key.endswith(".bias") or run.model.norm == "rmsnorm1p" else 1.0}
+        if tensor.dim() == 1 or key.endswith("bias"):
+            assert set(tensor.flatten().tolist()) == {0.0 if key.endswith(("bias", ".sinks")) or run.model.norm == "rmsnorm1p" else 1.0}
             continue
         if key.endswith(".lora_b.weight"):
             assert not tensor.any()

@@ -332,7 +332,9 @@ def differences() -> dict[str, dict[str, float]]:
     return {layout: found for line in ended.stdout.splitlines() for layout, found in json.loads(line).items()}
 
 
-@pytest.mark.parametrize("model", ["dropless", "balanced", "limited capacity", "groups and bias", "latent", "latent keys"])
+@pytest.mark.parametrize(
+    "model", ["dropless", "balanced", "limited capacity", "groups and bias", "biases and sinks", "latent", "latent keys"]
+)
 @pytest.mark.parametrize("layout", SPLITS)
 def test_expert_and_tensor_ranks_compute_what_one_rank_computes(layout: str, model: str, differences: dict[str, dict[str, float]]) -> None:
     """In float64, and no token is routed to another expert."""

@@ -21,7 +21,7 @@ LAYOUTS = (
     "model=tiny model.dropout=0.1 cluster.gpus=1",
     "model=tiny_llama cluster.gpus=1 parallel.recompute=full model.window=8",
     "model=tiny_llama cluster.gpus=1 parallel.recompute=selective data.documents=true",
-    "model=tiny cluster.gpus=2 parallel.tp=2",
+    "model=tiny_llama cluster.gpus=2 parallel.tp=2 model.sinks=true model.window=8 model.act=swiglu_clamped",
     "model=tiny_llama cluster.gpus=2 parallel.tp=2 parallel.sequence=true train.precision=fp8",
     "model=tiny_llama cluster.gpus=4 parallel.tp=2 parallel.cp=2 parallel.sequence=true parallel.recompute=selective",
     "model=tiny_llama cluster.gpus=2 parallel.cp=2 parallel.cp_comm=all_to_all",

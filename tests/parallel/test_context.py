@@ -41,6 +41,7 @@ DROPS  = ("model.dropout=0.2",)
 MATH   = ("train.attention=math",)
 LATER  = ("train.steps=3",)  # DeepSpeed's ZeRO 3 agrees in its second step on the order of gathers, and the last one is held to the plan
 WINDOW = ("model.window=10", "model.layer_types=[sliding_attention,full_attention]")
+SINKS  = ("model.sinks=true",)
 APART  = ("data=text", "data.end=10", "data.documents=true")
 # What is learnt, and how it is laid out: context ranks alone, beside tensor ranks, beside data ranks, under each stage of ZeRO.
 ROWS: tuple[tuple[Words, str], ...] = (
@@ -53,7 +54,7 @@ ROWS: tuple[tuple[Words, str], ...] = (
     (LLAMA,                 "cp: 2, dp: 2, zero: 0, cp_comm: all_to_all"),
     (LLAMA + DROPS + LATER, "cp: 2, dp: 2, zero: 3, recompute: selective, cp_comm: all_to_all"),
     (LLAMA + APART,         "cp: 2, tp: 2, zero: 1, cp_comm: all_to_all"),
-    (LLAMA + WINDOW,        "cp: 4, zero: 2, recompute: full, cp_comm: all_to_all"),
+    (LLAMA + WINDOW + SINKS, "cp: 4, zero: 2, recompute: full, cp_comm: all_to_all"),
     (LLAMA + APART,         "cp: 2, dp: 2, zero: 1, recompute: selective"),
     (GPT + DROPS,           "cp: 2, tp: 2, zero: 1, sequence: true"),
     ((*LLAMA, "train.batch=2"), "cp: 2, tp: 4, zero: 0, sequence: true"),
@@ -185,5 +186,5 @@ def test_attention_and_models_are_the_same_in_float64() -> None:
     ended = subprocess.run([sys.executable, str(script), "3"], capture_output=True, text=True, timeout=DEADLINE, env=environment)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert len(found) == 73
+    assert len(found) == 75
     assert {what: far for what, far in found.items() if not far < 1e-12} == {}

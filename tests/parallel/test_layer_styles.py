@@ -21,9 +21,9 @@ OWN = [name for name, family in FAMILIES.items() if family.module and not family
 
 def run_of(family: str) -> Run:
     latent = dict.fromkeys(FAMILIES[family].needs, 4)
-    experts = {"experts": 2, "top_k": 1, "shared_experts": 1} if FAMILIES[family].has_experts else {}
+    experts = {"experts": 2, "top_k": 1, "shared_experts": 1, "expert_bias": True} if FAMILIES[family].has_experts else {}
     defaults = {**FAMILIES[family].defaults, "tied": False}
-    heads = {} if latent else {"kv_heads": 2, "qk_norm": True, "qk_norm_over": "all"}
+    heads = {} if latent else {"kv_heads": 2, "qk_norm": True, "qk_norm_over": "all", "sinks": True}
     model = Model(family=family, layers=1, hidden=8, heads=4, vocab=16, **defaults, **experts, **latent, **heads)  # type: ignore[arg-type]
     device = Device(name="cpu", memory=1e9, kind="cpu")
     return Run(
@@ -39,6 +39,9 @@ def test_each_weight_is_in_a_layer_of_its_planned_style(family: str) -> None:
     for prefix, ops in (("", table.embedding), ("layers.0.", table.layer), ("", table.head)):
         for op in ops:
             for weight in op.weights:
+                if weight.name == "attention.sinks":  # of attention itself
+                    assert split_style(op) == "heads"
+                    continue
                 layer = module.get_submodule((prefix + weight.name).rpartition(".")[0])
                 if not isinstance(layer, ExpertLinear):  # the layer around the experts sends for all of them
                     sharded = op.product is not None or AXIS.split_dim(weight.dims)  # of the embeddings only that of tokens

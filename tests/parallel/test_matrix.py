@@ -36,7 +36,8 @@ SHAPES: dict[str, Words] = {
                        "model.vocab=257",  "model.dropout=0.1"),
     "llama":          ("model=tiny_llama", "model.tied=false", "model.qk_norm=true", "model.qk_norm_over=all", "model.norm_place=after",
                        "model.rope={type: yarn, factor: 4, original_max_position_embeddings: 8}"),
-    "moe":            ("model=tiny_moe",   "model.aux_loss=0.01", "model.window=6", "model.qk_norm=true"),
+    "moe":            ("model=tiny_moe",   "model.aux_loss=0.01", "model.window=6", "model.qk_norm=true",
+                       "model.sinks=true", "model.expert_bias=true"),
 }
 
 

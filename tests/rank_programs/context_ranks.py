@@ -56,6 +56,8 @@ EXCHANGED: tuple[tuple[str, str, str, float, dict[str, object]], ...] = (
     ("llama", "flash", "full", 0.0, {"model__kv_heads": 1}),
     ("llama", "math", "none", P, {"model__kv_heads": 1, "model__window": 10}),
     ("llama", "flash", "selective", 0.0, {"model__kv_heads": 3, "model__window": 10}),
+    ("llama", "flash", "none", 0.0, {"model__kv_heads": 1, "model__window": 10, "model__sinks": True}),
+    ("llama", "math", "selective", P, {"model__kv_heads": 3, "model__sinks": True}),
 )
 
 
@@ -152,6 +154,9 @@ def whole_model(
     """Compare the sum of losses and the gradient of every weight, of which each rank computes a part, with those of one rank's mask."""
     run = run_of(name, train__attention=kernel, parallel__recompute=recompute, model__dropout=p, **changes)
     module = build_model(run, device=CPU, dtype=torch.float64, seed=5)
+    with torch.no_grad():
+        for number, sinks in enumerate(each for key, each in module.named_parameters() if key.endswith(".sinks")):
+            sinks.copy_(torch.arange(A) / 4 + number - 1)
     tokens, labels, documents = *torch.randint(101, (2, B, S)), random_documents()
     labels[:, 3:7] = IGNORED
     theirs = gradients(module, tokens, labels, documents, p)

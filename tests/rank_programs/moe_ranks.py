@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "balanced": {"aux_loss": 0.5, "shared_experts": 1, "experts": 8, "dense_layers": 1},  # several of a rank
     "limited capacity": {"aux_loss": 0.5, "capacity": 0.75, "dropout": 0.1},
     "groups and bias": {"aux_loss": 0.5, "experts": 8, "router": Router(score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)},
+    "biases and sinks": {"expert_bias": True, "sinks": True, "bias": True, "act": "swiglu_clamped", "window": 6, "aux_loss": 0.5},
     "latent": LATENT | {"q_lora_rank": 10},
     "latent keys": LATENT | {"q_lora_rank": 0, "dropout": 0.1},
 }

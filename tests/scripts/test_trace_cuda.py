@@ -137,9 +137,9 @@ GLM_JOBS = [
     TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *GLM, *LAYOUTS["sequence"], "parallel.recompute=none", "train.loss_chunks=4"))
 ]
 # fmt: off
-OLMO = (  # norms after each half, and of all heads together
-    "model=olmo2_7b", "model.layers=3", "train.seq=2048", "model.hidden=1024", "model.heads=8", "model.kv_heads=4", "model.head_dim=128",
-    "model.ffn=3584", "model.vocab=8192", "train.precision=bf16",
+OLMO = (  # norms after each half, and of all heads together; a window in three of four layers, unscaled
+    "model=olmo3_7b", "model.layers=4", "model.window=512", "train.seq=2048", "model.hidden=1024", "model.heads=8", "model.kv_heads=4",
+    "model.head_dim=128", "model.ffn=3584", "model.vocab=8192", "train.precision=bf16",
 )
 # fmt: on
 OLMO_JOBS = [TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *OLMO, *LAYOUTS["sequence"], "parallel.recompute=none"))]
@@ -152,6 +152,18 @@ GEMMA = (  # five of six layers have a window, which the sequence is longer than
 GEMMA_JOBS = [
     TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *GEMMA, *LAYOUTS[layout], f"parallel.recompute={recompute}"))
     for layout, recompute in (("one rank", "none"), ("tp", "full"))
+]
+# fmt: off
+GPT_OSS = (
+    "model=gpt_oss_20b", "model.layers=4", "train.seq=1024", "model.hidden=512", "model.heads=8", "model.kv_heads=4", "model.experts=8",
+    "model.top_k=2", "model.expert_ffn=1024", "model.vocab=8192", "train.precision=bf16",
+)
+SINKS = ("model.sinks=true", "model.window=512", "model.act=swiglu_clamped", "model.vocab=1024")
+# fmt: on
+SINK_JOBS = [
+    TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *GPT_OSS, *LAYOUTS["sequence"], "parallel.recompute=none")),
+    TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *GPT_OSS, *LAYOUTS["one rank"], "parallel.recompute=selective")),
+    TraceJob(recipe=MODELS["llama"][0], words=(*GPU, *PLAIN[:-1], *MODELS["llama"][1:], *SINKS, *EXCHANGE, *BF16)),
 ]
 EXCHANGE_JOBS = [
     TraceJob(recipe=MODELS["llama"][0], words=(*GPU, *PLAIN[:-1], *MODELS["llama"][1:], "model.vocab=1024", *EXCHANGE, *BF16)),
@@ -191,6 +203,7 @@ JOBS = [
     *GLM_JOBS,
     *OLMO_JOBS,
     *GEMMA_JOBS,
+    *SINK_JOBS,
     *EXCHANGE_JOBS,
     *FP8_JOBS,
     *DOCUMENT_JOBS,

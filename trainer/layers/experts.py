@@ -14,42 +14,56 @@ from torch.autograd.function import once_differentiable
 
 from .group import Group
 from .parameters_by_prefix import Parameters
+from .tensor_parallel import TensorParallel
 from .weight_gradients import open_weight_gradients
 
 # T tokens, K copies of each, C copies that are computed, E experts, R ranks of the group, e = E / R, I inner, O outer
 
 
 class ExpertLinear(nn.Module):
-    """x W, with W the matrix of each row's expert."""
+    """x W + b, with W the matrix and b the bias, where there is one, of each row's expert.
 
-    def __init__(self, parameters: Parameters) -> None:
+    `tp` are the ranks that add up their outputs: each has a bias whole and adds its part of it. Its gradient is the same on each; under
+    sequence parallelism they add it up once a step, and each has its part.
+    """
+
+    def __init__(self, parameters: Parameters, tp: TensorParallel | None = None) -> None:
         super().__init__()
-        self.weight = parameters["weight"]
+        self.weight, self.bias = parameters["weight"], parameters.get("bias")
+        self.ranks = 1 if tp is None else tp.group.size
+        self.sums = 1 if tp is None or not tp.sequence else tp.group.size
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [C, I] -> [C, O]; the rows of expert e end at `ends[e]`."""
-        output: Tensor = _GroupedMatmul.apply(x, self.weight, ends)  # type: ignore[no-untyped-call]
+        output: Tensor = _GroupedMatmul.apply(x, self.weight, self.bias, ends, self.ranks, self.sums)  # type: ignore[no-untyped-call]
         return output
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Saves the rows and the parameter itself. The gradient of an expert without rows is zeros."""
+    """x W + b / ranks. Saves the rows and the parameter itself. The gradient of an expert without rows is zeros; that of b is divided by
+    `sums`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, ranks: int, sums: int) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.gradients, ctx.parameter = open_weight_gradients(weight), weight
-        return grouped_matmul(x, weight, ends)
+        ctx.has_bias, ctx.sums = bias is not None, sums
+        output = grouped_matmul(x, weight, ends)
+        if bias is not None:
+            experts = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)  # [C]
+            output.add_(bias[experts], alpha=1 / ranks)
+        return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
+        bias_grad = grouped_sum(grad, ends) / ctx.sums if ctx.has_bias else None
         if ctx.gradients is not None:
             ctx.gradients.defer([ctx.parameter], lambda: [grouped_weight_gradient(x, grad, ends)])
-            return grouped_matmul(grad, weight.mT, ends), None, None
-        return grouped_matmul(grad, weight.mT, ends), grouped_weight_gradient(x, grad, ends), None
+            return grouped_matmul(grad, weight.mT, ends), None, bias_grad, None, None, None
+        return grouped_matmul(grad, weight.mT, ends), grouped_weight_gradient(x, grad, ends), bias_grad, None, None, None
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -70,6 +84,13 @@ def grouped_weight_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     for expert, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
         torch.mm(x[first:last].mT, grad[first:last], out=weight_grad[expert])
     return weight_grad
+
+
+def grouped_sum(x: Tensor, ends: Tensor) -> Tensor:
+    """Return the sum of each expert's rows of x [C, O]: [E, O]. A product with ones is deterministic, unlike an indexed sum."""
+    if _has_fused_kernel(x, x):
+        return grouped_weight_gradient(x.new_ones(len(x), 8), x, ends)[:, 0]
+    return torch.stack([x[first:last].sum(0) for first, last in pairwise([0, *ends.tolist()])])
 
 
 def _has_fused_kernel(x: Tensor, other: Tensor) -> bool:

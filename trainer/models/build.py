@@ -96,14 +96,15 @@ def module_of_family(model: Model) -> Callable[..., Any]:
 
 def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, run: Run, seed: int, device: torch.device) -> Tensor:
     """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal, as model.init and
-    optim.mup say; norms 1, biases 0, and 0 for norms that scale by 1 + their weight.
+    optim.mup say; norms 1; 0 for biases, for sinks, and for norms that scale by 1 + their weight.
 
     LoRA's B is 0, and its A has deviation 1 / sqrt(3 rows), as PEFT's uniform one.
     """
     model = run.model
+    if name.endswith(("bias", ".sinks")):
+        return torch.zeros(size, device=device)
     if len(shape) == 1:
-        is_zero = name.endswith(".bias") or model.norm == "rmsnorm1p"
-        return torch.zeros(size, device=device) if is_zero else torch.ones(size, device=device)
+        return torch.zeros(size, device=device) if model.norm == "rmsnorm1p" else torch.ones(size, device=device)
     if name.endswith(".lora_b.weight"):
         return torch.zeros(size, device=device)
     if name.endswith(".lora_a.weight"):

@@ -83,7 +83,7 @@ FAMILIES: dict[str, Family] = {
         defaults=LLAMA_DEFAULTS,
         module="distrain.trainer.layers.transformer.transformer:Transformer",
         states_saved=True,
-        model_types=("llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "gemma3_text"),
+        model_types=("llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma3_text"),
     ),
     "mla": Family(  # DeepSeek-V2 and V3: arXiv:2405.04434, 2412.19437; Kimi K2: 2507.20534
         table=mla,
@@ -94,13 +94,13 @@ FAMILIES: dict[str, Family] = {
         states_saved=True,
         model_types=("deepseek_v2", "deepseek_v3"),
     ),
-    "moe": Family(  # Mixtral: arXiv:2401.04088; Qwen3-MoE: arXiv:2505.09388; GLM-4.5: arXiv:2508.06471
+    "moe": Family(  # Mixtral: arXiv:2401.04088; Qwen3-MoE: arXiv:2505.09388; GLM-4.5: arXiv:2508.06471; gpt-oss: 2508.10925
         table=moe,
         axes=(*DENSE, "ep"),
         defaults=LLAMA_DEFAULTS,
         module="distrain.trainer.models.moe.module:MoETransformer",
         states_saved=True,
-        model_types=("mixtral", "qwen3_moe", "glm4_moe"),
+        model_types=("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"),
     ),
 }
 

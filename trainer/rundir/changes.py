@@ -276,7 +276,7 @@ def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
             if row.name != "rank"
         },
         **{f"rope.{row.name}": rope.get(row.name) for row in fields(model.rope)},
-        **({} if mixture else dict.fromkeys(("experts", "top_k", "shared_experts", "aux_loss", "capacity"))),
+        **({} if mixture else dict.fromkeys(("expert_bias", "experts", "top_k", "shared_experts", "aux_loss", "capacity"))),
         **{f"router.{row.name}": getattr(model.router, row.name) if mixture else None for row in fields(model.router)},
     }
 

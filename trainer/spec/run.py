@@ -49,12 +49,14 @@ class Model:
     tied: bool = False
     bias: bool = False
     qkv_bias: bool | None = None
+    expert_bias: bool = False
+    sinks: bool = False
     qk_norm: bool = False
     qk_norm_over: Literal["head", "all"] = "head"
     norm: Literal["layernorm", "rmsnorm", "rmsnorm1p"] = "layernorm"
     norm_place: Literal["before", "after", "both"] = "before"
     norm_eps: Positive = 1e-5
-    act: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"] = "gelu"
+    act: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh", "swiglu_clamped"] = "gelu"
     scale_embedding: bool = False
     query_pre_attn_scalar: Count | None = None
     positions: Literal["learned", "rope", "none"] = "learned"
@@ -93,7 +95,7 @@ class Model:
     @property
     def has_gate(self) -> bool:
         """Whether the feed-forward multiplies by an activated gate."""
-        return self.act in ("swiglu", "geglu", "geglu_tanh")
+        return self.act in ("swiglu", "geglu", "geglu_tanh", "swiglu_clamped")
 
     @property
     def score_scalar(self) -> int:
@@ -102,8 +104,9 @@ class Model:
 
     @property
     def has_local_rope(self) -> bool:
-        """Whether layers with the window rotate by a base of their own."""
-        return self.positions == "rope" and self.rope_local_base is not None and self.windowed_layers > 0
+        """Whether layers with the window rotate otherwise than the others: by another base, or without their scaling."""
+        is_other = self.rope_local_base not in (None, self.rope_base) or self.rope.type != "default"
+        return self.positions == "rope" and self.rope_local_base is not None and is_other and self.windowed_layers > 0
 
     def is_windowed(self, layer: int) -> bool:
         """Whether a layer has the window: all layers, or those that layer_types names, which repeats until the last layer."""

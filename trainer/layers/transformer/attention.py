@@ -15,6 +15,7 @@ from ..norms import AllHeadsNorm, HeadNorm, norm_all_heads
 from ..parameters_by_prefix import Parameters, sub_parameters
 from ..recompute import recompute
 from ..tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_linears
+from .attention_sinks import HeadSinks, has_fused_sinks, sink_attention, sink_weights
 from .context_parallel import AttentionCore, ContextParallel, context_attention
 from .core_attention import (
     FlashCore,
@@ -61,6 +62,7 @@ class Attention(nn.Module):
         self.dropout = Dropout(model.dropout, layer, "attention")
         self.kernel, self.recompute_core = kernel, recompute_core
         self.window = model.window if model.is_windowed(layer) else None
+        self.sinks = parameters["sinks"] if model.sinks else None  # [A]
 
     def make_projections(self, parameters: Parameters, model: Model, tp: TensorParallel | None) -> None:
         """Make the layers of `heads`; a family overrides both to have other queries, keys and values."""
@@ -145,14 +147,19 @@ class Attention(nn.Module):
         if bounds is not None:
             return document_attention(query, key, value, bounds, self.window, self.scale)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, A or N, S, D]
+        sinks = None if self.sinks is None else HeadSinks(self.sinks, first_head - self.first_head, query.shape[1])
         if self.kernel == "flash" and not self.dropout.is_active(states):
-            if band is not None:
+            if sinks is not None and has_fused_sinks(query, mask):
+                return sink_attention(query, key, value, sinks, mask, band, self.window, self.scale)
+            if sinks is None and band is not None:
                 return windowed_attention(query, key, value, mask, band, self.scale).transpose(1, 2)
-            return flash_attention(query, key, value, mask, self.scale).transpose(1, 2)
+            if sinks is None:
+                return flash_attention(query, key, value, mask, self.scale).transpose(1, 2)
         if self.window and self.window < query.shape[2]:
             windowed = window_mask(query.shape[2], self.window, query.dtype, query.device)
             mask = windowed if mask is None else mask + windowed
-        weights = attention_weights(query, key, mask, self.scale)  # [B, A, S, S]
+        scored = query, key, mask, self.scale
+        weights = attention_weights(*scored) if sinks is None else sink_weights(*scored, sinks)  # [B, A, S, S]
         return weighted_values(self.dropout(weights, states, _head_numbers(query, first_head)), value).transpose(1, 2)
 
     def core_across_ranks(

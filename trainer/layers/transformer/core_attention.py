@@ -152,12 +152,17 @@ def window_mask(size: int, window: int, dtype: torch.dtype, device: torch.device
 
 
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
-    """Return softmax(scale q k^T + mask) [B, A, S, S]; no mask: causal. The queries of a group are rows of one product."""
+    """Return softmax(scale q k^T + mask) [B, A, S, S]; no mask: causal."""
+    # The scores have no name, so that they are freed before softmax makes its result.
+    return torch.softmax(attention_scores(query, key, mask, scale), dim=-1)
+
+
+def attention_scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    """Return scale q k^T + mask [B, A, S, S]; no mask: causal. The queries of a group are rows of one product."""
     B, A, S, _ = query.shape
     if mask is None:
         mask = torch.full((S, S), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
-    # The products have no name, so that they are freed before softmax makes its result.
-    return torch.softmax(torch.add(mask, (group_rows(query, key) @ key.mT).view(B, A, S, -1), alpha=score_scale(query, scale)), dim=-1)
+    return torch.add(mask, (group_rows(query, key) @ key.mT).view(B, A, S, -1), alpha=score_scale(query, scale))
 
 
 def weighted_values(weights: Tensor, value: Tensor) -> Tensor:

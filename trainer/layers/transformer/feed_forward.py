@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ...spec.run import Model
 from ..parameters_by_prefix import Parameters, sub_parameters
@@ -23,6 +26,59 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": F.gelu,
     "geglu_tanh": partial(F.gelu, approximate="tanh"),
 }
+CLAMP, SLOPE = 7.0, 1.702  # of gpt-oss (arXiv:2508.10925 section 2.3): the largest gate and product, the slope of a sigmoid near GELU
+
+
+def make_gate(act: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what makes a layer's activated products [..., F] of its gates and products, each [..., F]."""
+    if act == "swiglu_clamped":
+        return clamped_swiglu
+    return partial(_gated, ACTIVATIONS[act])
+
+
+def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    return activation(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return (up + 1) gate sigmoid(1.702 gate), with gates of at most 7 and products between -7 and 7."""
+    activated: Tensor = _ClampedSwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return activated
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """Saves its two inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        gate = gate.clamp(max=CLAMP)
+        return (up.clamp(-CLAMP, CLAMP) + 1) * (gate * torch.sigmoid(SLOPE * gate))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        if torch.compiler.is_compiling():  # one kernel makes both; of operators that write in place the compiler would save more
+            clamped = gate.clamp(max=CLAMP)
+            share = torch.sigmoid(SLOPE * clamped)
+            slope = share * (1 + SLOPE * clamped * (1 - share))
+            gate_grad = torch.where(gate <= CLAMP, grad * (up.clamp(-CLAMP, CLAMP) + 1) * slope, 0.0)
+            return gate_grad, torch.where(up.abs() <= CLAMP, grad * clamped * share, 0.0)
+        value, share = _gate_value(gate)
+        share.add_(value.addcmul_(value, share, value=-1), alpha=SLOPE)  # the slope of gate sigmoid(1.702 gate)
+        del value
+        gate_grad = share.mul_(grad).masked_fill_(gate > CLAMP, 0.0).mul_(up.clamp(-CLAMP, CLAMP).add_(1))
+        value, share = _gate_value(gate)  # again: three tensors [..., F] are held at most
+        del share
+        return gate_grad, value.mul_(grad).masked_fill_(up > CLAMP, 0.0).masked_fill_(up < -CLAMP, 0.0)
+
+
+def _gate_value(gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gate sigmoid(1.702 gate) of gates of at most 7, and that sigmoid."""
+    value = gate.clamp(max=CLAMP)
+    share = (SLOPE * value).sigmoid_()
+    return value.mul_(share), share
 
 
 class FeedForward(nn.Module):
@@ -34,14 +90,11 @@ class FeedForward(nn.Module):
         self.gate = ColumnLinear(sub_parameters(parameters, "gate"), tp, scale) if "gate.weight" in parameters else None
         self.up = ColumnLinear(sub_parameters(parameters, "up"), tp, scale)
         self.down = RowLinear(sub_parameters(parameters, "down"), tp, scale)
-        self.activation = ACTIVATIONS[model.act]
+        self.activation: Callable[..., Tensor] = ACTIVATIONS[model.act] if self.gate is None else make_gate(model.act)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, H] -> [B, S, H]."""
-        if self.gate is None:
-            activated = self.activation(self.up(x))  # [B, S, F]
-        else:
-            gate, up = column_linears(x, self.gate, self.up)
-            activated = self.activation(gate) * up
+        inputs = (self.up(x),) if self.gate is None else column_linears(x, self.gate, self.up)
+        activated = self.activation(*inputs)  # [B, S, F]
         output: Tensor = self.down(activated)
         return output

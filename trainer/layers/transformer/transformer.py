@@ -242,7 +242,8 @@ class Transformer(nn.Module):
             if bounds is None:
                 mask = document_mask(every_start[:, attending], attending, documents.shape[1], dtype)
         band = None
-        if is_fused and bounds is None and (window := model.effective_window(len(attending))):
+        has_blocks = is_fused and bounds is None and not (model.sinks and tokens.is_cuda)
+        if has_blocks and (window := model.effective_window(len(attending))):
             band = window_band(window, dtype, tokens.device)
         states = own_states = None if keys is None else keys.states
         if states is not None and self.cp is not None:
@@ -262,6 +263,8 @@ class Transformer(nn.Module):
 
     def _takes_documents(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether attention's kernel takes the bounds of documents in place of a mask."""
+        if self.model.sinks:
+            return False
         return takes_documents(device, dtype, widest_head(self.model)) and not (self.gathers_in_graphs and device.type == "cuda")
 
     def _positions(self, tokens: Tensor) -> Tensor:

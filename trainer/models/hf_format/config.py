@@ -23,7 +23,7 @@ from .window import read_window, window_problems
 
 ROUTER: Final = "router."  # the section of `model` whose keys rows name whole
 FIXES = {
-    "quantization_config": "save the model with its weights dequantized",
+    "quantization_config": "save the model with its weights dequantized (of gpt-oss: Mxfp4Config(dequantize=True) of transformers)",
     "auto_map": "it names code of the model's own, which is not run here: take it out if the model is transformers' own",
 }
 
@@ -34,9 +34,11 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
     config = read_json(file)
     model_type = _known_model_type(config, file)
     kind, family = CONFIG_KINDS[model_type], family_of_type(model_type)
-    ropes = tuple(local_rope_problems(config)) if kind.local_rope else ()
+    ropes = tuple(local_rope_problems(config, kind.only_base)) if kind.local_rope else ()
     if kind.local_rope and not ropes:
         config = with_one_rope(config)
+    if kind.default_rope and not config.get("rope_parameters") and not config.get("rope_scaling"):
+        config = {**config, "rope_parameters": kind.default_rope}
     flat = _with_synonyms({**config, **rope_keys(config)}, kind)
     found = (
         *ropes,

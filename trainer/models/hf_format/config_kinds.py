@@ -10,10 +10,12 @@ from .config_rows import (
     GEMMA3_KEYS,
     GLM4_MOE_KEYS,
     GPT2_KEYS,
+    GPT_OSS_KEYS,
     LLAMA_KEYS,
     MISTRAL,
     MIXTRAL_KEYS,
     OLMO2_KEYS,
+    OLMO3_KEYS,
     QWEN2,
     QWEN3_KEYS,
     QWEN3_MOE_KEYS,
@@ -36,8 +38,9 @@ class AllowedValues:
 @dataclass(frozen=True, kw_only=True)
 class ConfigKind:
     """A model_type: its class in transformers, the keys that all its models have here, its rows and activations, its restrictions, how it
-    states windows and dense layers, whether its layers with a window rotate by a base of their own, the keys of the file that its models
-    here do not read, and those that are written beside its rows."""
+    states windows and dense layers, whether its layers with a window rotate by a base of their own, the only rope_theta that a file without
+    such a base may have (`local_rope_problems`), the rotary embedding of a file that states none, the keys of the file that its models here
+    do not read, and those that are written beside its rows."""
 
     architecture: str
     fixed: Mapping[str, object]
@@ -48,6 +51,8 @@ class ConfigKind:
     window: WindowKeys | None = None
     dense: DenseKeys | None = None
     local_rope: bool = False
+    only_base: float | None = None
+    default_rope: Mapping[str, object] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     written: Mapping[str, object] = field(default_factory=dict)
 
@@ -68,6 +73,9 @@ ROPE = {"norm": "rmsnorm", "positions": "rope", "dropout": 0.0}
 OLMO2 = {"bias": False, "qk_norm": True, "qk_norm_over": "all", "norm_place": "after"}
 GEMMA3 = {"bias": False, "qk_norm": True, "norm": "rmsnorm1p", "norm_place": "both", "scale_embedding": True}
 GATED = {"silu": "swiglu"}
+
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 
 V3_DEFAULTS = {"top_k": 8, "router.groups": 8, "router.top_groups": 4}
 
@@ -157,6 +165,17 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         acts=GATED,
         allowed=(*NO_DROPOUT, AllowedValues("attention_bias", (False,))),
     ),
+    "olmo3": ConfigKind(
+        architecture="Olmo3ForCausalLM",
+        fixed=ROPE | OLMO2,
+        rows=SIZE_KEYS + OLMO3_KEYS,
+        act="hidden_act",
+        acts=GATED,
+        allowed=(*NO_DROPOUT, AllowedValues("attention_bias", (False,))),
+        window=WindowKeys(4096, by_layer=True, every=4),
+        local_rope=True,
+        only_base=500000.0,
+    ),
     "gemma3_text": ConfigKind(
         architecture="Gemma3ForCausalLM",
         fixed=ROPE | GEMMA3,
@@ -170,7 +189,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
             AllowedValues("attn_logit_softcapping", (None,)),
             AllowedValues("final_logit_softcapping", (None,)),
         ),
-        window=WindowKeys(4096, by_layer=True, pattern=("sliding_window_pattern", 6)),
+        window=WindowKeys(4096, by_layer=True, every=6, every_key="sliding_window_pattern"),
         local_rope=True,
     ),
     "qwen3_moe": ConfigKind(
@@ -196,6 +215,17 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         allowed=NO_DROPOUT,
         unread=NEXT_TOKENS,
         written={"num_nextn_predict_layers": 0},
+    ),
+    "gpt_oss": ConfigKind(
+        architecture="GptOssForCausalLM",
+        fixed=ROPE | {"expert_bias": True, "sinks": True},
+        rows=GPT_OSS_KEYS,
+        act="hidden_act",
+        acts={"silu": "swiglu_clamped"},
+        allowed=(*NO_DROPOUT, AllowedValues("swiglu_alpha", (1.702,)), AllowedValues("swiglu_limit", (7.0,))),
+        window=WindowKeys(128, by_layer=True, every=2),
+        default_rope=GPT_OSS_ROPE,
+        unread=("initial_context_length", "experts_per_token"),  # of OpenAI's own code
     ),
     "deepseek_v2": ConfigKind(
         architecture="DeepseekV2ForCausalLM",

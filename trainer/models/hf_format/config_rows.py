@@ -55,6 +55,12 @@ OLMO2_KEYS = (
     ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-5),
     ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
 )  # fmt: skip
+OLMO3_KEYS = (
+    ConfigRow("kv_heads",        ("num_key_value_heads",),  int,   None),
+    ConfigRow("norm_eps",        ("rms_norm_eps",),         float, 1e-5),
+    ConfigRow("rope_base",       ("rope_theta",),           float, 500000.0),
+    ConfigRow("rope_local_base", ("rope_local_base_freq",), float, 500000.0),
+)  # fmt: skip
 GEMMA3_DEFAULTS = {"vocab": 262208, "hidden": 2304, "ffn": 9216, "layers": 26, "heads": 8, "head_dim": 256, "tied": True}
 GEMMA3_KEYS = (
     *(replace(row, default=GEMMA3_DEFAULTS[row.ours]) for row in SIZE_KEYS),
@@ -70,6 +76,16 @@ MIXTRAL_KEYS = (
     ConfigRow("rope_base",  ("rope_theta",),          float, 1000000.0),
     ConfigRow("experts",    ("num_local_experts",),   int,   8),
     ConfigRow("top_k",      ("num_experts_per_tok",), int,   2),
+    ConfigRow("expert_ffn", ("intermediate_size",),   int),
+)  # fmt: skip
+GPT_OSS_KEYS = (
+    *(replace(row, default=64, nullable=True) if row.ours == "head_dim" else row for row in SIZE_KEYS),
+    ConfigRow("kv_heads",   ("num_key_value_heads",), int,   8, nullable=True),
+    ConfigRow("bias",       ("attention_bias",),      bool,  True),
+    ConfigRow("norm_eps",   ("rms_norm_eps",),        float, 1e-5),
+    ConfigRow("rope_base",  ("rope_theta",),          float, 150000.0),
+    ConfigRow("experts",    ("num_local_experts", "num_experts"), int, 128, synonyms=True),
+    ConfigRow("top_k",      ("num_experts_per_tok",), int,   4),
     ConfigRow("expert_ffn", ("intermediate_size",),   int),
 )  # fmt: skip
 QWEN3_KEYS = (

@@ -17,13 +17,14 @@ class HfTensor:
     """A tensor of a Hugging Face file: # in its name is the layer's number, @ the expert's where each expert has a tensor of its own.
 
     `transposed`: it is [outer, inner]. `beside`: the layers whose weights lie side by side in the tensor, ours among them, as number
-    `place`; `by_head`: in the columns of each head.
+    `place`; `by_head`: in the columns of each head, `interleaved`: column by column.
     """
 
     name: str
     transposed: bool = False
     beside: tuple[str, ...] = ()
     by_head: bool = False
+    interleaved: bool = False
     place: int = 0
 
 
@@ -39,6 +40,7 @@ class Columns:
 
 QKV = ("attention.query", "attention.key", "attention.value")
 LATENT_DOWN = ("attention.key_down", "attention.rope_key")
+GATE_UP = ("experts.gate", "experts.up")
 LATENT_UP = ("attention.key", "attention.value")
 # fmt: off
 GPT2_TENSORS = {
@@ -107,6 +109,17 @@ DEEPSEEK_TENSORS = {
     "shared.down":                 HfTensor("model.layers.#.mlp.shared_experts.down_proj", transposed=True),
 }
 GLM4_MOE_TENSORS = QWEN3_TENSORS | {name: tensor for name, tensor in DEEPSEEK_TENSORS.items() if not name.startswith("attention.")}
+GPT_OSS_TENSORS = {name: tensor for name, tensor in LLAMA_TENSORS.items() if not name.startswith("mlp.")} | {
+    "attention.sinks":     HfTensor("model.layers.#.self_attn.sinks"),
+    "router":              HfTensor("model.layers.#.mlp.router", transposed=True),
+    "router.logit_bias":   HfTensor("model.layers.#.mlp.router.bias"),
+    "experts.gate.weight": HfTensor("model.layers.#.mlp.experts.gate_up_proj", beside=GATE_UP, interleaved=True),
+    "experts.up.weight":   HfTensor("model.layers.#.mlp.experts.gate_up_proj", beside=GATE_UP, interleaved=True),
+    "experts.gate.bias":   HfTensor("model.layers.#.mlp.experts.gate_up_proj_bias", beside=GATE_UP, interleaved=True),
+    "experts.up.bias":     HfTensor("model.layers.#.mlp.experts.gate_up_proj_bias", beside=GATE_UP, interleaved=True),
+    "experts.down.weight": HfTensor("model.layers.#.mlp.experts.down_proj"),
+    "experts.down.bias":   HfTensor("model.layers.#.mlp.experts.down_proj_bias"),
+}
 QUERY_LATENT_TENSORS = {
     "attention.query_down":        HfTensor("model.layers.#.self_attn.q_a_proj",           transposed=True),
     "attention.query_latent_norm": HfTensor("model.layers.#.self_attn.q_a_layernorm"),
@@ -122,9 +135,11 @@ HF_TENSORS = {
     "qwen2": LLAMA_TENSORS,
     "qwen3": QWEN3_TENSORS,
     "olmo2": OLMO2_TENSORS,
+    "olmo3": OLMO2_TENSORS,
     "gemma3_text": GEMMA3_TENSORS,
     "qwen3_moe": QWEN3_MOE_TENSORS,
     "glm4_moe": GLM4_MOE_TENSORS,
+    "gpt_oss": GPT_OSS_TENSORS,
     "deepseek_v2": DEEPSEEK_TENSORS,
     "deepseek_v3": DEEPSEEK_TENSORS,
 }  # keyed by the model_type that is written; Mistral without a window is written as Llama
@@ -144,7 +159,8 @@ def hf_tensor(weight: str, tensors: Mapping[str, HfTensor]) -> HfTensor:
     if layer.startswith("layers."):
         _, index, layer = layer.split(".", 2)
     if (whole := tensors.get(f"{layer}.{kind}")) is not None:
-        return replace(whole, name=whole.name.replace("#", index))
+        place = whole.beside.index(layer) if whole.beside else 0
+        return replace(whole, name=whole.name.replace("#", index), place=place)
     tensor = tensors[layer]
     name = f"{tensor.name.replace('#', index)}.{kind}"
     place = tensor.beside.index(layer) if tensor.beside else 0
@@ -155,7 +171,8 @@ def columns_in_tensor(weight: str, tensor: HfTensor, shapes: Mapping[str, tuple[
     """Return the columns of a weight in the tensor that holds it, from the shapes of our weights; None where it is the whole tensor."""
     if not tensor.beside:
         return None
-    runs, layer = heads if tensor.by_head else 1, tensor.beside[tensor.place]
+    layer = tensor.beside[tensor.place]
+    runs = shapes[weight][-1] if tensor.interleaved else heads if tensor.by_head else 1
     before, after = weight.split(layer)
     widths = [shapes[f"{before}{each}{after}"][-1] // runs for each in tensor.beside]
     start = sum(widths[: tensor.place])
@@ -211,6 +228,8 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
             "tied": model.tied,
             "bias": model.bias,
             "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
+            "expert_bias": model.expert_bias,
+            "sinks": model.sinks,
             "qk_norm": model.qk_norm,
             "qk_norm_over": model.qk_norm_over if model.qk_norm else None,
             "norm": model.norm,
@@ -230,7 +249,9 @@ def hf_model_type(run: Run) -> str:
     plain_heads = keys["kv_heads"] == keys["heads"] and run.model.heads * int(str(keys["head_dim"])) == run.model.hidden
     same_bias = keys["bias"] == keys["qkv_bias"]
     form = (keys["norm"], keys["positions"])
-    if keys["scale_embedding"] or keys.get("rope_local_base") is not None or keys["query_pre_attn_scalar"] != keys["head_dim"]:
+    if keys["act"] == "swiglu_clamped" or keys["sinks"] or keys["expert_bias"]:
+        model_type = _sink_model_type(run.model) if form == ("rmsnorm", "rope") and same_bias else ""
+    elif keys["scale_embedding"] or keys["query_pre_attn_scalar"] != keys["head_dim"]:
         model_type = _gemma_model_type(run.model) if form == ("rmsnorm1p", "rope") and same_bias else ""
     elif run.model.family == "mla":
         model_type = _latent_model_type(run.model) if form == ("rmsnorm", "rope") and keys["act"] == "swiglu" else ""
@@ -242,12 +263,13 @@ def hf_model_type(run: Run) -> str:
         model_type = ""
     if model_type:
         return model_type
-    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo 2, Gemma 3, Mixtral, GLM-4.5 and DeepSeek computes this model"
+    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek and gpt-oss computes this model"
     fix = (
         "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
         "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window; GLM-4.5 and "
         "DeepSeek have shared experts and sigmoid scores with a bias, DeepSeek-V2 softmax scores that are not normalized; GLM-4.5 "
-        "alone rotates a part of each head; OLMo 2 alone norms all heads together; Gemma 3 alone has a base of rope in layers with a window"
+        "alone rotates a part of each head; OLMo alone norms all heads together; Gemma 3 and OLMo 3 alone have a base of rope in "
+        "layers with a window; gpt-oss alone has sinks and biases of experts"
     )
     raise Unreadable([Problem(rule="weights", says=says, mend=fix)])
 
@@ -255,8 +277,21 @@ def hf_model_type(run: Run) -> str:
 def _gemma_model_type(model: Model) -> str:
     """Return the model_type of a model with RMSNorm of a scale of 1 + weight and rope; "" where there is none."""
     norms = model.norm_place == "both" and model.qk_norm and model.qk_norm_over == "head"
-    others = model.bias or model.experts or model.rope_share != 1 or not model.has_local_rope or not model.scale_embedding
+    others = model.bias or model.experts or model.rope_share != 1 or not _has_ropes_by_type(model) or not model.scale_embedding
     return "gemma3_text" if norms and not others and model.act == "geglu_tanh" else ""
+
+
+def _sink_model_type(model: Model) -> str:
+    """Return the model_type of a model with sinks, biases of experts or their clamped gate; "" where there is none."""
+    own = model.sinks and model.expert_bias and model.act == "swiglu_clamped" and model.windowed_layers > 0 and not model.has_local_rope
+    others = model.shared_experts or model.dense_layers or model.capacity or model.rope_share != 1 or model.scale_embedding
+    plain = model.norm_place == "before" and not model.qk_norm and model.score_scalar == (model.head_dim or model.hidden // model.heads)
+    return "gpt_oss" if own and plain and not others and replace(model.router, bias_rate=0.0) == Router() else ""
+
+
+def _has_ropes_by_type(model: Model) -> bool:
+    """Whether a file that states a rotary embedding for each type of layers, that of a window unscaled, states the model's."""
+    return model.windowed_layers > 0 and (model.has_local_rope or model.rope.type == "default")
 
 
 def _latent_model_type(model: Model) -> str:
@@ -274,8 +309,10 @@ def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:
     some_windowed, all_windowed = model.windowed_layers > 0, model.windowed_layers == model.layers
     norms = (model.norm_place, model.qk_norm_over if model.qk_norm else "")
     if norms == ("after", "all"):
-        return "" if model.experts or bias or qkv_bias or some_windowed or model.rope_share != 1 else "olmo2"
-    if norms not in (("before", ""), ("before", "head")):
+        if model.experts or bias or qkv_bias or model.rope_share != 1:
+            return ""
+        return "olmo2" if not some_windowed else "olmo3" if _has_ropes_by_type(model) else ""
+    if norms not in (("before", ""), ("before", "head")) or model.has_local_rope:
         return ""
     if model.experts:
         return "" if bias or model.capacity or some_windowed != all_windowed else _mixture_model_type(model, qkv_bias=qkv_bias)

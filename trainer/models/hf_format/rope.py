@@ -39,8 +39,16 @@ def with_one_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "rope_parameters": rope[FULL_ATTENTION], **({} if base is None else {"rope_local_base_freq": base})}
 
 
-def local_rope_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (problem, fix) for rotary embeddings of kinds of layers that transformers would read otherwise, or that ours do not have."""
+def local_rope_problems(config: Mapping[str, Any], only_base: float | None) -> Iterator[tuple[str, str]]:
+    """Yield (problem, fix) for rotary embeddings of kinds of layers that transformers would read otherwise, or that ours do not have.
+
+    `only_base`: the rope_theta that a file with one for all layers may have, because versions of transformers read another one as that of
+    all layers, or not of those with a window.
+    """
+    base = config.get("rope_theta")
+    if only_base is not None and not config.get("rope_parameters") and base not in (None, only_base):
+        says = f"transformers 5 rotates layers with a window by {only_base:g}, and not by rope_theta={json.dumps(base)}"
+        yield says, f"state rope_parameters with a mapping for each of {FULL_ATTENTION} and {SLIDING_ATTENTION}"
     rope = config.get("rope_parameters") or {}
     kinds = {FULL_ATTENTION, SLIDING_ATTENTION}
     if not isinstance(rope, Mapping) or (
@@ -100,8 +108,9 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, object]:
     return {"type": kind, **values}
 
 
-def write_rope(model: Model, seq: int) -> dict[str, object]:
-    """Return the keys of a config.json that state a model's rotary embedding; `seq` are the tokens of its sequences."""
+def write_rope(model: Model, seq: int, *, by_type: bool) -> dict[str, object]:
+    """Return the keys of a config.json that state a model's rotary embedding; `seq` are the tokens of its sequences. `by_type`: they are
+    stated for each type of layers."""
     rope = model.rope
     values: dict[str, object] = {"rope_type": rope.type, "rope_theta": model.rope_base}
     values |= {key: value for key, value in rope.values.items() if key != "type" and value is not None}
@@ -112,9 +121,9 @@ def write_rope(model: Model, seq: int) -> dict[str, object]:
         del values["original_max_position_embeddings"]
     elif rope.type in ("llama3", "yarn"):
         longest = max(round(rope.factor * original), original + 1)
-    if not model.has_local_rope:
+    if not by_type:
         return {"max_position_embeddings": longest, "rope_parameters": values}
-    local = {"rope_type": "default", "rope_theta": model.rope_local_base}
+    local = {"rope_type": "default", "rope_theta": model.rope_local_base if model.has_local_rope else model.rope_base}
     return {"max_position_embeddings": longest, "rope_parameters": {FULL_ATTENTION: values, SLIDING_ATTENTION: local}}
 
 

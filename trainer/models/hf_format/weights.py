@@ -108,7 +108,8 @@ def _hf_tensors(weights: Iterable[tuple[str, Tensor]], model_type: str, run: Run
             held[tensor.place] = whole
             if len(held) < len(tensor.beside):
                 continue
-            whole = _side_by_side([held.pop(place) for place in range(len(tensor.beside))], run.model.heads if tensor.by_head else 1)
+            runs = whole.shape[-1] if tensor.interleaved else run.model.heads if tensor.by_head else 1
+            whole = _side_by_side([held.pop(place) for place in range(len(tensor.beside))], runs)
         for expert, (each, _) in enumerate(expert_tensors(tensor, tuple(whole.shape))):
             part = whole[expert] if "@" in tensor.name else whole
             yield each.name, (part.t() if each.transposed else part).contiguous()
@@ -140,7 +141,7 @@ def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
     act = next(theirs for theirs, act in kind.acts.items() if act == run.model.act)
     config: dict[str, object] = {"architectures": [kind.architecture], "model_type": model_type, "torch_dtype": dtype, **NO_TOKENS}
     if run.model.positions == "rope":
-        config |= write_rope(run.model, run.train.seq)
+        config |= write_rope(run.model, run.train.seq, by_type=kind.local_rope)
     if kind.window:
         config |= write_window(run.model, kind.window)
     if kind.dense:

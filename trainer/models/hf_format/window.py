@@ -19,23 +19,22 @@ class WindowKeys:
     """What a model_type reads of its windows: `default` is sliding_window where a file lacks it; `by_layer`: it reads layer_types.
 
     `switched`: it has a window only with use_sliding_window and, where it reads layer_types and a file has none, only from layer
-    max_window_layers on. `pattern`: a key, with its default, of the number of layers of which the last has no window, where a file has no
-    layer_types.
+    max_window_layers on. `every`: the number of layers of which the last has no window, where a file has no layer_types; `every_key`: the
+    key of that number, whose default it then is.
     """
 
     default: int | None
     by_layer: bool = False
     switched: bool = False
-    pattern: tuple[str, int] | None = None
+    every: int | None = None
+    every_key: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The keys of the file."""
         of_switch = ("use_sliding_window", "max_window_layers") if self.switched else ()
-        of_pattern = (
-            (self.pattern[0], f"_{self.pattern[0]}") if self.pattern else ()
-        )  # transformers writes the second, and reads it nowhere
-        return ("sliding_window", "layer_types", *of_switch, *of_pattern)
+        of_every = (self.every_key, f"_{self.every_key}") if self.every_key else ()  # transformers writes the second, and reads it nowhere
+        return ("sliding_window", "layer_types", *of_switch, *of_every)
 
 
 def window_problems(config: Mapping[str, Any], keys: WindowKeys) -> Iterator[tuple[str, str]]:
@@ -43,10 +42,10 @@ def window_problems(config: Mapping[str, Any], keys: WindowKeys) -> Iterator[tup
     window, types, layers = _window(config, keys), config.get("layer_types"), config.get("num_hidden_layers")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         yield f"sliding_window={json.dumps(window)} is not a whole number, at least 1", "null is full attention"
-    if keys.pattern:
-        every = config.get(*keys.pattern)
+    if keys.every is not None:
+        every = _every(config, keys)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            yield f"{keys.pattern[0]}={json.dumps(every)} is not a whole number, at least 1", ""
+            yield f"{keys.every_key}={json.dumps(every)} is not a whole number, at least 1", ""
         if window is None:
             yield "sliding_window=null, but layers of this model_type have one", ""
     if types is None:
@@ -66,8 +65,8 @@ def read_window(config: Mapping[str, Any], keys: WindowKeys) -> dict[str, object
     """Return `model.window` and `model.layer_types` of a config without problems; None where all layers are alike."""
     window, types = _window(config, keys), config.get("layer_types") if keys.by_layer else None
     layers = config["num_hidden_layers"]
-    if keys.pattern and types is None:
-        every = config.get(*keys.pattern)
+    if keys.every is not None and types is None:
+        every = _every(config, keys)
         types = [SLIDING_ATTENTION if (layer + 1) % every else FULL_ATTENTION for layer in range(layers)]
     if window is not None and types is None and keys.switched and keys.by_layer:
         first = min(config.get("max_window_layers", FIRST_WINDOWED), layers)
@@ -86,6 +85,10 @@ def write_window(model: Model, keys: WindowKeys) -> dict[str, object]:
     if keys.switched:
         written |= {"use_sliding_window": has_window, "max_window_layers": 0 if has_window else model.layers}
     return written
+
+
+def _every(config: Mapping[str, Any], keys: WindowKeys) -> Any:
+    return config.get(keys.every_key, keys.every) if keys.every_key else keys.every
 
 
 def _window(config: Mapping[str, Any], keys: WindowKeys) -> Any:

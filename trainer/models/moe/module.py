@@ -18,7 +18,7 @@ from ...layers.tensor_parallel import TensorParallel, gather_inputs, reduce_outp
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.context_parallel import ContextParallel
 from ...layers.transformer.document_bounds import DocumentBounds
-from ...layers.transformer.feed_forward import ACTIVATIONS, FeedForward
+from ...layers.transformer.feed_forward import FeedForward, make_gate
 from ...layers.transformer.transformer import AttentionHalf, LayerInputs, Transformer
 from ...spec.run import Run
 from .routing import Routing, expert_loads, imbalance, near_tie_count, route
@@ -27,18 +27,18 @@ from .routing import Routing, expert_loads, imbalance, near_tie_count, route
 
 
 class RouterLayer(nn.Module):
-    """Each token's logit for each expert, in float32. `constants` holds the bias [E] of the choice, which is no parameter of the module:
-    no engine rounds, shards or steps it."""
+    """Each token's logit for each expert, in float32, with a bias that is trained where experts have biases. `constants` holds the bias [E]
+    of the choice, which is no parameter of the module: no engine rounds, shards or steps it."""
 
     def __init__(self, parameters: Parameters) -> None:
         super().__init__()
-        self.weight = parameters["weight"]
+        self.weight, self.logit_bias = parameters["weight"], parameters.get("logit_bias")
         self.constants = {"bias": parameters["bias"].data} if "bias" in parameters else {}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, H] -> [B, S, E]."""
         logits: Tensor = _Float32Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return logits
+        return logits if self.logit_bias is None else logits + at_least_float32(self.logit_bias)
 
 
 class _Float32Product(torch.autograd.Function):
@@ -63,10 +63,11 @@ class Experts(nn.Module):
     The ranks of `ep` have equally many of them each and exchange rows.
     """
 
-    def __init__(self, parameters: Parameters, act: str, ep: Group | None) -> None:
+    def __init__(self, parameters: Parameters, act: str, ep: Group | None, tp: TensorParallel | None = None) -> None:
         super().__init__()
-        self.gate, self.up, self.down = (ExpertLinear(sub_parameters(parameters, part)) for part in ("gate", "up", "down"))
-        self.activation, self.ep = ACTIVATIONS[act], ep
+        self.gate, self.up = (ExpertLinear(sub_parameters(parameters, part)) for part in ("gate", "up"))
+        self.down = ExpertLinear(sub_parameters(parameters, "down"), tp)
+        self.activate, self.ep = make_gate(act), ep
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """x [B, S, H] -> [B, S, H]; under tensor parallelism this rank's terms of the sum."""
@@ -80,7 +81,7 @@ class Experts(nn.Module):
 
     def feed_forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Apply to rows [C, H] their experts; the rows of expert e end at `ends[e]`."""
-        activated = self.activation(self.gate(rows, ends)) * self.up(rows, ends)  # [C, F]
+        activated = self.activate(self.gate(rows, ends), self.up(rows, ends))  # [C, F]
         outputs: Tensor = self.down(activated, ends)
         return outputs
 
@@ -100,7 +101,7 @@ class MoELayer(AttentionHalf):
         super().__init__(parameters, run, layer, tp, attention_class)
         model = run.model
         self.router = RouterLayer(sub_parameters(parameters, "router"))
-        self.experts = Experts(sub_parameters(parameters, "experts"), model.act, ep)
+        self.experts = Experts(sub_parameters(parameters, "experts"), model.act, ep, tp)
         self.shared = FeedForward(sub_parameters(parameters, "shared"), model, tp) if model.shared_experts else None
         self.tp, self.top_k, self.rule, self.has_aux_loss = tp, model.top_k, model.router, model.aux_loss > 0
         # tokens of each sequence that an expert takes

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...spec.run import Run
 from .op_table import Op, OpTable, Tensor, is_hidden_matrix
-from .shared_ops import QUERY, TOKENS
+from .shared_ops import QUERY, TOKENS, has_fused_core
 
 
 def with_fp8(table: OpTable, run: Run) -> OpTable:
@@ -29,9 +29,9 @@ def _in_fp8(op: Op) -> Op:
 
 
 def _saving_its_result(op: Op, run: Run) -> Op:
-    has_flash = run.train.attention == "flash" and not run.model.dropout and not run.model.effective_window(run.train.seq)
-    if op.name == "attention.core" and has_flash:
+    model = run.model
+    if op.name == "attention.core" and has_fused_core(model, run.train) and (model.sinks or not model.effective_window(run.train.seq)):
         return replace(op, saves_torch=(*op.saves_torch, Tensor(TOKENS + QUERY)))
-    if run.model.act == "relu" and op.product is None and op.name.endswith(".act") and op.name != "experts.act":
+    if model.act == "relu" and op.product is None and op.name.endswith(".act") and op.name != "experts.act":
         return replace(op, saves_torch=(*op.saves_torch, op.moves[-1]))
     return op

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...spec.derived.document_kernel import has_document_kernel
 from ...spec.run import Run
 from .op_table import Op, OpTable, Tensor
-from .shared_ops import KEY, QUERY, TOKENS
+from .shared_ops import KEY, QUERY, TOKENS, has_fused_core
 
 
 def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
@@ -21,7 +21,9 @@ def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
     model = run.model
     if has_document_kernel(run):
         return _without_masks(table, run)
-    has_flash = run.train.attention == "flash" and not model.dropout
+    has_flash = has_fused_core(model, run.train)
+    if has_flash and model.sinks and run.cluster.device.kind != "cpu":
+        return replace(table, embedding=tuple(_without_window_mask(op) for op in table.embedding))
     if (
         has_flash
         and model.effective_window(run.train.seq)
@@ -29,7 +31,7 @@ def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
         and model.kv_heads not in (None, model.heads)
     ):
         table = table.replace_ops(lambda op: (_with_copied_blocks(op),))
-    fused = has_flash and not model.window
+    fused = has_flash and (model.sinks or not model.window)
     if run.data.documents:
         table = replace(table, embedding=tuple(_with_mask(op, fused=fused) for op in table.embedding))
     has_own_core = run.parallel.cp == 1 or run.parallel.cp_comm == "all_to_all"
@@ -53,6 +55,12 @@ def _without_masks(table: OpTable, run: Run) -> OpTable:
     ends = (replace(op, saves_torch=tuple(each for each in op.saves_torch if "window" not in each.dims)) for op in table.embedding)
     table = replace(table, embedding=tuple(_with_mask(op, fused=False) for op in ends))
     return table.replace_ops(lambda op: (whole(op),))
+
+
+def _without_window_mask(op: Op) -> Op:
+    """Return the embedding's op without the mask of a window's block: with sinks attention has windows of its own
+    (trainer/layers/transformer/attention_sinks.py)."""
+    return replace(op, saves_torch=tuple(each for each in op.saves_torch if "window" not in each.dims))
 
 
 def _with_mask(op: Op, *, fused: bool) -> Op:

@@ -50,8 +50,8 @@ def _values_of_kernel(op: Op, run: Run) -> tuple[Tensor, ...]:
     is_fused = op.product is not None and op.product.fused and not model.dropout
     if not is_fused or values in op.saves_torch or (model.lora.rank and "out" not in model.lora.targets):
         return ()
-    tokens = "core_tokens" if has_document_kernel(run) else "unwindowed_tokens"  # that kernel computes a window's layers whole
-    return (Tensor((tokens, "batch", *_dims_in_core(QUERY))),)
+    is_whole = model.sinks or has_document_kernel(run)  # these kernels compute a window's layers whole
+    return (Tensor(("core_tokens" if is_whole else "unwindowed_tokens", "batch", *_dims_in_core(QUERY))),)
 
 
 def _product_in_core(product: Product) -> Product:

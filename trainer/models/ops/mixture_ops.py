@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...spec.run import Model, Train
 from .op_table import Dims, Op, OpTable, Product, Tensor, Weight
-from .shared_ops import STREAM, TOKENS, decoder_table, feed_forward, layer_ops, linear
+from .shared_ops import CLAMPED_PASSES, STREAM, TOKENS, decoder_table, feed_forward, layer_ops, linear
 
 
 def mixture(model: Model) -> tuple[Op, ...]:
@@ -49,7 +49,9 @@ def mixture(model: Model) -> tuple[Op, ...]:
         exchanges=(sent,),
         reduces=(("expert_ffn", STREAM),),
     )
-    return router, dispatch, *_expert_ops(model, rows, sent), combine, *(_shared_experts(model) if model.shared_experts else ())
+    bias = Op(name="router.bias", weights=(Weight("router.logit_bias", ("choices",)),), moves=(logits, logits))
+    shared = _shared_experts(model) if model.shared_experts else ()
+    return router, *((bias,) if model.expert_bias else ()), dispatch, *_expert_ops(model, rows, sent), combine, *shared
 
 
 def _routing_saves(model: Model, copies: Dims) -> tuple[Tensor, ...]:
@@ -75,11 +77,14 @@ def _expert_ops(model: Model, rows: Dims, sent: Tensor) -> tuple[Op, ...]:
     """The feed-forward of each expert over the copies that are sent to it."""
     wide = Tensor((*rows, "expert_ffn"))
     parts: tuple[tuple[str, Dims], ...] = ((".gate", ("expert_ffn",)), (".up", ("expert_ffn",)))
-    activated = (wide, wide) if model.act == "relu" else (wide, wide, wide)  # of a ReLU autograd saves only the result
+    # Of a ReLU autograd saves only the result, of a clamped gate our module saves its inputs.
+    is_clamped, bias = model.act == "swiglu_clamped", model.expert_bias
+    activated = (wide, wide) if model.act == "relu" or is_clamped else (wide, wide, wide)
+    passes = CLAMPED_PASSES if is_clamped else 1.7
     return (
-        replace(linear("experts", ("hidden",), parts, bias=False, saves=(sent,), rows=rows, groups=("experts",)), saves_torch=()),
-        Op(name="experts.act", moves=(wide, wide, wide), saves_megatron=(wide, wide), saves_torch=activated, eager_passes=1.7),
-        linear("experts.down", ("expert_ffn",), (("", ("hidden",)),), bias=False, saves=(wide,), rows=rows, groups=("experts",)),
+        replace(linear("experts", ("hidden",), parts, bias=bias, saves=(sent,), rows=rows, groups=("experts",)), saves_torch=()),
+        Op(name="experts.act", moves=(wide, wide, wide), saves_megatron=(wide, wide), saves_torch=activated, eager_passes=passes),
+        linear("experts.down", ("expert_ffn",), (("", ("hidden",)),), bias=bias, saves=(wide,), rows=rows, groups=("experts",)),
     )
 
 

@@ -22,6 +22,7 @@ KEY: Dims = ("kv_heads", "head_dim")
 # On a CPU, GELU by tanh takes 4.8 times as long as moving its tensors. Measured with torch 2.13 on a core of a Xeon with AVX-512, among a
 # layer's other kernels: 8.7 ns an element, forward and backward; its 20 bytes in float32 are moved in 1.8 ns.
 TANH_PASSES = 4.8
+CLAMPED_PASSES = 5.0  # counted: each operator of the clamped gate is a kernel, 7 forward
 OWN_1P_PASSES = 10.0  # in bf16: 40 bytes an element for the 4 of one kernel
 SCORES: Dims = ("batch", "heads", "seq", "keys")
 
@@ -74,8 +75,16 @@ def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, .
         *(_query_and_key_norms(model) if model.qk_norm else ()),
         *((turn,) if model.positions == "rope" else ()),
         *attention_core(model, train, causal=causal),
+        *((_sinks(model, train),) if model.sinks else ()),
         linear("attention.out", QUERY, (("", ("hidden",)),), bias=model.bias, saves=(query,)),
     )
+
+
+def _sinks(model: Model, train: Train) -> Op:
+    """One logit for each head beside the scores (arXiv:2508.10925 section 2.2): the fused kernel's values are scaled by what it leaves of
+    their shares, else the shares are. Saves nothing but what the core saves."""
+    scaled = Tensor(TOKENS + QUERY) if has_fused_core(model, train) else Tensor(SCORES)
+    return Op(name="attention.sinks", weights=(Weight("attention.sinks", ("heads",)),), moves=(scaled, scaled), core=True, kernels=4)
 
 
 def _query_and_key_norms(model: Model) -> tuple[Op, ...]:
@@ -126,7 +135,8 @@ def _flash_core(model: Model, train: Train, causal: bool, mean_dim: str) -> tupl
     """FlashAttention-2 (arXiv:2307.08691): saves a float32 log-sum-exp; backward costs 2.5 forwards.
 
     Its dropout can't be keyed: with dropout our modules take the path of separate kernels, and save what that saves. A layer with a
-    window saves the values of its blocks besides: every layer is counted with their average.
+    window saves the values of its blocks besides: every layer is counted with their average. With sinks it saves those of the output
+    product alone.
     """
     share, window, seq = _windowed_share(model, train.seq), model.window or 0, train.seq
     blocks, rest = divmod(seq, window) if share else (0, 0)
@@ -141,9 +151,14 @@ def _flash_core(model: Model, train: Train, causal: bool, mean_dim: str) -> tupl
         backward=2.5,
         fused=True,
     )
-    in_blocks_saves = (Tensor(("windowed_tokens", "batch", *QUERY)),) if share else ()
+    in_blocks_saves = (Tensor(("windowed_tokens", "batch", *QUERY)),) if share and not model.sinks else ()
     torch_saves = _softmax_saves(model) if model.dropout else (LOG_SUMS, *in_blocks_saves)
     return (Op(name="attention.core", product=product, saves_megatron=(LOG_SUMS,), saves_torch=torch_saves, core=True),)
+
+
+def has_fused_core(model: Model, train: Train) -> bool:
+    """Whether our modules compute attention by a fused kernel."""
+    return train.attention == "flash" and not model.dropout
 
 
 def _softmax_saves(model: Model) -> tuple[Tensor, ...]:
@@ -202,13 +217,13 @@ def feed_forward(model: Model, *, name: str = "mlp", dim: str = "ffn") -> tuple[
     parts: tuple[tuple[str, Dims], ...] = ((".gate", (dim,)), (".up", (dim,))) if gated else ((".up", (dim,)),)
     inputs = (wide,) * len(parts)
     # Autograd also saves the activated gate. Of a ReLU it saves only the result, which the next product saves.
-    torch_saves = () if model.act == "relu" else (*inputs, wide) if gated else inputs
+    torch_saves = () if model.act == "relu" else (*inputs, wide) if gated and model.act != "swiglu_clamped" else inputs
     activation = Op(
         name=f"{name}.act",
         moves=(*inputs, wide),
         saves_megatron=inputs,
         saves_torch=torch_saves,
-        eager_passes=1.7 if gated else 1.0,
+        eager_passes=CLAMPED_PASSES if model.act == "swiglu_clamped" else 1.7 if gated else 1.0,
         cpu_passes=TANH_PASSES if model.act in ("gelu_tanh", "geglu_tanh") else None,
     )
     return (

@@ -9,7 +9,7 @@ from ...spec.run import Parallel, Run
 from .broken_rule import BrokenRule
 
 # Keys of other families, with the value that switches each off
-NONE_OF = {"bias": False, "qkv_bias": False, "qk_norm": False, "rope_local_base": None, "query_pre_attn_scalar": None}
+NONE_OF = {"bias": False, "qkv_bias": False, "qk_norm": False, "sinks": False, "rope_local_base": None, "query_pre_attn_scalar": None}
 
 
 def latent_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:

@@ -32,6 +32,7 @@ from .pipeline_rules import pipeline_rule
 from .position_rules import exchanged_heads_rule, rotary_rule, window_layout_rule, window_rule
 from .rampup_rules import rampup_layout_rule, rampup_rule
 from .router_rule import router_rule
+from .sinks_rule import sinks_rule
 from .sync_rule import agreement_rule, sync_rule
 from .value_rules import folders_rule, pairs_rule, plannable_ranks_rule, rates_rule, step_windows_rule, timeline_rule
 
@@ -291,7 +292,7 @@ OF_RUN: tuple[Rule, ...] = (
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,
     context_rule, exchanged_heads_rule, pipeline_rule, batch_rule, rampup_layout_rule, offload_rule, plannable_ranks_rule, timeline_rule,
-    fp8_rule, loss_chunks_rule,
+    fp8_rule, loss_chunks_rule, sinks_rule,
 )  # fmt: skip
 # Those of a layout that read its micro-batch or its recomputation, and all keys of parallel that they read. The others read neither.
 OF_STEP: tuple[Rule, ...] = (hugging_face_layout_rule, pipeline_rule, batch_rule, rampup_layout_rule, fp8_rule)

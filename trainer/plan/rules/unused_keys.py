@@ -111,6 +111,12 @@ def _expert_ffn(run: Run, mesh: Mesh) -> str:
     return f"model.expert_ffn={model.expert_ffn} of every layer" if own else ""
 
 
+def _one_base(run: Run, mesh: Mesh) -> str:
+    model = run.model
+    is_one = model.rope_local_base == model.rope_base and not model.has_local_rope
+    return f"model.rope_base={model.rope_base:g} of all layers" if is_one else ""
+
+
 def _ends_before(window: Callable[[Run], tuple[int, int] | None]) -> Condition:
     """Return the condition that the run ends before the first step of a window."""
 
@@ -127,12 +133,14 @@ IDLE: dict[str, Condition] = {
     "model.ffn":               _expert_ffn,
     "model.window":            _made_by_transformers,
     "model.layer_types":       _any(_made_by_transformers, _is("model.window", None)),
+    "model.sinks":             _made_by_transformers,
+    "model.expert_bias":       _no_experts,
     "model.qk_norm_over":      _is("model.qk_norm", False),
     "model.norm_place":        _any(_made_by_transformers, _is("model.family", "bert")),
     "model.rope_base":         _is_not("model.positions", "rope"),
     "model.scale_embedding":   _any(_made_by_transformers, _is("model.family", "bert")),
     "model.query_pre_attn_scalar": _made_by_transformers,
-    "model.rope_local_base":   _any(_is_not("model.positions", "rope"), _is("model.window", None)),
+    "model.rope_local_base":   _any(_is_not("model.positions", "rope"), _is("model.window", None), _one_base),
     "model.rope_share":        _any(_is_not("model.positions", "rope"), _is("model.family", "mla")),
     "model.rope.type":         _is_not("model.positions", "rope"),
     **{f"model.rope.{key}": _rope_key(key) for key in sorted(set(chain(*ROPE_KEYS.values())))},
