@@ -102,8 +102,9 @@ class NativeCosts(CostModel):
             gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained_parameters
         else:
             layer, dense = blocks.layer.dense + blocks.layer.experts, blocks.dense_layer.dense * kind.first if blocks.dense_layer else 0
-            ends = held.dense + held.experts - kind.layers * layer - context.dense_layers * dense
-            layer = max(layer, dense)
+            modules = kind.last * context.table.modules
+            ends = held.dense + held.experts - kind.layers * layer - context.dense_layers * dense - modules * blocks.module
+            layer = max(layer, dense, kind.last * blocks.module)
             gathered = (ends + 2 * layer) * width.weight + max(ends, layer) * (width.weight + width.gradient)
         offload, weights = layout.parallel.offload, MASTER_BYTES * own
         optimizer = (context.states + _outer_bytes(layout)) * stepped - context.spared * matrices
@@ -227,10 +228,9 @@ class NativeCosts(CostModel):
         """One message a step sums the loss, the squares of gradients and near ties over all ranks. Without a flush the ranks of a stage
         sum theirs before each update."""
         rows: list[tuple[str, int, int, str]] = []
-        is_parallel, experts = int(mesh.world > 1), has_experts(run.model)
-        rows.append(
-            ("all_reduce", (3 if experts else 2) * FLOAT64_BYTES, is_parallel, "loss, squares of gradients" + ", near ties" * experts)
-        )
+        is_parallel, experts, further = int(mesh.world > 1), has_experts(run.model), run.model.mtp.layers > 0
+        says = "loss, squares of gradients" + ", near ties" * experts + ", loss of further tokens" * further
+        rows.append(("all_reduce", (2 + experts + further) * FLOAT64_BYTES, is_parallel, says))
         if delay_of(run.parallel):
             updates = _updates(run, run.train.batch // (mesh.dp * run.train.microbatch))
             rows.append(("all_reduce", FLOAT64_BYTES, updates * (mesh.world > mesh.pp), "squares of a stage's gradients"))
@@ -324,7 +324,7 @@ def _stage3_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], rounds: i
     for expert in sorted({each.expert for each in shards}):
         ranks, copies = sharing_ranks(run, mesh, expert=expert)
         some = [each for each in shards if each.expert == expert]
-        sizes = [(padded_elements(each.size, ranks), each.name.startswith("layers."), run.model.is_trained(each.name)) for each in some]
+        sizes = [(padded_elements(each.size, ranks), each.name.startswith(("layers.", "mtp.")), run.model.is_trained(each.name)) for each in some]
         layers, whole = sum(size for size, layer, _ in sizes if layer), sum(size for size, *_ in sizes)
         trained = sum(size for size, _, is_trained in sizes if is_trained)
         again = 0 if gathers_once(run.parallel) else layers
