@@ -21,16 +21,26 @@ from distrain.trainer.spec.run import Run
 from distrain.trainer.spec.sections.lr_schedule import learning_rate
 
 
-@cache
 def reference_curve(words: tuple[str, ...], left_out: frozenset[int] = frozenset()) -> tuple[list[float], list[float]]:
     """(losses, gradient norms) of the run of conf=`words[0]` with the other words as overrides; the optimizer skips `left_out` (from 0)."""
+    losses, norms, _ = _curve(words, left_out)
+    return losses, norms
+
+
+def reference_further_losses(words: tuple[str, ...]) -> list[float]:
+    """The mean of the losses of the modules that predict further tokens, in each step of a run."""
+    return _curve(words, frozenset())[2]
+
+
+@cache
+def _curve(words: tuple[str, ...], left_out: frozenset[int]) -> tuple[list[float], list[float], list[float]]:
     run = load_recipe(words[0], words[1:])
     steps = run.train.steps or 0
     corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
     batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)
     module = build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed)
     optimizer = _optimizer(run, module)
-    losses, norms = [], []
+    losses, norms, further = [], [], []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, steps)
@@ -42,7 +52,16 @@ def reference_curve(words: tuple[str, ...], left_out: frozenset[int] = frozenset
             optimizer.step()
         _step_biases(run, module, skip=step in left_out)
         losses.append(loss.item())
-    return losses, norms
+        further += [float(each) for each in further_means(module, batches, step, run)]
+    return losses, norms, further
+
+
+def further_means(module: nn.Module, batches: Batches, step: int, run: Run) -> list[Tensor]:
+    """Return the mean over a step's labels of the losses of further tokens of the forward just done; none without such modules."""
+    held = getattr(module, "further_losses", [])
+    means = [each / (batches.batch(step * run.train.batch, run.train.batch).labels != IGNORED).sum() for each in held]
+    held.clear()
+    return means
 
 
 def _step_biases(run: Run, module: nn.Module, *, skip: bool) -> None:

@@ -1,0 +1,135 @@
+"""Multi-token prediction trains in every layout as in one process, sends and holds the planned bytes, and resumes in another layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.one_process import reference_curve, reference_further_losses
+from distrain.trainer.plan.compare_rank_messages import compare_rank_messages
+from distrain.trainer.plan.mesh_position import mesh_position
+from distrain.trainer.plan.plan import make_plan
+
+if TYPE_CHECKING:
+    from distrain.tests.fakes.rank_pool import PoolJob, RankPool
+
+
+# fmt: off
+BASE = (
+    *("quickstart", "data=synthetic", "train.steps=2", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
+    *("optim.lr=1e-3", "optim.warmup=1", "train.clip=0.5", "log.ledger=true"),
+)
+CURVES = {
+    "llama":  ("model=tiny_llama", "model.layers=2", "model.kv_heads=2", "model.tied=false", "model.vocab=257", "model.mtp={layers: 2, weight: 0.5}"),
+    "gpt":    ("model=tiny", "model.layers=2", "model.tied=true", "model.dropout=0.1", "model.mtp={layers: 2, weight: 0.5}"),
+    "deep":   ("model=tiny_llama", "model.layers=4", "model.tied=false", "model.mtp={layers: 2, weight: 0.5}"),
+    "deep tied": ("model=tiny_llama", "model.layers=4", "model.tied=true", "model.mtp={layers: 1, weight: 0.5}"),
+    "latent": ("model=tiny_mla", "model.layers=2", "model.dense_layers=1", "model.aux_loss=0.3", "model.mtp={layers: 1, weight: 0.5}",
+               "model.router={score: sigmoid, scale: 2.5, bias: true, bias_rate: 0.003}", "model.tied=false"),
+}
+NATIVE = "engine=native"
+LAYOUTS = (  # ranks, degrees, the rest
+    ("llama",  1, "zero: 0", ("train.microbatch=4",)),
+    ("llama",  2, "zero: 0", ("train.microbatch=2",)),
+    ("llama",  2, "zero: 1", ("train.microbatch=2",)),
+    ("llama",  2, "zero: 2", ("train.microbatch=2",)),
+    ("llama",  2, "zero: 3", ("train.microbatch=2",)),
+    ("llama",  2, "zero: 0", ("train.microbatch=2", NATIVE)),
+    ("llama",  2, "zero: 1", ("train.microbatch=2", NATIVE)),
+    ("llama",  2, "zero: 2", ("train.microbatch=2", NATIVE)),
+    ("llama",  2, "zero: 3", ("train.microbatch=2", NATIVE)),
+    ("llama",  2, "tp: 2, sequence: true, recompute: full", ("train.microbatch=4", "train.loss_chunks=3")),
+    ("llama",  2, "tp: 2, recompute: selective", ("train.microbatch=4",)),
+    ("llama",  2, "cp: 2, zero: 1", ("train.microbatch=4",)),
+    ("llama",  2, "cp: 2, cp_comm: all_to_all", ("train.microbatch=4",)),
+    ("llama",  2, "pp: 2", ("train.microbatch=4",)),
+    ("llama",  2, "pp: 2", ("train.microbatch=4", NATIVE)),
+    ("llama",  4, "pp: 2, zero: 1", ("train.microbatch=2",)),
+    ("llama",  4, "pp: 2, zero: 2", ("train.microbatch=2", NATIVE)),
+    ("llama",  4, "pp: 2, zero: 3", ("train.microbatch=2", NATIVE)),
+    ("llama",  4, "pp: 2, zero: 3, gather: micro", ("train.microbatch=2", NATIVE)),
+    ("llama",  4, "tp: 2, pp: 2, sequence: true", ("train.microbatch=4", NATIVE)),
+    ("llama",  2, "pp: 2, schedule: zb_h1", ("train.microbatch=2", NATIVE)),
+    ("gpt",    2, "pp: 2, schedule: zb_h1", ("train.microbatch=2", NATIVE)),
+    ("gpt",    2, "pp: 2, schedule: zb_h1", ("train.microbatch=2", "train.loss_chunks=3", NATIVE)),
+    ("gpt",    2, "tp: 2, sequence: true", ("train.microbatch=2",)),
+    ("gpt",    2, "pp: 2, schedule: gpipe", ("train.microbatch=2",)),
+    ("deep",   2, "pp: 2, schedule: zb_v", ("train.microbatch=2", NATIVE)),
+    ("deep",   2, "pp: 2, schedule: interleaved, chunks: 2", ("train.microbatch=2", NATIVE)),
+    ("deep",   2, "pp: 2, schedule: dualpipev", ("train.microbatch=2",)),
+    ("deep",   2, "pp: 2, schedule: dualpipev", ("train.microbatch=2", NATIVE)),
+    ("deep tied", 2, "pp: 2, schedule: zb_v", ("train.microbatch=2", NATIVE)),
+    ("deep tied", 2, "pp: 2, schedule: dualpipev", ("train.microbatch=2",)),
+    ("latent", 1, "zero: 0", ("train.microbatch=4",)),
+    ("latent", 4, "ep: 2, zero: 1, tp: 2", ("train.microbatch=2",)),
+    ("latent", 4, "ep: 2, pp: 2, zero: 1", ("train.microbatch=2",)),
+    ("latent", 4, "cp: 2, ep: 2, zero: 3, recompute: full", ("train.microbatch=2", NATIVE)),
+    ("latent", 4, "cp: 2, tp: 2, sequence: true", ("train.microbatch=4",)),
+)
+# fmt: on
+ROWS = pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: " ".join((row[0], row[2], *row[3])))
+
+Row = tuple[str, int, str, tuple[str, ...]]
+
+
+def words_of(row: Row) -> tuple[str, ...]:
+    curve, ranks, degrees, others = row
+    return (*BASE, *CURVES[curve], f"cluster.gpus={ranks}", f"parallel={{{degrees}}}", *others)
+
+
+@pytest.fixture(scope="module")
+def train_ranks(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("mtp")
+
+    @cache
+    def of(row: Row) -> PoolJob:
+        return ranks.train(folder / f"row{LAYOUTS.index(row)}", *words_of(row))
+
+    return of
+
+
+@ROWS
+def test_every_layout_trains_as_one_process_does(train_ranks: Any, row: Row) -> None:
+    losses, norms = reference_curve((*BASE, *CURVES[row[0]]))
+    job = train_ranks(row)
+    assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
+    assert job.figures("mtp_loss") == pytest.approx(reference_further_losses((*BASE, *CURVES[row[0]])), abs=3e-6, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
+
+
+@ROWS
+def test_ranks_send_the_planned_bytes(train_ranks: Any, row: Row) -> None:
+    words = words_of(row)
+    run = load_recipe(words[0], words[1:])
+    if run.cluster.gpus == 1:
+        return
+    counted = json.loads((train_ranks(row).folder / "ledger.json").read_text())["ranks"]
+    audits = [compare_rank_messages(run, rank, rows) for rank, rows in enumerate(counted)]
+    assert [line for audit in audits for line in audit if line.verdict == "differs"] == []
+    exchanged = [line for audit in audits for line in audit if line.axis == "ep"]
+    assert sum(line.counted_bytes for line in exchanged) == sum(line.planned_bytes for line in exchanged)
+    assert all(line.counted_count == line.planned_count for line in exchanged)
+
+
+@ROWS
+def test_ranks_hold_the_planned_bytes(train_ranks: Any, row: Row) -> None:
+    """Activations are compared only where they do not depend on routing."""
+    words = words_of(row)
+    run = load_recipe(words[0], words[1:])
+    memory = make_plan(run).memory
+    assert memory is not None
+    for rank, held in enumerate(json.loads((train_ranks(row).folder / "measured.json").read_text())["ranks"]):
+        planned = memory.stages[mesh_position(run, rank).coordinates["pp"]].bytes
+        if run.parallel.zero != 3:
+            assert held["weights"] == planned.weights
+        if run.parallel.ep == run.parallel.pp == 1 and run.parallel.recompute == "none":
+            counts = 8 * run.train.microbatch if run.model.aux_loss and run.parallel.cp == 1 else 0  # labels of each sequence
+            assert held["activations"] == planned.activations + planned.logits + counts
