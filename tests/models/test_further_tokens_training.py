@@ -32,7 +32,7 @@ CURVES = {
     "gpt":    ("model=tiny", "model.layers=2", "model.tied=true", "model.dropout=0.1", "model.mtp={layers: 2, weight: 0.5}"),
     "deep":   ("model=tiny_llama", "model.layers=4", "model.tied=false", "model.mtp={layers: 2, weight: 0.5}"),
     "deep tied": ("model=tiny_llama", "model.layers=4", "model.tied=true", "model.mtp={layers: 1, weight: 0.5}"),
-    "latent": ("model=tiny_mla", "model.layers=2", "model.dense_layers=1", "model.aux_loss=0.3", "model.mtp={layers: 1, weight: 0.5}",
+    "latent": ("model=tiny_mla", "model.layers=3", "model.dense_layers=1", "model.aux_loss=0.3", "model.mtp={layers: 1, weight: 0.5}",
                "model.router={score: sigmoid, scale: 2.5, bias: true, bias_rate: 0.003}", "model.tied=false"),
 }
 NATIVE = "engine=native"
@@ -58,7 +58,8 @@ LAYOUTS = (  # ranks, degrees, the rest
     ("llama",  4, "pp: 2, zero: 3, gather: micro", ("train.microbatch=2", NATIVE)),
     ("llama",  4, "tp: 2, pp: 2, sequence: true", ("train.microbatch=4", NATIVE)),
     ("llama",  2, "pp: 2, schedule: zb_h1", ("train.microbatch=2", NATIVE)),
-    ("gpt",    2, "pp: 2, schedule: zb_h1", ("train.microbatch=2", NATIVE)),
+    ("gpt",    4, "pp: 2, zero: 2, schedule: zb_h1", ("train.microbatch=1", NATIVE)),
+    ("llama",  4, "pp: 2, zero: 3, schedule: zb_h1", ("train.microbatch=1", NATIVE)),
     ("gpt",    2, "pp: 2, schedule: zb_h1", ("train.microbatch=2", "train.loss_chunks=3", NATIVE)),
     ("gpt",    2, "tp: 2, sequence: true", ("train.microbatch=2",)),
     ("gpt",    2, "pp: 2, schedule: gpipe", ("train.microbatch=2",)),

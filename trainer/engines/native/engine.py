@@ -29,7 +29,7 @@ from ..clipping import clip_divisor
 from ..engine import STEP_PARTS, Engine, ParameterPartitioner, ReadMicrobatch, ReadShard, StepResult
 from ..held_bytes import ByteCounter
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
-from ..shared_embedding import share_embedding
+from ..shared_embedding import further_uses, share_embedding
 from .bucket_optimizer import BucketOptimizer
 from .data_parallel.bucket_reducer import BucketReducer
 from .data_parallel.gradient_squares import counted_squares
