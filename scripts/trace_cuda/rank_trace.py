@@ -163,8 +163,8 @@ class _Passes:
         if micro:
             output, _ = module(tokens, labels, stream=stream, **further)
         else:
-            keys = further.get("keys")
-            with count_saved_tensors(self.parameters, [tokens, labels], [keys.states] if keys else []) as saved:
+            keys, inputs = further.get("keys"), [tokens, labels, *([further["further"]] if "further" in further else [])]
+            with count_saved_tensors(self.parameters, inputs, [keys.states] if keys else []) as saved:
                 output = self._forward_by_layer(module, saved, lambda: module(tokens, labels, stream=stream, **further)[0])
             self.kept += saved.bytes_except(storage_references(self.parameters))
         self.outputs[part, micro] = stream, output

@@ -176,7 +176,8 @@ class SplitCosts:
         whole, weight = head, self.local.activation * self.local.count(("vocab", "hidden"))
         for each in module:
             whole = _cost_sum(whole, each, self.table.modules)
-        most = later_backward_bytes(self.table.modules, [(each.temporary, each.saved + each.logits) for each in (head, *module)], weight)
+        held = [(each.temporary, each.saved + each.logits) for each in (head, *module)]
+        most = later_backward_bytes(self.table.modules, held, weight, tied=self.table.tied)
         own = 0 if self.table.tied else self.tied
         return replace(whole, dense=whole.dense + own, temporary=most, recomputed=head.recomputed)
 
