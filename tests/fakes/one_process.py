@@ -13,7 +13,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.torch_muon import TorchMuon
 from distrain.trainer.layers.counter_rng import dropout_keys
 from distrain.trainer.layers.cross_entropy import IGNORED
-from distrain.trainer.layers.transformer.further_tokens import further_tokens
+from distrain.trainer.layers.transformer.further_tokens import further_arguments
 from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.models.build import build_model, named_constants
@@ -84,8 +84,7 @@ def _optimizer(run: Run, module: nn.Module) -> torch.optim.Optimizer:
 def _mean_loss(run: Run, module: nn.Module, batches: Batches, step: int) -> Tensor:
     batch = batches.batch(step * run.train.batch, run.train.batch)
     dropout = dropout_keys(run.train.seed, step, batch.samples, torch.arange(run.train.seq)) if run.model.dropout else None
-    modules = run.model.mtp.layers
-    further = {"further": further_tokens(batch.tokens, batch.labels, batch.documents, modules)} if modules else {}
+    further = further_arguments(run.model, batch.tokens, batch.labels, batch.documents)
     total, labels = module(batch.tokens, batch.labels, documents=batch.documents, keys=dropout, **further)
     assert int(labels) == int((batch.labels != IGNORED).sum())
     loss: Tensor = total / labels

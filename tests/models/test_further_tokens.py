@@ -14,12 +14,12 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 from torch.nn.functional import cross_entropy, embedding, silu  # noqa: E402
 
-from distrain.tests.fakes.small_models import B, S, batch_of, gradients, keys_of, module_of, run_of  # noqa: E402
+from distrain.tests.fakes.small_models import B, S, batch_of, gradients, module_of, run_of  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
 from distrain.trainer.layers.transformer.further_tokens import further_tokens  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
 from distrain.trainer.models.hf_format.config import read_hf_config  # noqa: E402
-from distrain.trainer.models.hf_format.weights import read_hf_weights, write_hf_folder  # noqa: E402
+from distrain.trainer.models.hf_format.weights import read_hf_weights  # noqa: E402
 from distrain.trainer.spec.read import read  # noqa: E402
 from distrain.trainer.spec.run import Model, Run  # noqa: E402
 from distrain.trainer.spec.sections.mtp import Mtp  # noqa: E402
@@ -129,9 +129,17 @@ MIXTURES = {  # transformers' models: their config, and keys of ours
     "glm4_moe":    {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True},
 }
 # fmt: on
-SIZES = {
-    **{"vocab_size": 64, "hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 4, "moe_intermediate_size": 24},
-    **{"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_attention_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
 }
 
 
@@ -142,7 +150,9 @@ def random_folder(transformers: Any, model_type: str, folder: Path) -> Any:
     keys = MIXTURES[model_type]
     keys = SIZES | keys | {"num_hidden_layers": keys["num_hidden_layers"] + MODULES, "tie_word_embeddings": False}
     config = transformers.AutoConfig.for_model(model_type, **keys)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
     hidden, first = SIZES["hidden_size"], MIXTURES[model_type]["num_hidden_layers"]
     for at in range(first, first + MODULES):
         layer = model.model.layers[at]
@@ -183,7 +193,7 @@ def module_of_folder(folder: Path, run: Run) -> Any:
 
 def transformers_logits(model: Any, tokens: Any, layers: int) -> list[Any]:
     """The logits of the first layers, and of the modules whose layers are the others."""
-    inner, states = model.model, []
+    inner, states = model.model, list[Any]()
     x = inner.embed_tokens(tokens)
     places = torch.arange(S)
     mask = torch.zeros(S, S, dtype=torch.float64).masked_fill(places > places[:, None], -torch.inf)[None, None]

@@ -14,6 +14,9 @@ pytest.importorskip("torch")
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve, reference_further_losses
+from distrain.trainer.loop.reference_curves.compressed_gradients import compressed_gradients
+from distrain.trainer.loop.reference_curves.delayed_gradients import delayed_gradients
+from distrain.trainer.loop.reference_curves.local_steps import local_steps
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages
 from distrain.trainer.plan.mesh_position import mesh_position
 from distrain.trainer.plan.plan import make_plan
@@ -27,53 +30,34 @@ BASE = (
     *("quickstart", "data=synthetic", "train.steps=2", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
     *("optim.lr=1e-3", "optim.warmup=1", "train.clip=0.5", "log.ledger=true"),
 )
+MTP = "model.mtp={layers: 2, weight: 0.5}"
 CURVES = {
-    "llama":  ("model=tiny_llama", "model.layers=2", "model.kv_heads=2", "model.tied=false", "model.vocab=257", "model.mtp={layers: 2, weight: 0.5}"),
-    "gpt":    ("model=tiny", "model.layers=2", "model.tied=true", "model.dropout=0.1", "model.mtp={layers: 2, weight: 0.5}"),
-    "deep":   ("model=tiny_llama", "model.layers=4", "model.tied=false", "model.mtp={layers: 2, weight: 0.5}"),
+    "llama":  ("model=tiny_llama", "model.layers=2", "model.kv_heads=2", "model.vocab=257", MTP),
+    "gpt":    ("model=tiny", "model.layers=2", "model.tied=true", "model.dropout=0.1", MTP),
+    "deep":   ("model=tiny_llama", "model.layers=4", MTP),
     "deep tied": ("model=tiny_llama", "model.layers=4", "model.tied=true", "model.mtp={layers: 1, weight: 0.5}"),
     "latent": ("model=tiny_mla", "model.layers=3", "model.dense_layers=1", "model.aux_loss=0.3", "model.mtp={layers: 1, weight: 0.5}",
-               "model.router={score: sigmoid, scale: 2.5, bias: true, bias_rate: 0.003}", "model.tied=false"),
+               "model.router={score: sigmoid, scale: 2.5, bias: true, bias_rate: 0.003}"),
 }
 NATIVE = "engine=native"
 LAYOUTS = (  # ranks, degrees, the rest
-    ("llama",  1, "zero: 0", ("train.microbatch=4",)),
-    ("llama",  2, "zero: 0", ("train.microbatch=2",)),
-    ("llama",  2, "zero: 1", ("train.microbatch=2",)),
-    ("llama",  2, "zero: 2", ("train.microbatch=2",)),
-    ("llama",  2, "zero: 3", ("train.microbatch=2",)),
-    ("llama",  2, "zero: 0", ("train.microbatch=2", NATIVE)),
-    ("llama",  2, "zero: 1", ("train.microbatch=2", NATIVE)),
-    ("llama",  2, "zero: 2", ("train.microbatch=2", NATIVE)),
-    ("llama",  2, "zero: 3", ("train.microbatch=2", NATIVE)),
-    ("llama",  2, "tp: 2, sequence: true, recompute: full", ("train.microbatch=4", "train.loss_chunks=3")),
-    ("llama",  2, "tp: 2, recompute: selective", ("train.microbatch=4",)),
-    ("llama",  2, "cp: 2, zero: 1", ("train.microbatch=4",)),
-    ("llama",  2, "cp: 2, cp_comm: all_to_all", ("train.microbatch=4",)),
-    ("llama",  2, "pp: 2", ("train.microbatch=4",)),
-    ("llama",  2, "pp: 2", ("train.microbatch=4", NATIVE)),
-    ("llama",  4, "pp: 2, zero: 1", ("train.microbatch=2",)),
-    ("llama",  4, "pp: 2, zero: 2", ("train.microbatch=2", NATIVE)),
-    ("llama",  4, "pp: 2, zero: 3", ("train.microbatch=2", NATIVE)),
-    ("llama",  4, "pp: 2, zero: 3, gather: micro", ("train.microbatch=2", NATIVE)),
-    ("llama",  4, "tp: 2, pp: 2, sequence: true", ("train.microbatch=4", NATIVE)),
-    ("llama",  2, "pp: 2, schedule: zb_h1", ("train.microbatch=2", NATIVE)),
-    ("gpt",    4, "pp: 2, zero: 2, schedule: zb_h1", ("train.microbatch=1", NATIVE)),
-    ("llama",  4, "pp: 2, zero: 3, schedule: zb_h1", ("train.microbatch=1", NATIVE)),
-    ("gpt",    2, "pp: 2, schedule: zb_h1", ("train.microbatch=2", "train.loss_chunks=3", NATIVE)),
-    ("gpt",    2, "tp: 2, sequence: true", ("train.microbatch=2",)),
-    ("gpt",    2, "pp: 2, schedule: gpipe", ("train.microbatch=2",)),
-    ("deep",   2, "pp: 2, schedule: zb_v", ("train.microbatch=2", NATIVE)),
-    ("deep",   2, "pp: 2, schedule: interleaved, chunks: 2", ("train.microbatch=2", NATIVE)),
-    ("deep",   2, "pp: 2, schedule: dualpipev", ("train.microbatch=2",)),
-    ("deep",   2, "pp: 2, schedule: dualpipev", ("train.microbatch=2", NATIVE)),
-    ("deep tied", 2, "pp: 2, schedule: zb_v", ("train.microbatch=2", NATIVE)),
-    ("deep tied", 2, "pp: 2, schedule: dualpipev", ("train.microbatch=2",)),
-    ("latent", 1, "zero: 0", ("train.microbatch=4",)),
-    ("latent", 4, "ep: 2, zero: 1, tp: 2", ("train.microbatch=2",)),
-    ("latent", 4, "ep: 2, pp: 2, zero: 1", ("train.microbatch=2",)),
-    ("latent", 4, "cp: 2, ep: 2, zero: 3, recompute: full", ("train.microbatch=2", NATIVE)),
-    ("latent", 4, "cp: 2, tp: 2, sequence: true", ("train.microbatch=4",)),
+    ("llama",     1, "zero: 0",                                         ("train.microbatch=4",)),
+    ("llama",     2, "zero: 1",                                         ("train.microbatch=2",)),
+    ("llama",     2, "zero: 3",                                         ("train.microbatch=2",)),
+    ("llama",     2, "zero: 2",                                         ("train.microbatch=2", NATIVE)),
+    ("llama",     2, "zero: 3",                                         ("train.microbatch=2", NATIVE)),
+    ("llama",     2, "tp: 2, sequence: true, recompute: full",          ("train.microbatch=4", "train.loss_chunks=3")),
+    ("llama",     2, "cp: 2, zero: 1",                                  ("train.microbatch=4",)),
+    ("llama",     4, "pp: 2, zero: 1",                                  ("train.microbatch=2",)),
+    ("llama",     4, "pp: 2, zero: 3, gather: micro",                   ("train.microbatch=2", NATIVE)),
+    ("llama",     4, "pp: 2, zero: 3, schedule: zb_h1",                 ("train.microbatch=1", NATIVE)),
+    ("gpt",       4, "pp: 2, zero: 2, schedule: zb_h1",                 ("train.microbatch=1", NATIVE)),
+    ("gpt",       2, "tp: 2, recompute: selective",                     ("train.microbatch=4",)),
+    ("deep",      2, "pp: 2, schedule: zb_v",                           ("train.microbatch=2", NATIVE)),
+    ("deep tied", 2, "pp: 2, schedule: dualpipev",                      ("train.microbatch=2",)),
+    ("latent",    4, "ep: 2, tp: 2, zero: 1",                           ("train.microbatch=2",)),
+    ("latent",    4, "ep: 2, pp: 2, zero: 1",                           ("train.microbatch=2",)),
+    ("latent",    4, "cp: 2, ep: 2, zero: 3, recompute: full",          ("train.microbatch=2", NATIVE)),
 )
 # fmt: on
 ROWS = pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: " ".join((row[0], row[2], *row[3])))
@@ -134,3 +118,46 @@ def test_ranks_hold_the_planned_bytes(train_ranks: Any, row: Row) -> None:
         if run.parallel.ep == run.parallel.pp == 1 and run.parallel.recompute == "none":
             counts = 8 * run.train.microbatch if run.model.aux_loss and run.parallel.cp == 1 else 0  # labels of each sequence
             assert held["activations"] == planned.activations + planned.logits + counts
+
+
+LONGER = (*BASE, *CURVES["latent"], "train.steps=4")
+RESUMED = (*LONGER, "train.microbatch=2", "checkpoint.resume=auto")
+
+
+@pytest.fixture(scope="module")
+def stopped(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of two stages that was stopped after two steps."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    ranks.fit(folder, *RESUMED, "cluster.gpus=4", "parallel={ep: 2, zero: 1, pp: 2}", signals=[(1, 0, 15)])
+    return folder
+
+
+@pytest.mark.parametrize("there", ["dp: 1", "ep: 2, tp: 2, zero: 1"])
+def test_a_checkpoint_resumes_in_another_layout(ranks: RankPool, stopped: Path, tmp_path: Path, there: str) -> None:
+    losses, norms = reference_curve(LONGER)
+    shutil.copytree(stopped, tmp_path / "run")
+    gpus = 1 if there == "dp: 1" else 4
+    job = ranks.train(tmp_path / "run", *RESUMED, f"cluster.gpus={gpus}", f"parallel={{{there}}}")
+    assert any(said.startswith("resumes from step") for said in job.lines)
+    assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
+    assert job.figures("mtp_loss") == pytest.approx(reference_further_losses(LONGER), abs=3e-6, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "simulated"),
+    [
+        ("zero: 0, staleness: 1", delayed_gradients),
+        ("zero: 1, sync: {every: 2}", local_steps),
+        ("zero: 0, compress: {name: powersgd, rank: 4}", compressed_gradients),
+    ],
+)
+def test_late_local_and_compressed_steps_train_as_they_do_in_one_process(
+    ranks: RankPool, tmp_path: Path, degrees: str, simulated: Any
+) -> None:
+    words = (*BASE, *CURVES["llama"], "train.steps=4", "optim.lr=1e-2", "train.microbatch=4", "cluster.gpus=2", NATIVE)
+    job = ranks.train(tmp_path / "run", *words, f"parallel={{{degrees}}}")
+    expected = simulated(str(job.folder))
+    assert job.figures("loss") == pytest.approx(expected["losses"], abs=1e-5, rel=0)
+    assert expected["weights"] < 1e-4
+    assert len(job.figures("mtp_loss")) == 4

@@ -15,8 +15,8 @@ from .mla.ops import LATENT
 from .mla.ops import table as mla
 from .moe.ops import table as moe
 from .ops.fp8 import with_fp8
-from .ops.fused_attention_saves import with_fused_attention_saves
 from .ops.further_tokens import with_further_tokens
+from .ops.fused_attention_saves import with_fused_attention_saves
 from .ops.head_exchange import with_head_exchange
 from .ops.lora import with_lora
 from .ops.loss_chunks import with_loss_chunks

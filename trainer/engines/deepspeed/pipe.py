@@ -75,14 +75,14 @@ class PipeEngine(DeepSpeedAdapter):
             losses.zero_()
         with self._record_span("sync"):
             dist.all_reduce(losses)
-        loss, *further = (losses / label_count).tolist()
+        means: list[float] = (losses / label_count).tolist()
         norm = self.engine.get_global_grad_norm() if self.engine.norm is None else self.engine.norm
         return StepResult(
-            loss=loss,
+            loss=means[0],
             grad_norm=float(norm),
             skipped=self.skipped_steps > skipped,
             near_ties=self._near_ties(),
-            mtp_loss=further[0] if further else None,
+            mtp_loss=means[1] if len(means) > 1 else None,
         )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:

@@ -139,14 +139,14 @@ class ZeroEngine(DeepSpeedAdapter):
         if group := self.grid.group("data"):
             with self._record_span("sync"):
                 dist.all_reduce(losses, group=group.handle)
-        loss, *further = (losses / label_count).tolist()
+        means: list[float] = (losses / label_count).tolist()
         grad_norm = self.engine.get_global_grad_norm() if norm is None else norm
         return StepResult(
-            loss=loss,
+            loss=means[0],
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=self.skipped_steps > skipped,
             near_ties=self._near_ties(),
-            mtp_loss=further[0] if further else None,
+            mtp_loss=means[1] if len(means) > 1 else None,
         )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,11 @@ def further_tokens(tokens: Tensor, labels: Tensor, documents: Tensor | None, mod
     return torch.stack(rows)
 
 
+def further_arguments(model: Model, tokens: Tensor, labels: Tensor, documents: Tensor | None) -> dict[str, Tensor]:
+    """Return the argument of a model's forward that has its modules predict further tokens, for whole rows [B, S]; none without modules."""
+    return {"further": further_tokens(tokens, labels, documents, model.mtp.layers)} if model.mtp.layers else {}
+
+
 def take_further_losses(module: nn.Module) -> list[Tensor]:
     """Return the mean of its modules' losses in each training forward since they were last taken."""
     held: list[Tensor] = getattr(module, "further_losses", [])

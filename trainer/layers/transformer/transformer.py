@@ -150,9 +150,13 @@ class Transformer(nn.Module):
             self.mtp = nn.ModuleDict({str(index): self._make_module(parameters, run, index) for index in range(model.mtp.layers)})
             self.further_losses: list[Tensor] = []  # mean of the modules' sums, of all training forwards since the engine last took them
         if run.train.precision == "fp8":
-            layers = (*self.layers.values(), *((each.layer for each in self.mtp.values()) if last else ()))
-            for linear in (each for layer in layers for each in layer.modules() if isinstance(each, Linear)):
+            within = [*self.layers.values(), *(further.layer for further in self._further_modules())]
+            for linear in (each for layer in within for each in layer.modules() if isinstance(each, Linear)):
                 linear.in_fp8 = True
+
+    def _further_modules(self) -> list[Any]:
+        """The modules of this part that predict further tokens."""
+        return list(self.mtp.values()) if self.last else []
 
     def _make_module(self, parameters: Parameters, run: Run, index: int) -> FurtherTokenModule:
         """Make the module that predicts the token index + 2 further on; dropout knows its layer by the number behind those of the model."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...layers.counter_rng import dropout_keys
 from ...layers.cross_entropy import IGNORED
-from ...layers.transformer.further_tokens import further_tokens
+from ...layers.transformer.further_tokens import further_arguments
 from ...models.families import has_experts
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import context_parallel_of
@@ -34,8 +34,8 @@ def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[
         further["keys"] = dropout_keys(run.train.seed, step, batch.samples.to(device), torch.arange(seq, device=device))
     if context is not None and has_experts(run.model) and run.model.aux_loss:
         further["label_counts"] = (batch.labels != IGNORED).sum(1).to(device, non_blocking=True)
-    if run.model.mtp.layers and step is not None:
-        rows = further_tokens(batch.tokens, batch.labels, batch.documents, run.model.mtp.layers)
+    if step is not None and (shifted := further_arguments(run.model, batch.tokens, batch.labels, batch.documents)):
+        rows = shifted["further"]
         own = rows if context is None else context.shard(rows.flatten(0, 2)).view(*rows.shape[:3], -1)
         further["further"] = own.to(device, non_blocking=True)
     tokens, labels = (each if context is None else context.shard(each) for each in (batch.tokens, batch.labels))

@@ -143,7 +143,9 @@ def tensors_of(run: Run) -> Mapping[str, HfTensor]:
     tensors = HF_TENSORS[model_type]
     tensors = tensors | QUERY_LATENT_TENSORS if run.model.q_lora_rank and run.model.family == "mla" else tensors
     modules = run.model.mtp.layers if model_type in HAVE_MODULES else 0
-    return tensors | {name: tensor for index in range(modules) for name, tensor in _module_tensors(tensors, index, run.model.layers + index)}
+    return tensors | {
+        name: tensor for index in range(modules) for name, tensor in _module_tensors(tensors, index, run.model.layers + index)
+    }
 
 
 def _module_tensors(tensors: Mapping[str, HfTensor], index: int, layer: int) -> Iterator[tuple[str, HfTensor]]:

@@ -108,8 +108,8 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _hf_tensors(weights: Iterable[tuple[str, Tensor]], model_type: str, run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face's names and tensors; those of modules that predict further tokens where its model_type has them. In some of them several of our weights lie side by side, and in GPT-2 a bias that our model
-    lacks is 0."""
+    """Yield Hugging Face's names and tensors; those of modules that predict further tokens where its model_type has them. In some of them
+    several of our weights lie side by side, and in GPT-2 a bias that our model lacks is 0."""
     parts: dict[str, dict[int, Tensor]] = {}
     tensors = tensors_of(run)
     for name, weight in weights:

@@ -59,8 +59,8 @@ def block_temporary_bytes(ops: list[OpBytes], again: list[bool], stream: int, *,
 
 def later_backward_bytes(modules: int, blocks: list[tuple[int, int]], weight: int, *, tied: bool) -> int:
     """The most bytes that the passes of the head and of the modules behind it hold beside all that they save; `blocks` are what the head
-    and each block of a module hold for a moment, and what they save. `weight`: bytes of the head's weight, and of the embedding's, which may be
-    `tied`.
+    and each block of a module hold for a moment, and what they save. `weight`: bytes of the head's weight, and of the embedding's, which
+    may be `tied`.
 
     Backward runs the last module first. From then on the gradient of the head's weight waits for those of the other uses, and so does that
     of the embedding's; each further one and its sum with those before are two more.

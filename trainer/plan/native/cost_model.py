@@ -324,7 +324,9 @@ def _stage3_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], rounds: i
     for expert in sorted({each.expert for each in shards}):
         ranks, copies = sharing_ranks(run, mesh, expert=expert)
         some = [each for each in shards if each.expert == expert]
-        sizes = [(padded_elements(each.size, ranks), each.name.startswith(("layers.", "mtp.")), run.model.is_trained(each.name)) for each in some]
+        sizes = [
+            (padded_elements(each.size, ranks), each.name.startswith(("layers.", "mtp.")), run.model.is_trained(each.name)) for each in some
+        ]
         layers, whole = sum(size for size, layer, _ in sizes if layer), sum(size for size, *_ in sizes)
         trained = sum(size for size, _, is_trained in sizes if is_trained)
         again = 0 if gathers_once(run.parallel) else layers
