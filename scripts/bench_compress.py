@@ -21,6 +21,7 @@ from ..cli.config.load import load_recipe
 from ..trainer.machine.facts import measure_once
 from ..trainer.plan.plan import make_plan
 from ..trainer.prove.fork_client import ForkServer
+from .show_help import show_help
 
 RANKS = (1, 4, 16)
 DEADLINE = 3600.0
@@ -79,4 +80,5 @@ def planned_table() -> str:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main(sys.argv[1:])

@@ -21,6 +21,7 @@ from ..trainer.machine.facts import measure_once
 from ..trainer.plan.plan import make_plan
 from ..trainer.prove.fork_client import ForkServer
 from ..trainer.system.cpu import cpu_count
+from .show_help import show_help
 
 STEPS, WARM_UP = 16, 4  # steps of a run; the first, which are not counted
 BASE = (
@@ -90,4 +91,5 @@ def time_run(server: ForkServer, folder: Path, recipe: str, overrides: tuple[str
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

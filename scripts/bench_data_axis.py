@@ -22,6 +22,7 @@ from ..cli.config.load import load_recipe
 from ..trainer.machine.facts import measure_once
 from ..trainer.plan.plan import make_plan
 from ..trainer.rundir.metric_rows import read_step_rows
+from .show_help import show_help
 from .virtual_hosts import VirtualHosts, missing_tools
 
 LINK, LATENCY = 12.5e6, 1e-4  # bytes/s in one direction, seconds
@@ -128,4 +129,5 @@ def read_metrics(folder: Path) -> Sequence[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

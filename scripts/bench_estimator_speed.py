@@ -14,6 +14,7 @@ from ..cli.config.load import load_recipe
 from ..trainer.plan.costs.roofline import tile_efficiency
 from ..trainer.plan.estimate import Estimator
 from ..trainer.spec.run import Parallel, Run
+from .show_help import show_help
 
 BUDGET = 50e-6  # seconds of processor time an estimate
 ZEROS: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
@@ -62,4 +63,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

@@ -24,6 +24,7 @@ from ..trainer.parallel.process_groups import make_grid
 from ..trainer.parallel.world import join_ranks
 from ..trainer.plan.mesh_position import mesh_position
 from ..trainer.plan.plan import make_plan
+from .show_help import show_help
 
 PARTS = (2**14, 2**16, 2**18, 2**20, 2**22, 2**30)  # elements
 WORDS = (
@@ -106,4 +107,5 @@ def deepspeed_step(elements: int) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

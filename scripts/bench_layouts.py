@@ -26,6 +26,7 @@ from ..cli.config.load import load_recipe
 from ..trainer.machine.facts import measure_once
 from ..trainer.plan.plan import make_plan
 from ..trainer.prove.fork_client import ForkServer
+from .show_help import show_help
 
 STEPS, WARM_UP, TRACED = 12, 2, 3  # steps of a run; the first and the last, which are profiled, are not counted
 OVERRIDES = (  # four layers of 256, 2048 tokens a step
@@ -159,5 +160,6 @@ def _show_live(text: str) -> None:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..trainer.layers.cross_entropy import cross_entropy
 from ..trainer.layers.transformer.embedding_and_head import LMHead
+from .show_help import show_help
 
 TOKENS, HIDDEN, VOCAB = 512, 768, 50257
 CHUNKS = (1, 2, 4, 8, 16)
@@ -42,4 +43,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

@@ -22,6 +22,7 @@ import msgspec
 
 from ..trainer.launch.rank.channel import Channel
 from ..trainer.spec.run import Run
+from .show_help import show_help
 
 if TYPE_CHECKING:
     from ..trainer.loop.data.samples.batches import Batches
@@ -225,4 +226,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

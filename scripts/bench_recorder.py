@@ -22,6 +22,7 @@ from ..trainer.engines.span_recorder import SpanRecorder
 from ..trainer.prove.fork_client import ForkServer
 from ..trainer.rundir.metric_rows import read_step_rows
 from ..trainer.rundir.timeline_files import read_timelines
+from .show_help import show_help
 
 THIRD, WARM, RANKS, DEADLINE = 20, 6, 2, 600.0  # steps of a third; steps before them
 SPANS = 100_000  # of the loop
@@ -80,4 +81,5 @@ def span_seconds() -> float:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

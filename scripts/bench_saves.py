@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from .show_help import show_help
+
 STEPS, EVERY = 24, 4
 WORDS = (
     *("conf=quickstart", "model.layers=8", "model.hidden=512", "model.heads=8", "train.batch=2", "train.microbatch=1", "train.seq=128"),
@@ -68,4 +70,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

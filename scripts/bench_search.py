@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from ..cli.config.load import load_recipe
 from ..trainer.plan.search.answer import FoundLayout, find_layouts
 from ..trainer.rundir.metric_rows import read_step_rows
+from .show_help import show_help
 
 TOP = 3
 STEPS = 6
@@ -68,4 +69,5 @@ def layout_words(layout: FoundLayout) -> str:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

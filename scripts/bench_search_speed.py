@@ -10,6 +10,7 @@ from time import process_time
 
 from ..cli.config.load import load_recipe
 from ..trainer.plan.search.search import search_layouts
+from .show_help import show_help
 
 CASES = (
     ("llama3_8b_1node",),
@@ -34,4 +35,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

@@ -13,6 +13,7 @@ from statistics import median
 from tempfile import TemporaryFile
 
 from ..trainer.system.child_process import end_child
+from .show_help import show_help
 
 PYTHON = (sys.executable, "-c", "pass")
 # fmt: off
@@ -67,4 +68,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

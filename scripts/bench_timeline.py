@@ -18,6 +18,7 @@ from ..trainer.plan.timeline.simulated_seconds import simulated_seconds
 from ..trainer.plan.timeline.step_costs import step_costs
 from ..trainer.prove.fork_client import ForkServer
 from .bench_layouts import OVERRIDES, time_layout
+from .show_help import show_help
 
 RANKS = 2
 SHARED = (*OVERRIDES, "model.layers=8", "parallel.zero=0", f"parallel.pp={RANKS}", "engine=native")
@@ -68,4 +69,5 @@ def simulated_step(words: tuple[str, ...]) -> float:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

@@ -9,6 +9,8 @@ import json
 import sys
 
 from ..cli.drawings.plan_drawing import draw_plan
+from .show_help import show_help
 
 if __name__ == "__main__":
+    show_help(__doc__)
     sys.stdout.write(draw_plan(json.load(sys.stdin)))

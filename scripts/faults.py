@@ -42,6 +42,7 @@ from .faults_runs import (
     send_signal,
     wait_until,
 )
+from .show_help import show_help
 from .virtual_hosts import VirtualHosts, missing_tools
 
 EXIT_SECONDS = 60.0  # for all processes to end
@@ -328,4 +329,5 @@ def _apply_all(campaign: Campaign, faults: Sequence[Fault]) -> Iterator[FaultRes
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

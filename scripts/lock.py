@@ -11,6 +11,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from .show_help import show_help
+
 ROOT = Path(__file__).parents[1]
 PINNED = ("torch==2.13.0",)  # the version that the engines are tested with; raise it by hand
 HEAD = """\
@@ -42,4 +44,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

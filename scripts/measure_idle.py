@@ -29,6 +29,7 @@ from ..trainer.plan.result import Plan
 from ..trainer.prove.fork_client import ForkServer
 from ..trainer.rundir.metric_rows import read_step_rows
 from ..trainer.spec.run import Run
+from .show_help import show_help
 
 MICROS, ROUNDS, DEADLINE = 8, 3, 300.0
 CONTINUED_STEPS = 24  # of a run without a flush: 20 of them are timed
@@ -154,4 +155,5 @@ def _busy(rows: Sequence[Mapping[str, Any]], first: int, last: int) -> float:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main(sys.argv[1:])

@@ -4,7 +4,7 @@
 
 A block of text that begins with `$ distrain plan ...`, or `search` or `simulate` in its place, holds commands, each before what it prints:
 its errors where it is refused or its page goes to a file, else its page. A line `...` stands for lines that are left out: the lines before
-it are the first of the output, those after it the last.
+it are the first of the output, those after it the last. Blocks of a reader's own recipe, conf=mine.yaml, stay as they are.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from .show_help import show_help
+
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-BLOCK = re.compile(r"(?<=^```\n)\$ distrain (?:plan|search|simulate) .*?(?=^```$)", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"(?<=^```\n)\$ distrain (?:plan|search|simulate) (?!conf=mine\.yaml).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 COMMAND, LEFT_OUT = "$ distrain ", "..."
 
 
@@ -64,4 +66,5 @@ def _output(command: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

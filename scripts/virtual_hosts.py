@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
+from .show_help import show_help
+
 T = TypeVar("T")
 NETWORK = "10.77.0."  # the hosts are 10.77.0.10 and so on, in a network namespace of their own
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "pdsh", "ip", "unshare", "nsenter")
@@ -214,6 +216,7 @@ def _wait_for(condition: Callable[[], T]) -> T:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     with VirtualHosts(int(sys.argv[1]), Path(sys.argv[2])) as hosts:
         hosts.write_hostfile(2)
         for each in hosts.hosts:

@@ -89,6 +89,10 @@ ROWS: tuple[Synonym, ...] = (
     _row("num_output_chunks num_loss_chunks", "train.loss_chunks", "chunks of the vocabulary"),
     _row("use_liger_kernel liger_fused_linear_cross_entropy fused_linear_cross_entropy cut_cross_entropy", "train.loss_chunks",
          "chunks of the vocabulary", {"true": "8", "false": "1"}),
+    _row("skip_step_optimizer sigma_factor", "train.skip_spikes", "deviations"),
+    _row("z_loss_multiplier z_loss_weight lm_z_loss", "train.z_loss"),
+    _row("init_method_std initializer_range init_std init_stdev", "model.init.std"),
+    _row("mup_base_hidden_size mup_width use_mup base_hidden_size", "optim.mup", "the width for which lr was found", {}),
     _row("random_seed", "train.seed"),
     # layout
     _row("tensor_parallel_size tensor_model_parallel_size tp_size tensor_parallel_degree tensor_parallel "

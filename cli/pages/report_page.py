@@ -75,6 +75,8 @@ def _anomaly_counts(run: MeasuredRun) -> list[str]:
     if run.skipped:
         skipped = f"{run.skipped:,} of {plural(run.steps, 'step')} {'was' if run.skipped == 1 else 'were'} skipped, weights unchanged"
         counts.append(f"{skipped}, because a loss or gradient was not finite")
+    if run.skipped_spikes:
+        counts.append(f"{plural(run.skipped_spikes, 'step')} {'was' if run.skipped_spikes == 1 else 'were'} skipped because of a spike")
     return [*counts, plural(run.spikes, "loss spike")] if run.spikes else counts
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
 
+from ..show_help import show_help
 from .campaign import MutationCampaign, TriedMutation, cache_folder, counts, read_executed_lines, state_digest
 from .copies import ROOT, Copy, run_on_copies
 from .equivalents import read_equivalents
@@ -138,4 +139,5 @@ def table(tried: Sequence[TriedMutation]) -> str:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     raise SystemExit(main())

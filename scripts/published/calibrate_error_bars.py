@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...trainer.plan.error_bars import MEMORY_BARS, STEP_BARS, BarRule, Planned
+from ..show_help import show_help
 from . import predict as predict_module
 from .case_runs import Case, runs_of_case
 from .fit_constants import Constants, folds_of, held_out, log_ratios, slopes_of, sources_of
@@ -182,4 +183,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

@@ -13,6 +13,7 @@ from html import escape
 from math import log
 from pathlib import Path
 
+from ..show_help import show_help
 from .measured import score
 from .predict import predict
 
@@ -52,4 +53,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

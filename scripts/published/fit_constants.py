@@ -25,6 +25,7 @@ import numpy as np
 from ...trainer.plan.axes import dp
 from ...trainer.plan.costs import cost_context, op_seconds, pass_seconds, roofline
 from ...trainer.spec.run import Cluster
+from ..show_help import show_help
 from . import case_runs, frameworks
 from .measured import step_seconds
 from .predict import predict
@@ -194,4 +195,5 @@ def _print_errors(name: str, ratios: Any) -> None:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..show_help import show_help
 from .device_guard import NoGuard
 from .processes import TraceJob, trace
 
@@ -88,4 +89,5 @@ def is_close(row: Mapping[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     raise SystemExit(main())

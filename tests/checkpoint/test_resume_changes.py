@@ -180,8 +180,8 @@ def test_a_permitted_change_is_reported(key: str, value: object, words: str) -> 
 
 
 def test_permitted_changes_are_one_line() -> None:
-    assert list(changes(run(), ("optim.lr", 5e-4), ("train.batch", 32)).remarks(7)) == [
-        "changed since step 7: train.batch 16 -> 32, optim.lr 0.001 -> 0.0005"
+    assert list(changes(run(), ("optim.lr", 5e-4), ("train.z_loss", 1e-5), ("train.batch", 32)).remarks(7)) == [
+        "changed since step 7: train.batch 16 -> 32, train.z_loss 0.0 -> 1e-05, optim.lr 0.001 -> 0.0005"
     ]
 
 

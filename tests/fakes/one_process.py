@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +45,7 @@ def _curve(words: tuple[str, ...], left_out: frozenset[int]) -> tuple[list[float
     losses, norms, further = [], [], []
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(run.optim, step, steps)
+            group["lr"] = learning_rate(run.optim, step, steps) * group.get("rate", 1)
         loss = _mean_loss(run, module, batches, step)
         optimizer.zero_grad()
         loss.backward()
@@ -74,11 +76,21 @@ def _step_biases(run: Run, module: nn.Module, *, skip: bool) -> None:
 def _optimizer(run: Run, module: nn.Module) -> torch.optim.Optimizer:
     if run.optim.name == "muon":
         return TorchMuon(run, module)
+    if run.optim.mup:
+        return torch.optim.AdamW(list(_mup_groups(run, module)), lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
     matrices = {"params": [each for each in module.parameters() if each.dim() > 1], "weight_decay": run.optim.weight_decay}
     vectors = {"params": [each for each in module.parameters() if each.dim() == 1], "weight_decay": 0.0}
     if run.optim.name == "sgd":
         return torch.optim.SGD([matrices, vectors], lr=run.optim.lr, momentum=run.optim.momentum)
     return torch.optim.AdamW([matrices, vectors], lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
+
+
+def _mup_groups(run: Run, module: nn.Module) -> Iterator[dict[str, Any]]:
+    """arXiv:2203.03466 table 3: all matrices but the tables of tokens and positions have Adam's rate over the width; rate x decay stays."""
+    wider = run.model.hidden / (run.optim.mup or 0)
+    for name, each in module.named_parameters():
+        rate = 1 / wider if each.dim() > 1 and name not in ("embedding.weight", "positions.weight") else 1.0
+        yield {"params": [each], "rate": rate, "weight_decay": run.optim.weight_decay / rate if each.dim() > 1 else 0.0}
 
 
 def _mean_loss(run: Run, module: nn.Module, batches: Batches, step: int) -> Tensor:

@@ -10,8 +10,10 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.tests.fakes.rank_pool import RankPool, choose_program
-from distrain.trainer.engines.engine import StepResult
-from distrain.trainer.loop.failures.anomalies import MIN_LOSSES, SPIKE_SCORE, Anomalies, TooManySkippedSteps
+from distrain.trainer.engines.engine import NO_LIMITS, StepResult
+from distrain.trainer.loop.failures.anomalies import SPIKE_SCORE, Anomalies, TooManySkippedSteps
+from distrain.trainer.loop.failures.recent_values import FEWEST
+from distrain.trainer.plan.engines import engine_for, engine_reason
 
 STEPS = 6
 OVERRIDES = (
@@ -24,7 +26,11 @@ OVERRIDES = (
 @pytest.fixture
 def faulty(ranks: RankPool, tmp_path: Path) -> RankPool:
     """A pool whose ranks are faulty in the runs of these folder names."""
-    choose_program(tmp_path, "spoiled", {"once": "poisons", "ever": "poisons_ever", "spike": "spikes"})
+    choose_program(
+        tmp_path,
+        "spoiled",
+        {"once": "poisons", "ever": "poisons_ever", "spike": "spikes", "gradient": "loud_gradient", "loss": "loud_loss"},
+    )
     return ranks
 
 
@@ -127,6 +133,96 @@ def test_a_loss_spike_is_marked_at_its_step(faulty: RankPool, tmp_path: Path) ->
     assert any("step 21/24" in line and "loss spike: " in line for line in job.lines)
 
 
+# Steps that are skipped because of a spike
+
+SKIPS = (*OVERRIDES, "train.skip_spikes=6", "train.steps=24", "parallel.dp=auto")
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "name"),
+    [
+        ("gradient", "cluster=1x1", "norm_spike"),
+        ("gradient", "cluster=1x2 parallel.zero=2", "norm_spike"),
+        ("loss", "cluster=1x4 parallel.pp=2 parallel.zero=1", "spike"),
+        ("loss", "cluster=1x2 parallel.tp=2 parallel.zero=0 train.precision=fp16", "spike"),
+    ],
+)
+def test_all_ranks_skip_a_spike(faulty: RankPool, tmp_path: Path, fault: str, layout: str, name: str) -> None:
+    """The weights are those of one process that skips the same step; a run that resumes before the spike remembers what it is beyond."""
+    folder, words = tmp_path / fault, (*SKIPS, *layout.split())
+    faulty.train(folder, *words, "train.steps=19")
+    job = faulty.train(folder, *words, "checkpoint.resume=must")
+    losses, norms = reference_curve((*OVERRIDES, "cluster=1x1", "parallel.dp=auto", "train.steps=24"), frozenset({20}))
+    rows = job.rows
+    assert [row["step"] for row in rows if "skipped" in row] == [21]
+    (skipped,) = (row for row in rows if row["step"] == 21)
+    assert skipped["samples"] == [160, 167]
+    assert skipped[name] > 6
+    assert not {"spike", "norm_spike"} - {name} & set(skipped)
+    assert skipped["grad_norm"] > 6 * norms[20] if fault == "gradient" else skipped["loss"] == pytest.approx(3 * losses[20], rel=1e-3)
+    near = 2e-2 if "fp16" in layout else 2e-6
+    assert [row["loss"] for row in rows[-3:]] == pytest.approx(losses[21:], abs=near)
+    what = "losses" if name == "spike" else "norms"
+    says = f"skipped, weights unchanged: a spike, {skipped[name]} deviations above recent {what}, on samples 160 to 167"
+    assert sum(line.endswith(says) for line in job.lines) == 1
+
+
+def spiky(*words: str) -> tuple[Anomalies, StepResult]:
+    """Anomalies after 20 steps of loss 3 and norm 1, each with a little noise, and a step beyond the limits."""
+    anomalies = Anomalies(load_recipe("quickstart", words))
+    for done in range(1, 21):
+        anomalies.add_step(StepResult(loss=3 + 0.03 * (done % 5), grad_norm=1 + 0.1 * (done % 5), skipped=False), done)
+    return anomalies, StepResult(loss=5.0, grad_norm=4.0, skipped=True, beyond_limits=True)
+
+
+def test_limits_are_deviations_above_recent_medians() -> None:
+    """Losses have the median 3.06 and the median absolute deviation 0.03, norms 1.2 and 0.1."""
+    anomalies, _ = spiky("train.skip_spikes=5")
+    loss, norm = anomalies.limits()
+    assert loss == pytest.approx(3.06 + 5 * 1.4826 * 0.03)
+    assert norm == pytest.approx(1.2 + 5 * 1.4826 * 0.1)
+    assert spiky()[0].limits() == Anomalies(load_recipe("quickstart", ["train.skip_spikes=5"])).limits() == NO_LIMITS
+    equal = Anomalies(load_recipe("quickstart", ["train.skip_spikes=5"]), recent={"losses": [3.0] * 16, "norms": [2.0] * 16})
+    assert equal.limits() == pytest.approx((3 + 5 * 0.015, 2 + 5 * 0.1))
+
+
+def test_a_step_over_the_limits_is_counted_and_remembered() -> None:
+    anomalies, spike = spiky("train.skip_spikes=6", "train.skip=1")
+    row = anomalies.add_step(spike, 21)
+    assert row == {"skipped": True, "samples": (320, 335), "spike": 43.6, "norm_spike": 18.9}
+    anomalies.raise_if_too_many(spike, 21)
+    assert [each[-1] for each in anomalies.record().values()] == [5.0, 4.0]
+    anomalies.add_step(spike, 22)
+    says = r"step 22: the loss or the norm of the gradients is more than 6 deviations above recent ones, and it, like the one before it, "
+    with pytest.raises(TooManySkippedSteps, match=rf"{says}was skipped \(train.skip=1\): .* or a higher train.skip_spikes"):
+        anomalies.raise_if_too_many(spike, 22)
+
+
+# fmt: off
+ENGINES: list[tuple[tuple[str, ...], str | None, str]] = [  # words, the engine that auto takes, what is said of the first limit
+    ((), "native", ""),
+    (("engine=zero",), "zero", "engine zero does not run train.skip_spikes=6"),
+    (("engine=pipe", "parallel.pp=2"), "pipe", "engine pipe does not run train.skip_spikes=6"),
+    (("parallel.pp=2", "parallel.schedule=pipedream", "model.tied=false"), None,
+        "engine native does not run train.skip_spikes=6 with parallel.schedule=pipedream"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("words", "engine", "says"), ENGINES)
+def test_engine_native_alone_skips_spikes(words: tuple[str, ...], engine: str | None, says: str) -> None:
+    run = load_recipe("quickstart", ["train.skip_spikes=6", "parallel.dp=auto", *words])
+    row, limits = engine_for(run, run.parallel)
+    assert (row.name if row else None) == engine
+    assert (limits[0].says if limits else "") == says
+    if not says:
+        assert engine_reason(run, run.parallel, "native") == "it alone runs train.skip_spikes=6"
+
+
+def test_nothing_is_kept_where_no_spike_is_skipped() -> None:
+    assert spiky()[0].record() == {}
+
+
 # Spike scores, without ranks
 
 
@@ -137,21 +233,25 @@ def after(*losses: float) -> Anomalies:
     return anomalies
 
 
+def spike_score(anomalies: Anomalies, loss: float) -> float:
+    return anomalies._losses.score(loss)
+
+
 def test_a_spike_score_is_based_on_medians() -> None:
     """Losses 1 to 17 have the median 9 and the median absolute deviation 4; (39 - 9) / (1.4826 x 4) = 5.0587."""
-    assert after(*range(1, 18)).spike_score(39.0) == pytest.approx(5.0587, abs=1e-4)
+    assert spike_score(after(*range(1, 18)), 39.0) == pytest.approx(5.0587, abs=1e-4)
 
 
 def test_one_spike_does_not_hide_the_next() -> None:
     losses = [3.0 + 0.01 * (at % 5) for at in range(40)]
-    assert after(*losses, 9.0).spike_score(9.0) > SPIKE_SCORE
+    assert spike_score(after(*losses, 9.0), 9.0) > SPIKE_SCORE
 
 
 def test_few_losses_score_0_and_equal_losses_have_a_smallest_spread() -> None:
-    assert after(*[3.0] * (MIN_LOSSES - 1)).spike_score(9.0) == 0.0
-    assert after(*[3.0] * MIN_LOSSES).spike_score(3.05) == pytest.approx(0.05 / 0.015)
-    assert after(*[3.0 - 0.02 * at for at in range(40)]).spike_score(2.3) < SPIKE_SCORE  # still falling
-    assert after(*[0.0] * MIN_LOSSES).spike_score(1e-3) == pytest.approx(1e-3 / (0.005 * 0.1))  # a loss that has come down to nothing
+    assert spike_score(after(*[3.0] * (FEWEST - 1)), 9.0) == 0.0
+    assert spike_score(after(*[3.0] * FEWEST), 3.05) == pytest.approx(0.05 / 0.015)
+    assert spike_score(after(*[3.0 - 0.02 * at for at in range(40)]), 2.3) < SPIKE_SCORE  # still falling
+    assert spike_score(after(*[0.0] * FEWEST), 1e-3) == pytest.approx(1e-3 / (0.005 * 0.1))  # a loss that has come down to nothing
 
 
 def test_only_consecutive_skipped_steps_count() -> None:

@@ -41,9 +41,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 LAYOUTS = {
     "deepseek_v3": ("cluster.gpus=4", "parallel={pp: 2, ep: 2, zero: 1}", "train.microbatch=1"),
     "deepseek_v2": ("cluster.gpus=2", "parallel={tp: 2, sequence: true}", "train.microbatch=2"),
-    "qwen3_moe":   ("cluster.gpus=2", "parallel={cp: 2, zero: 3}", "engine=native", "train.microbatch=2"),
+    "qwen3_moe":   ("cluster.gpus=2", "parallel={cp: 2, zero: 3}", "engine=native", "train={microbatch: 2, loss_chunks: 3, z_loss: 0.01}"),
     "olmo2":       ("cluster.gpus=4", "parallel={tp: 4, sequence: true, recompute: selective}", "engine=native", "train.microbatch=2"),
-    "gemma3_text": ("cluster.gpus=4", "parallel={tp: 2, pp: 2}", "train.microbatch=1"),
+    "gemma3_text": ("cluster.gpus=4", "parallel={tp: 2, pp: 2}", "train.microbatch=1", "train.z_loss=0.01"),
     "glm4_moe":    ("cluster.gpus=2", "parallel={tp: 2, sequence: true}", "train.microbatch=2"),
 }
 WORDS = (
@@ -76,9 +76,10 @@ def trained_losses(model: Any, run: Run) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=0)
     for step in range(run.train.steps or 0):
         batch = batches.batch(step * run.train.batch, run.train.batch)
-        loss = torch.nn.functional.cross_entropy(model(input_ids=batch.tokens).logits.flatten(0, 1), batch.labels.flatten())
+        logits = model(input_ids=batch.tokens).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, batch.labels.flatten())
         optimizer.zero_grad()
-        loss.backward()
+        (loss + run.train.z_loss * logits.logsumexp(-1).square().mean()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), run.train.clip)
         optimizer.step()
         losses.append(loss.item())

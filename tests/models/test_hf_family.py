@@ -208,6 +208,21 @@ def test_half_precision_keeps_rotary_frequencies_in_float32(neox: Path) -> None:
     assert {each.dtype for name, each in module.named_buffers() if name.endswith("inv_freq")} == {torch.float32}
 
 
+def test_a_z_loss_adds_to_the_gradients_alone(neox: Path) -> None:
+    from distrain.trainer.models.hf.module import build_causal_lm
+
+    run = load_recipe("quickstart", (*words(neox, 1, 0), "train.z_loss=0.01"))
+    module = build_causal_lm(run, device=torch.device("cpu"), dtype=torch.float64, seed=1)
+    tokens, labels = torch.randint(SIZES["vocab_size"], (2, 2, 8))
+    loss, _ = module(tokens, labels)
+    logits = module.logits(tokens).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    parameters = list(module.parameters())
+    wanted = torch.autograd.grad(expected + 0.01 * logits.logsumexp(-1).square().sum(), parameters)
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), wanted)
+
+
 def test_a_model_that_looks_ahead_is_refused(neox: Path, tmp_path: Path) -> None:
     from distrain.trainer.models.hf.module import build_causal_lm
 

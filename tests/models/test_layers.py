@@ -21,6 +21,7 @@ from distrain.trainer.models.build import build_model, named_weights  # noqa: E4
 from distrain.trainer.parallel.saved_bytes import count_saved_tensors  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 from distrain.trainer.spec.run import Run  # noqa: E402
+from distrain.trainer.spec.sections.initial_weights import InitialWeights  # noqa: E402
 
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 ATTENTION = pytest.mark.parametrize("attention", ["flash", "math"])
@@ -136,15 +137,17 @@ def test_a_weight_freed_after_forward_takes_no_memory(name: str, recompute: str)
     assert all(torch.equal(each, other) for each, other in zip(found, expected.values(), strict=True))
 
 
-def test_cross_entropy_matches_torch_for_any_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_cross_entropy_matches_torch_for_any_chunk_size(z_loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = torch.randint(7, (2, 5))
     labels[1] = IGNORED
     logits = torch.randn(2, 5, 10, dtype=torch.float64, requires_grad=True)
     expected = F.cross_entropy(logits[..., :7].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    wanted = torch.autograd.grad(2 * expected, logits)
+    squares = z_loss * logits[0, :, :7].logsumexp(-1).square().sum()  # of the rows whose labels count
+    wanted = torch.autograd.grad(2 * (expected + squares), logits)
     for rows in (1, 3, 100):
         monkeypatch.setitem(entropy._CHUNK, "cpu", 10 * rows)
-        loss = cross_entropy(logits, labels, 7)
+        loss = cross_entropy(logits, labels, 7, z_loss=z_loss)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(torch.autograd.grad(2 * loss, logits), wanted)
 
@@ -195,12 +198,13 @@ def test_the_loss_in_bf16_is_close_to_float32(name: str) -> None:
 
 
 @EVERY_MODEL
-def test_initial_weights_follow_gpt_2(name: str) -> None:
-    """Normals of deviation 0.02, divided by sqrt(2 layers) where they add to the residual stream; norms 1 (or 1 + 0), biases and padding 0.
+@pytest.mark.parametrize("init", [InitialWeights(), InitialWeights(std=0.006, scale_residual=False)], ids=["gpt2", "plain"])
+def test_initial_weights_follow_gpt_2_or_are_all_alike(name: str, init: InitialWeights) -> None:
+    """Normals of a deviation, divided by sqrt(2 layers) where they add to the residual stream; norms 1 (or 1 + 0), biases and padding 0.
 
     LoRA's B is 0, so that training begins at the model without it; its A has PEFT's deviation.
     """
-    run = run_of(name)
+    run = run_of(name, model__init=init)
     module = build_model(run, device=CPU, dtype=torch.float32, seed=3)
     for key, tensor in named_weights(module, run):
         if tensor.dim() == 1:
@@ -209,7 +213,9 @@ def test_initial_weights_follow_gpt_2(name: str) -> None:
         if key.endswith(".lora_b.weight"):
             assert not tensor.any()
             continue
-        deviation = 0.02 / math.sqrt(2 * run.model.layers) if key.endswith((".out.weight", ".down.weight")) else 0.02
+        deviation = init.std
+        if init.scale_residual and key.endswith((".out.weight", ".down.weight")):
+            deviation /= math.sqrt(2 * run.model.layers)
         if key.endswith(".lora_a.weight"):
             deviation = 1 / math.sqrt(3 * tensor.shape[0])
         assert tensor.std() == pytest.approx(deviation, rel=5 / math.sqrt(2 * tensor.numel()))

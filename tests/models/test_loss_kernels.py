@@ -42,9 +42,9 @@ def logits_and_labels(kind: dtype, width: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, width: int, *, keep_logits: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the loss and the gradient of twice the loss. The logits may change."""
+    """Return the loss and the gradient of twice the loss with a z-loss. The logits may change."""
     given = logits.detach().requires_grad_()
-    loss = cross_entropy(given, labels, width, keep_logits=keep_logits)
+    loss = cross_entropy(given, labels, width, z_loss=0.01, keep_logits=keep_logits)
     return loss.detach(), torch.autograd.grad(2 * loss, given)[0]
 
 

@@ -45,6 +45,13 @@ BROKEN: list[tuple[Keys, str]] = [
     ({"model.kv_heads": 4, "parallel.cp": 2, "parallel.cp_comm": "all_to_all", "parallel.tp": 4},
         ("parallel.cp_comm=all_to_all does not share out 3 heads and 1 key head of a tensor rank over parallel.cp=2 evenly: "
          "set parallel.cp_comm=all_gather or parallel.cp=1")),
+    ({"optim.mup": 256, "model.tied": True},
+        ("optim.mup=256 does not work with model.tied=true: the embedding and the head have other rates: "
+         "set model.tied=false or optim.mup=null")),
+    ({"optim.mup": 256, "model.tied": False, "optim.name": "sgd"},
+        "optim.mup=256 does not work with optim.name=sgd: its rates are those of Adam: set optim.name=adamw or optim.mup=null"),
+    ({"optim.mup": 256, "model.tied": False, "model.lora.rank": 4},
+        "optim.mup=256 does not work with model.lora.rank=4: LoRA's factors are not of the model's width: set optim.mup=null"),
     (MOE | {"model.lora.rank": 4},
         "model.lora.rank=4 does not apply to family moe: LoRA changes our own dense layers: set model.lora.rank=0"),
     ({"model.lora.rank": 4, "model.lora.targets": ("gate",)},

@@ -179,7 +179,7 @@ UNRUN: list[tuple[Keys, str]] = [
     (LATE | {"model.mtp.layers": 1},
         ("native does not run model.mtp.layers=1 with parallel.schedule=pipedream: "
          "set model.mtp.layers=0 or parallel.schedule=1f1b")),
-    ({"engine": "native", "parallel.pp": 2, "parallel.zero": 3, "parallel.schedule": "dualpipev", "model.tied": False, "model.mtp.layers": 1},
+    (LATE | {"engine": "native", "parallel.zero": 3, "parallel.schedule": "dualpipev", "model.mtp.layers": 1},
         ("native does not run parallel.zero=3 with parallel.schedule=dualpipev and model.mtp.layers=1: "
          "set parallel.zero=2 or parallel.schedule=1f1b")),
     ({"parallel.tp": 2, "parallel.pp": 2, "parallel.scatter": True},

@@ -24,6 +24,7 @@ from distrain.trainer.layers.loss_kernels import row_statistics, run_compiled, w
 
 VOCABULARIES = {torch.float32: ((64, 50), (96, 96)), torch.bfloat16: ((64, 50),)}  # logits of a row, and those that are not padding
 ROWS = (6, 9)
+Z_LOSS = 0.01
 
 
 def compare(kind: torch.dtype) -> dict[str, Any]:
@@ -42,9 +43,9 @@ def compare(kind: torch.dtype) -> dict[str, Any]:
             apart["statistics"] = max([apart["statistics"], *map(difference, found, wanted)])
             log_sum, scale = wanted[1].log() + wanted[0], torch.rand(rows, generator=draw)
             ours, theirs = logits.clone(), logits.clone()
-            _, made = run_and_get_code(run_compiled, write_gradient, ours, local, log_sum, scale, width)
+            _, made = run_and_get_code(run_compiled, write_gradient, ours, local, log_sum, scale, width, Z_LOSS)
             codes["gradient"] += made
-            write_gradient(theirs, local, log_sum, scale, width)
+            write_gradient(theirs, local, log_sum, scale, width, Z_LOSS)
             apart["gradient"] = max(apart["gradient"], difference(ours, theirs))
     graphs = {name: len(set(each)) for name, each in codes.items()}
     return {"apart": apart, "graphs": graphs, "kernels": [passes_over_logits(code) for code in dict.fromkeys(codes["gradient"])]}

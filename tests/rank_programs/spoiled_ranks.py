@@ -104,6 +104,38 @@ def spikes() -> None:
     train.train_step = train_step
 
 
+def loud_gradient() -> None:
+    """A gradient of the last rank is a thousand times too large in step 21."""
+    original = train.train_step
+
+    def train_step(run, setup, micro_batches, step, *rest):
+        if not (step == 20 and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)):
+            return original(run, setup, micro_batches, step, *rest)
+        parameter = next(setup.engine.parts[-1].module.parameters())
+        hook = parameter.register_hook(lambda gradient: 1000 * gradient)
+        result = original(run, setup, micro_batches, step, *rest)
+        hook.remove()
+        return result
+
+    train.train_step = train_step
+
+
+def loud_loss() -> None:
+    """The loss of step 21 is three times too large."""
+    original_step, original_sum, steps = train.train_step, native._sum_over_ranks, [0]
+
+    def train_step(run, setup, micro_batches, step, *rest):
+        steps[0] = step
+        return original_step(run, setup, micro_batches, step, *rest)
+
+    def sum_over_ranks(self, *given):
+        sums = original_sum(self, *given)
+        sums[0] *= 3 if steps[0] == 20 else 1
+        return sums
+
+    train.train_step, native._sum_over_ranks = train_step, sum_over_ranks
+
+
 def no_finite_check() -> None:
     """No rank asks the others whether their numbers are finite."""
     adapter._is_finite = lambda self, loss: True
@@ -324,7 +356,7 @@ def failed_writes() -> None:
 
 FAULTS = {each.__name__: each for each in (late_writes, slow_writes, slow_copies, failed_writes)}
 FAULTS |= {each.__name__: each for each in (same_samples, faster, dies, poisons, poisons_ever, spikes)}
-FAULTS |= {each.__name__: each for each in (extra_native_sum, small_native_norm)}
+FAULTS |= {each.__name__: each for each in (extra_native_sum, small_native_norm, loud_gradient, loud_loss)}
 FAULTS |= {each.__name__: each for each in (other_order, lost_weights, swapped_layers, wrong_shard_group, gathers_once, chunks_by_rank)}
 FAULTS |= {each.__name__: each for each in (newest_in_backward, one_later, larger_norm, lost_error)}
 FAULTS |= {each.__name__: each for each in (no_finite_check, extra_sum, no_norm_sum, louder_report, same_evaluation)}

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -33,6 +34,7 @@ from distrain.trainer.layers.tensor_parallel import (
 from distrain.trainer.layers.transformer.embedding_and_head import VocabEmbedding
 
 B, S, H, F_, V = 3, 8, 6, 12, 16  # batch, sequence, hidden, feed-forward, padded vocabulary
+Z_LOSS = 0.3
 WORDS = 9  # the rest of the vocabulary is padding, and all of the last of four ranks' part
 
 Measure = Callable[[Group], object]  # called on every rank of a group; returns what rank 0 prints as JSON
@@ -105,6 +107,11 @@ def column_and_row_layers(region: TensorParallel) -> Comparisons:
     yield "one column layer", alone, part(gate(whole), 2, group)
 
 
+def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The z-loss of logits [B, S, V] at the labels [B, S] that count."""
+    return Z_LOSS * logits.logsumexp(-1)[labels != IGNORED].square().sum()
+
+
 def embedding_and_head(region: TensorParallel) -> Comparisons:
     """A tied table: embedded tokens, logits, and the loss over the words that are not padding, with ignored labels."""
     group = region.group
@@ -114,12 +121,12 @@ def embedding_and_head(region: TensorParallel) -> Comparisons:
     looked = F.embedding(tokens, table)
     logits = (looked + mixed) @ table.mT
     expected = F.cross_entropy(logits[..., :WORDS].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    (3 * expected).backward()
+    (3 * (expected + z_loss(logits[..., :WORDS], labels))).backward()
 
     ours = nn.Parameter(part(table.detach(), 0, group))
     found = VocabEmbedding({"weight": ours}, region)(tokens)
     (made,) = column_products(found + region.shard(mixed), region, [ours], [None], transposed=True)
-    loss = cross_entropy(made, labels, WORDS, region)
+    loss = cross_entropy(made, labels, WORDS, region, z_loss=Z_LOSS)
     (3 * loss).backward()
     yield "embedding", found, region.shard(looked)
     yield "logits", made, part(logits, 2, group)
@@ -134,11 +141,11 @@ def loss_by_kernels(region: TensorParallel) -> Comparisons:
     whole.requires_grad_()
     labels[0, 2:4] = labels[2] = IGNORED
     expected = F.cross_entropy(whole[..., :WORDS].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    (3 * expected).backward()
+    (3 * (expected + z_loss(whole[..., :WORDS], labels))).backward()
 
     ours = part(whole.detach(), 2, region.group).requires_grad_()
     with plain_kernels():
-        loss = cross_entropy(ours, labels, WORDS, region)
+        loss = cross_entropy(ours, labels, WORDS, region, z_loss=Z_LOSS)
         (3 * loss).backward()
     yield "loss by kernels", loss, expected
     yield "logits' gradient by kernels", grad(ours), part(grad(whole), 2, region.group)
@@ -156,15 +163,16 @@ def loss_in_chunks(region: TensorParallel) -> Comparisons:
         x, expected_weight = whole.clone().requires_grad_(), weight.clone().requires_grad_()
         logits = x @ (expected_weight.mT if transposed else expected_weight)
         expected = F.cross_entropy(logits[..., :words].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        (3 * expected).backward()
+        (3 * (expected + z_loss(logits[..., :words], labels))).backward()
         own_x, own_weight = region.shard(whole).clone().requires_grad_(), part(weight, int(not transposed), group).requires_grad_()
         with plain_kernels() if kernels else nullcontext():
-            loss = chunked_loss(own_x, own_weight, labels, words, region, 4, transposed=transposed)
+            found = partial(chunked_loss, labels=labels, vocab=words, tp=region, chunks=4, transposed=transposed, z_loss=Z_LOSS)
+            loss = found(own_x, own_weight)
             (3 * loss).backward()
             frozen_x = own_x.detach().requires_grad_()
-            chunked_loss(frozen_x, own_weight.detach(), labels, words, region, 4, transposed=transposed).backward()
+            found(frozen_x, own_weight.detach()).backward()
             with torch.no_grad():
-                evaluated = chunked_loss(own_x, own_weight, labels, words, region, 4, transposed=transposed)
+                evaluated = found(own_x, own_weight)
         what = f"in chunks, {'of a table' if transposed else 'of a matrix'}{' by kernels' if kernels else ''}"
         yield f"loss {what}", torch.stack((loss, evaluated)), torch.stack((expected, expected))
         yield f"input {what}", torch.stack((grad(own_x), 3 * grad(frozen_x))), region.shard(grad(x)).expand(2, *own_x.shape)

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from math import inf
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,15 +31,26 @@ from .span_recorder import SpanRecorder
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """Figures of one optimizer step: the mean loss of the global batch (nats a token), the global gradient norm before clipping (None: the
-    engine gives none), whether the step was skipped because a number was not finite, for a mixture of experts how many tokens were
-    routed by a margin so small that rounding decides (over all layers), and where modules predict further tokens the mean of their losses,
-    each divided by the labels of the loss (arXiv:2412.19437 equation 24)."""
+    engine gives none), whether the step was skipped because a number was not finite or beyond the engine's limits, which of both, for a
+    mixture of experts how many tokens were routed by a margin so small that rounding decides (over all layers), and where modules predict
+    further tokens the mean of their losses, each divided by the labels of the loss (arXiv:2412.19437 equation 24)."""
 
     loss: float
     grad_norm: float | None
     skipped: bool
+    beyond_limits: bool = False
     near_ties: int | None = None
     mtp_loss: float | None = None
+
+
+class StepLimits(NamedTuple):
+    """The largest mean loss and gradient norm of a step that is taken; one with more is skipped."""
+
+    loss: float = inf
+    grad_norm: float = inf
+
+
+NO_LIMITS = StepLimits()
 
 
 # What `clock` times of a step where the model is a pipeline of parts; sums: of gradients, over every axis.
@@ -58,6 +70,7 @@ class Engine(ABC):
 
     optimizer: torch.optim.Optimizer  # torch's own; checkpoints save its states
     skipped_steps: int = 0
+    limits: StepLimits = NO_LIMITS  # of the next step; an engine with `skips_spikes` (trainer/plan/engines) heeds them
     late_steps: int = 0  # steps by which the result of a step comes late, where a pipeline doesn't flush or sums of gradients are used late
     loss_scale_fields: tuple[str, ...] = ()  # numbers of a loss scaler that checkpoints keep
 

@@ -25,14 +25,14 @@ from .tensor_parallel import TensorParallel
 
 
 def chunked_loss(
-    x: Tensor, weight: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None, chunks: int, *, transposed: bool
+    x: Tensor, weight: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None, chunks: int, *, transposed: bool, z_loss: float = 0.0
 ) -> Tensor:
     """Return what `cross_entropy` does of the logits x W [B, S, V], for x [B, S or s, H] and weight [H, V] (transposed: [V, H]).
 
     The messages between tensor-parallel ranks are those of the head and of `cross_entropy`, each for all tokens. Backward computes the
     weight's gradient too: it is not deferred, for the gradient of a chunk's logits is not kept.
     """
-    loss: Tensor = _ChunkedLoss.apply(x, weight, labels, vocab, tp, chunks, transposed)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedLoss.apply(x, weight, labels, vocab, tp, chunks, transposed, z_loss)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -41,13 +41,21 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None, chunks: int, transposed: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab: int,
+        tp: TensorParallel | None,
+        chunks: int,
+        transposed: bool,
+        z_loss: float,
     ) -> Tensor:
         rows, labels = _whole_rows(x, tp), labels.flatten()
         columns = weight.mT if transposed else weight  # [H, V]
         ctx.first = tp.group.rank * columns.shape[1] if tp else 0
         ctx.width = max(0, min(vocab - ctx.first, columns.shape[1]))  # of this rank's logits, those that are not padding
-        ctx.tp, ctx.chunks, ctx.transposed = tp, _chunks(columns.shape[1], chunks), transposed
+        ctx.tp, ctx.chunks, ctx.transposed, ctx.z_loss = tp, _chunks(columns.shape[1], chunks), transposed, z_loss
         statistics = _row_statistics(rows, columns, labels - ctx.first, ctx.width, ctx.chunks)
         log_sum, label_logit = sum_ranks(*statistics, tp)
         ctx.save_for_backward(x, weight, labels, log_sum)
@@ -63,7 +71,8 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_grad = weight.new_empty(weight.shape) if ctx.needs_input_grad[1] else None
         for chunk in ctx.chunks:
             logits = rows @ columns[:, chunk]  # [R, chunk]
-            replace_by_gradient(logits, local - chunk.start, log_sum, scale, _unpadded_count(ctx.width, chunk))
+            counted = _unpadded_count(ctx.width, chunk)
+            replace_by_gradient(logits, local - chunk.start, log_sum, scale, counted, ctx.z_loss)
             torch.addmm(rows_grad, logits, columns[:, chunk].mT, beta=int(chunk.start > 0), out=rows_grad)
             if weight_grad is not None and ctx.transposed:
                 torch.mm(logits.mT, rows, out=weight_grad[chunk])
@@ -71,7 +80,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 torch.mm(rows.mT, logits, out=weight_grad[:, chunk])
             del logits  # the next ones take their memory
         del rows
-        return _sum_terms(rows_grad, x, ctx.tp), weight_grad, None, None, None, None, None
+        return _sum_terms(rows_grad, x, ctx.tp), weight_grad, None, None, None, None, None, None
 
 
 def _whole_rows(x: Tensor, tp: TensorParallel | None) -> Tensor:

@@ -23,13 +23,18 @@ IGNORED = -100  # a label that the loss does not count, as torch.nn.functional.c
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits that are float32 at a time: what fits a cache, what fills a GPU
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None = None, *, keep_logits: bool = False) -> Tensor:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None = None, *, z_loss: float = 0.0, keep_logits: bool = False
+) -> Tensor:
     """Return the sum of -log softmax(logits [B, S, V]) at the labels [B, S] that count, over the first `vocab` tokens; float32.
 
-    With `tp` each rank has the logits of its part of the vocabulary, and all ranks return the sum. On a GPU backward writes the logits'
-    gradient in their place, unless `keep_logits`: then in a copy, for a caller whose own backward reads them.
+    With `tp` each rank has the logits of its part of the vocabulary, and all ranks return the sum. `z_loss` adds to the gradients, not to
+    the sum: the gradient of `z_loss` times the square of log sum exp(logits), summed over the same tokens (arXiv:2204.02311 section 5). On
+    a GPU backward writes the logits' gradient in their place, unless `keep_logits`: then in a copy, for a caller whose own backward reads
+    them.
     """
-    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab, tp, keep_logits)  # type: ignore[no-untyped-call]
+    given = logits.flatten(0, -2), labels.flatten(), vocab, tp, z_loss, keep_logits
+    loss: Tensor = _CrossEntropy.apply(*given)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -38,10 +43,12 @@ class _CrossEntropy(torch.autograd.Function):
     rows at a time to float32, never all of them."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None, keep_logits: bool) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None, z_loss: float, keep_logits: bool
+    ) -> Tensor:
         ctx.first = tp.group.rank * logits.shape[1] if tp else 0
         ctx.width = max(0, min(vocab - ctx.first, logits.shape[1]))  # of this rank's logits, those that are not padding
-        ctx.keep_logits = keep_logits
+        ctx.z_loss, ctx.keep_logits = z_loss, keep_logits
         log_sum, label_logit = _row_statistics(logits, labels - ctx.first, ctx.width, tp)
         ctx.save_for_backward(logits, labels, log_sum)
         return torch.where(labels == IGNORED, 0.0, log_sum - label_logit).sum()
@@ -54,29 +61,31 @@ class _CrossEntropy(torch.autograd.Function):
         if loss_kernels.has_loss_kernels(logits.device):
             given = logits.clone() if ctx.keep_logits else logits
             with loss_kernels.give_up_where_compiling_fails():
-                loss_kernels.loss_gradient(given, labels - ctx.first, log_sum, scale, ctx.width)
-                return given, None, None, None, None
+                loss_kernels.loss_gradient(given, labels - ctx.first, log_sum, scale, ctx.width, ctx.z_loss)
+                return given, None, None, None, None, None
         logits_grad = torch.zeros_like(logits) if ctx.width < logits.shape[1] else torch.empty_like(logits)
-        _write_gradient(logits_grad, logits, labels - ctx.first, log_sum, scale, ctx.width)
-        return logits_grad, None, None, None, None
+        _write_gradient(logits_grad, logits, labels - ctx.first, log_sum, scale, ctx.width, ctx.z_loss)
+        return logits_grad, None, None, None, None, None
 
 
-def replace_by_gradient(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int) -> None:
-    """Replace logits [R, V], of which the first `width` count, by their gradient, (softmax - one-hot label) x scale; `local` are labels [R]
-    counted from the first of these logits."""
+def replace_by_gradient(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int, z_loss: float) -> None:
+    """Replace logits [R, V], of which the first `width` count, by their gradient, (softmax - one-hot label) x scale and that of `z_loss`;
+    `local` are labels [R] counted from the first of these logits."""
     if loss_kernels.has_loss_kernels(logits.device):
         with loss_kernels.give_up_where_compiling_fails():
-            loss_kernels.loss_gradient(logits, local, log_sum, scale, width)
+            loss_kernels.loss_gradient(logits, local, log_sum, scale, width, z_loss)
             return
-    _write_gradient(logits, logits, local, log_sum, scale, width)
+    _write_gradient(logits, logits, local, log_sum, scale, width, z_loss)
     logits[:, width:] = 0.0
 
 
-def _write_gradient(logits_grad: Tensor, logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int) -> None:
+def _write_gradient(logits_grad: Tensor, logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int, z_loss: float) -> None:
     """Write the gradient of logits [R, V] that are no padding, some rows in float32 at a time; it may take the logits' place."""
     for rows in _chunks(logits):
         label = local[rows, None]  # [rows, 1]
         softmax = torch.exp(at_least_float32(logits[rows, :width]) - log_sum[rows, None])
+        if z_loss:
+            softmax.mul_(loss_kernels.softmax_weight(log_sum[rows, None], z_loss))
         here = (label >= 0) & (label < width)
         if width:
             softmax.scatter_add_(1, label.clamp(0, width - 1), -here.to(softmax.dtype))

@@ -35,10 +35,17 @@ def row_statistics(logits: Tensor, local: Tensor, width: int) -> RowStatistics:
     return largest[:, 0], total[:, 0], torch.where((local >= 0) & (local < width), label, 0.0)
 
 
-def write_gradient(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int) -> None:
-    """Replace logits [R, V] by their gradient, (softmax - one-hot label) x scale, 0 of padding; the other tensors are [R]."""
+def softmax_weight(log_sum: Tensor, z_loss: float) -> Tensor:
+    """Return what softmax is multiplied by in the gradient of -log softmax(label) + z_loss log_sum^2, where log_sum is log sum exp(logits);
+    of a z_loss of 0 it is 1."""
+    return 1 + 2 * z_loss * log_sum
+
+
+def write_gradient(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int, z_loss: float) -> None:
+    """Replace logits [R, V] by their gradient, (softmax - one-hot label) x scale and that of `z_loss`, 0 of padding; the other tensors are
+    [R]."""
     column, label = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device), local.to(torch.int32)
-    softmax = torch.exp(at_least_float32(logits) - log_sum[:, None])
+    softmax = torch.exp(at_least_float32(logits) - log_sum[:, None]) * softmax_weight(log_sum[:, None], z_loss)
     gradient = torch.where(column == label[:, None], softmax - 1, softmax) * scale[:, None]
     logits.copy_(torch.where(column < width, gradient, 0.0))
 
@@ -86,9 +93,9 @@ def _(logits: Tensor, local: Tensor, width: int) -> RowStatistics:
 
 
 @torch.library.custom_op("distrain::loss_gradient", mutates_args=("logits",))
-def loss_gradient(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int) -> None:
+def loss_gradient(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int, z_loss: float) -> None:
     """`write_gradient` in one kernel."""
-    _run(write_gradient, logits, local, log_sum, scale, width)
+    _run(write_gradient, logits, local, log_sum, scale, width, z_loss)
 
 
 def has_loss_kernels(device: torch.device) -> bool:

@@ -103,7 +103,7 @@ def _parameter(run: Run, shard: WeightShard, grid: Grid, *, tied: bool) -> nn.Pa
     tensor = torch.empty(shard.size, device=device, dtype=PRECISION_DTYPES[run.train.precision])
     is_drawn = not run.model.weights or Lora.owns(shard.name) or Mtp.owns(shard.name)  # published weights may lack these
     if is_drawn and device.type != "meta":
-        values = initial_values(shard.name, shard.shape, shard.offset, shard.length, model=run.model, seed=run.train.seed, device=device)
+        values = initial_values(shard.name, shard.shape, shard.offset, shard.length, run=run, seed=run.train.seed, device=device)
         copy_padded(tensor, values)
     parameter = nn.Parameter(tensor, requires_grad=run.model.is_trained(shard.name))
     # DeepSpeed counts a parameter in the gradient norm by these marks: each element of the model is counted by one rank of a replica.

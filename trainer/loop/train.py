@@ -44,7 +44,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
     elif first > 0 and any_rank(stop.requested, setup.world.device):
         return False  # stopped before its first step: the checkpoint that it resumed from is still the newest
     micro_batches = read_micro_batches(run, setup, first, last)
-    instruments, anomalies = Instruments(run, setup, first, last), Anomalies(run, setup.start)
+    instruments, anomalies = Instruments(run, setup, first, last), Anomalies(run, setup.start, setup.recent)
     if instruments.samples:
         micro_batches = instruments.samples.record(micro_batches)
     results = StepResults()
@@ -57,6 +57,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
             setup.channel.report_step(step)
             lr = learning_rate(run.optim, step, last)
             results.begin(step + 1, lr)
+            setup.engine.limits = anomalies.limits()
             with instruments.measure(step) as byte_counter:
                 result = train_step(run, setup, micro_batches, step, lr, byte_counter)
                 if is_due(run.parallel.sync.every, step + 1):
@@ -82,7 +83,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
                 saver.finish()  # a check that finds a fault names the checkpoints since the one before
                 devices.check(done)
             if saves:
-                saver.save(setup.start.after(run, done), devices.checked)
+                saver.save(setup.start.after(run, done), anomalies.record(), devices.checked)
             if stopping and not is_last:
                 saver.finish()
                 if saver.newest < done:

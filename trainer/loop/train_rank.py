@@ -92,7 +92,7 @@ def set_up_training(run: Run, folder: Path, world: World, host: dist.ProcessGrou
     inner = inner_ranks(run.parallel, position.mesh, run.cluster.gpus)
     groups = make_grid(world, position, copies=copies, shard=shard, worker=worker, inner=inner)
     engine = build_engine(run, groups, plan.engine)
-    start = load_initial_state(run, folder, groups, engine, batches, channel, gather)
+    start, recent = load_initial_state(run, folder, groups, engine, batches, channel, gather)
 
     sinks = None
     if world.is_rank0:
@@ -106,6 +106,7 @@ def set_up_training(run: Run, folder: Path, world: World, host: dist.ProcessGrou
         grid=groups,
         channel=channel,
         start=start,
+        recent=recent,
         sinks=sinks,
         folder=folder,
         host=host,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.counter_rng import normal_block
+from ..spec.derived.width_scaling import initial_divisor
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Model, Run
 from ..spec.sections.lora import Lora
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from ..layers.transformer.context_parallel import ContextParallel
     from ..layers.transformer.transformer import Transformer
 
-DEVIATION = 0.02  # of initial weights: GPT-2, Radford et al. 2019 section 2.3
-# Weights whose outputs are added to the residual stream: their deviation is divided by sqrt(2 layers), in the same place.
+# Weights whose outputs are added to the residual stream.
 RESIDUAL_WEIGHTS = ("attention.out.weight", "mlp.down.weight", "experts.down.weight", "shared.down.weight")
 
 Sizes = tuple[int, ...]
@@ -40,7 +40,7 @@ def build_model(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int
         tensor = torch.empty(parameter.shape(padded), device=device, dtype=dtype)
         if seed is not None and device.type != "meta":
             shape = parameter.shape(logical)
-            values = initial_values(parameter.name, shape, (0,) * len(shape), shape, model=run.model, seed=seed, device=device)
+            values = initial_values(parameter.name, shape, (0,) * len(shape), shape, run=run, seed=seed, device=device)
             copy_padded(tensor, values)
         parameters[parameter.name] = nn.Parameter(tensor, requires_grad=run.model.is_trained(parameter.name))
     constants = zero_constants(table, range(run.model.layers), device)
@@ -95,12 +95,13 @@ def module_of_family(model: Model) -> Callable[..., Any]:
     return factory
 
 
-def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, model: Model, seed: int, device: torch.device) -> Tensor:
-    """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal; norms 1, biases 0, and
-    0 for norms that scale by 1 + their weight.
+def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, run: Run, seed: int, device: torch.device) -> Tensor:
+    """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal, as model.init and
+    optim.mup say; norms 1, biases 0, and 0 for norms that scale by 1 + their weight.
 
     LoRA's B is 0, and its A has deviation 1 / sqrt(3 rows), as PEFT's uniform one.
     """
+    model = run.model
     if len(shape) == 1:
         is_zero = name.endswith(".bias") or model.norm == "rmsnorm1p"
         return torch.zeros(size, device=device) if is_zero else torch.ones(size, device=device)
@@ -108,8 +109,9 @@ def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, model
         return torch.zeros(size, device=device)
     if name.endswith(".lora_a.weight"):
         return normal_block(seed, name, shape, offset, size, device).div_(sqrt(3 * shape[0]))
-    deviation = DEVIATION / sqrt(2 * model.layers) if name.endswith(RESIDUAL_WEIGHTS) else DEVIATION
-    return normal_block(seed, name, shape, offset, size, device).mul_(deviation)
+    is_scaled = model.init.scale_residual and name.endswith(RESIDUAL_WEIGHTS)
+    deviation = model.init.std / sqrt(2 * model.layers) if is_scaled else model.init.std
+    return normal_block(seed, name, shape, offset, size, device).mul_(deviation / initial_divisor(run, name))
 
 
 def copy_padded(padded: Tensor, logical: Tensor) -> None:

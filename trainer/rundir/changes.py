@@ -21,6 +21,7 @@ Policy = Literal["refused", "acceptable", "reported", "free"]
 # fmt: off
 POLICIES: tuple[tuple[str, Policy], ...] = (
     ("model.weights",        "reported"),        # read only when a run begins
+    ("model.init.",          "free"),        # read only when a run begins
     ("model.hf",             "free"),        # its content is in the other keys, and in the config that is kept
     ("model.parameters",     "free"),        # the weights' shapes are compared one by one
     ("model.vocab_multiple", "free"),        # padding of a rank's slice
@@ -32,6 +33,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("data.cache",           "free"),
     ("data.",                "acceptable"),
     ("optim.name",           "acceptable"),
+    ("optim.mup",            "acceptable"),    # the rates of most weights
     ("optim.gradient_copy",  "free"),        # memory
     ("optim.",               "reported"),
     ("parallel.compress.",   "reported"),        # trains another curve
@@ -49,8 +51,10 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("train.attention",      "free"),        # how, not what
     ("train.compile",        "free"),
     ("train.loss_chunks",    "free"),        # layout
+    ("train.z_loss",         "reported"),        # the weight of an additional loss
     ("train.deterministic",  "free"),
     ("train.flops",          "free"),        # a way of counting
+    ("train.skip_spikes",    "reported"),        # trains another curve
     ("train.skip",           "free"),
     ("train.evaluate.",      "free"),
 )

@@ -61,7 +61,8 @@ class MeasuredRun:
     starts: int  # attempts
     restarts: tuple[tuple[int, int], ...]  # after machine faults: (step at which it went on, steps lost)
     skipped: int  # steps skipped because a loss or gradient was not finite
-    spikes: int  # losses far above those before
+    skipped_spikes: int  # steps skipped because a loss or norm was far above those before
+    spikes: int  # such losses of steps that were taken
     goodput: float | None  # share of the last `fit`'s time spent in steps that count
     again: tuple[tuple[int, int], ...]  # (last step logged, first step that the next attempt logged) where steps were done twice
     saved: tuple[int, ...]
@@ -113,14 +114,16 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     name, again = run.get("name"), pairwise(int(row["step"]) for row in logged)
     steps, saves = max((int(row["step"]) for row in rows), default=0), tuple(recorded_saves(written))
     reasons = tuple(restart_reasons(written))
+    skipped_spikes = sum("skipped" in row and ("spike" in row or "norm_spike" in row) for row in last)
     return MeasuredRun(
         name=name if isinstance(name, str) else folder.name,
         steps=steps,
         whole=planned_steps(plan, run) or 0,
         starts=sum(line.startswith(b"== rank 0 of ") for line in read_lines(folder / "ranks" / "0.log")),
         restarts=tuple((each.step, each.lost) for each in reasons if each.step is not None and each.lost is not None),
-        skipped=sum("skipped" in row for row in last),
-        spikes=sum("spike" in row for row in last),
+        skipped=sum("skipped" in row for row in last) - skipped_spikes,
+        skipped_spikes=skipped_spikes,
+        spikes=sum("spike" in row and "skipped" not in row for row in last),
         goodput=next((each for row in reversed(written) if (each := finite_number(row.get("goodput"))) is not None), None),
         again=tuple((one, two) for one, two in again if two <= one),
         saved=tuple(_saved_steps(folder / "checkpoints")),

@@ -13,6 +13,7 @@ from .sections.cluster import Cluster as Cluster
 from .sections.cluster import Device as Device
 from .sections.cluster import Link as Link
 from .sections.cluster import NodeHost as NodeHost
+from .sections.initial_weights import InitialWeights
 from .sections.lora import Lora
 from .sections.mtp import Mtp
 from .sections.optimizer import Optim
@@ -64,6 +65,7 @@ class Model:
     rope: Rope = field(default_factory=Rope)
     window: Count | None = None
     layer_types: LayerTypes | None = None
+    init: InitialWeights = field(default_factory=InitialWeights)
     lora: Lora = field(default_factory=Lora)
     mtp: Mtp = field(default_factory=Mtp)
     dropout: Below1 = 0.0
@@ -253,10 +255,12 @@ class Train:
     flops: Literal["attention", "parameters"] = "attention"
     compile: bool = False
     loss_chunks: Count = 1
+    z_loss: NotNegative = 0.0
     deterministic: bool = False
     seed: Seed = 1234
     clip: NotNegative = 1.0
     skip: Natural = 3
+    skip_spikes: NotNegative = 0.0
     evaluate: Evaluate = field(default_factory=Evaluate)
 
 

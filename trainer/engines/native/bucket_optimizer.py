@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ...parallel.process_groups import Grid
 from ...plan.costs.muon import MUON
+from ...spec.derived.width_scaling import width_factor
 from ...spec.run import Run
 from ..held_bytes import tensors_in
 from ..torch_optimizer import optimizer_of_groups
@@ -39,9 +41,14 @@ class BucketOptimizer:
     ) -> None:
         """`types` are those of forward's weights and of gradients."""
         others = [each for each in buckets if not each.kind.matrices]
-        masters = [[each.master for each in others if each.kind.decays is decays] for decays in (True, False)]
-        decays = (run.optim.weight_decay, 0.0)
-        groups = [{"params": rows, "weight_decay": rate} for rows, rate in zip(masters, decays, strict=True) if rows]
+        masters = defaultdict[tuple[bool, bool], list[Tensor]](list)
+        for each in others:
+            masters[each.kind.decays, each.kind.by_width].append(each.master)
+        groups = []
+        for (decays, by_width), rows in masters.items():
+            divisor = width_factor(run) if by_width else 1.0
+            decay = run.optim.weight_decay * divisor if decays else 0.0  # rate times decay is that of the narrow model
+            groups.append({"params": rows, "weight_decay": decay, "rate_divisor": divisor})
         self.optimizer = optimizer_of_groups(run, groups)
         self._buckets, self._is_adamw = others, run.optim.name in ("adamw", MUON)
         self._matrices = [each for each in buckets if each.kind.matrices]
@@ -53,7 +60,7 @@ class BucketOptimizer:
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of the steps to come."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr / group["rate_divisor"]
         if self._muon:
             self._muon.lr = lr
 

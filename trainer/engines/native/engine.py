@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...layers.dtypes import PRECISION_DTYPES
 from ...layers.group_messages import all_reduce
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import RankPart
-from ...plan.costs.precision import widths
 from ...plan.layout.schedule_of_run import schedule_of
 from ...plan.layout.schedules import SCHEDULES, Schedule
 from ...plan.native.buckets import gradient_buckets, is_tied_over_stages
@@ -31,6 +29,7 @@ from ..held_bytes import ByteCounter
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..shared_embedding import further_uses, share_embedding
 from .bucket_optimizer import BucketOptimizer
+from .compute_types import compute_types
 from .data_parallel.bucket_reducer import BucketReducer
 from .data_parallel.gradient_squares import counted_squares
 from .data_parallel.hierarchical_sum import HierarchicalSum
@@ -44,7 +43,7 @@ from .data_parallel.sharded_weights import (
     local_rows,
     sharded_weights,
 )
-from .data_parallel.weight_buckets import MASTER_DTYPE, WeightBucket
+from .data_parallel.weight_buckets import WeightBucket
 from .data_parallel.worker_average import WorkerAverage
 from .loss_scale import LossScale
 from .pipeline import PassHooks, Pipeline, ScheduledStep
@@ -136,16 +135,20 @@ class NativeEngine(Engine):
             sums = self._sum_over_ranks(total, squares, figures)
         self._call_show_gradients()
         with self._measure_time("step", "step"):
+            most_loss, most_norm = self.limits.loss * label_count, self.limits.grad_norm
             is_finite = sums[:2].isfinite().all()
             sums[1].sqrt_().div_(self.backward_scale)
-            self._step_optimizer(squares.sqrt() / self.backward_scale if self.together else sums[1], is_finite)
+            is_taken = is_finite & (sums[0] <= most_loss) & (sums[1] <= most_norm)
+            self._step_optimizer(squares.sqrt() / self.backward_scale if self.together else sums[1], is_taken)
             self._alone = self.together is not None
             loss, norm, *others = sums.tolist()
-            skipped = not (norm < torch.inf and abs(loss) < torch.inf)  # nan is neither
-            self.skipped_steps += skipped
+            overflow = not (norm < torch.inf and abs(loss) < torch.inf)  # nan is neither
+            beyond = not overflow and (loss > most_loss or norm > most_norm)
+            self.skipped_steps += overflow or beyond
             if self.scale:
-                self.scale.update(overflow=skipped)
-        return StepResult(loss=loss / label_count, grad_norm=norm, skipped=skipped, **self._named_figures(others, label_count))
+                self.scale.update(overflow=overflow)
+        named, skipped = self._named_figures(others, label_count), overflow or beyond
+        return StepResult(loss=loss / label_count, grad_norm=norm, skipped=skipped, beyond_limits=beyond, **named)
 
     def step_together(self) -> None:
         if self.together is not None:
@@ -342,9 +345,3 @@ class NativeEngine(Engine):
 
     def _pass_hooks(self) -> PassHooks:
         return PassHooks()
-
-
-def compute_types(run: Run) -> tuple[torch.dtype, torch.dtype]:
-    """Return the types that a run computes in, and sums gradients in."""
-    compute = PRECISION_DTYPES[run.train.precision]
-    return compute, MASTER_DTYPE if widths(run).gradient == MASTER_DTYPE.itemsize else compute

@@ -76,16 +76,26 @@ class LMHead(nn.Module):
     """The logits of every token: x W, or, tied to the embedding's table E, x E^T. Given labels, the loss of those logits instead, which are
     computed in chunks of the vocabulary: here, where ZeRO-3 gathers the weight, in backward once more."""
 
-    def __init__(self, parameters: Parameters, tp: TensorParallel | None, *, tied: bool, vocab: int = 0, loss_chunks: int = 1) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        tp: TensorParallel | None,
+        *,
+        tied: bool,
+        vocab: int = 0,
+        loss_chunks: int = 1,
+        z_loss: float = 0.0,
+    ) -> None:
         super().__init__()
         self.weight = parameters["weight"]
         self.tp, self.tied = tp, tied
-        self.vocab, self.loss_chunks = vocab, loss_chunks
+        self.vocab, self.loss_chunks, self.z_loss = vocab, loss_chunks, z_loss
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """x [B, S or s, H] -> [B, S, V]; with labels [B, S] the sum of the losses of those that count."""
         if labels is not None:
-            return chunked_loss(x, self.weight, labels, self.vocab, self.tp, self.loss_chunks, transposed=self.tied)
+            chunks, z_loss = self.loss_chunks, self.z_loss
+            return chunked_loss(x, self.weight, labels, self.vocab, self.tp, chunks, transposed=self.tied, z_loss=z_loss)
         if self.tp is not None:
             return column_products(x, self.tp, [self.weight], [None], transposed=self.tied)[0]
         return product(x, self.weight, transposed=self.tied)

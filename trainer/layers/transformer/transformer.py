@@ -146,17 +146,14 @@ class Transformer(nn.Module):
                 self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
             self.norm = make_norm(model, sub_parameters(parameters, "norm"))
             head, chunks = sub_parameters(parameters, "embedding" if model.tied else "head"), run.train.loss_chunks
-            self.head = LMHead(head, tp, tied=model.tied, vocab=model.vocab, loss_chunks=chunks)
+            self.head = LMHead(head, tp, tied=model.tied, vocab=model.vocab, loss_chunks=chunks, z_loss=run.train.z_loss)
             self.mtp = nn.ModuleDict({str(index): self._make_module(parameters, run, index) for index in range(model.mtp.layers)})
             self.further_losses: list[Tensor] = []  # mean of the modules' sums, of all training forwards since the engine last took them
         if run.train.precision == "fp8":
-            within = [*self.layers.values(), *(further.layer for further in self._further_modules())]
+            further: list[Any] = list(self.mtp.values()) if last else []
+            within = [*self.layers.values(), *(each.layer for each in further)]
             for linear in (each for layer in within for each in layer.modules() if isinstance(each, Linear)):
                 linear.in_fp8 = True
-
-    def _further_modules(self) -> list[Any]:
-        """The modules of this part that predict further tokens."""
-        return list(self.mtp.values()) if self.last else []
 
     def _make_module(self, parameters: Parameters, run: Run, index: int) -> FurtherTokenModule:
         """Make the module that predicts the token index + 2 further on; dropout knows its layer by the number behind those of the model."""
@@ -200,7 +197,7 @@ class Transformer(nn.Module):
         if self.head.loss_chunks > 1:
             chunked: Tensor = self.head(x, labels)
             return chunked
-        return cross_entropy(self.head(x), labels, self.model.vocab, self.tp)  # of logits [B, S, V]
+        return cross_entropy(self.head(x), labels, self.model.vocab, self.tp, z_loss=self.head.z_loss)  # of logits [B, S, V]
 
     def _add_further_losses(self, loss: Tensor, x: Tensor, further: Tensor, inputs: LayerInputs) -> Tensor:
         """Return the loss, with whose gradient comes that of `model.mtp.weight` times the mean of the modules' losses."""

@@ -49,8 +49,10 @@ def console_line(row: Row, last: int) -> str:
         parts.append(f"batch {row['batch']}")
     if "lr" in row:
         parts += [f"lr {row['lr']:.2e}", f"{row['tokens_per_second']:,.0f} tokens/s"]
+    spikes = [f"{row[name]} deviations above recent {what}" for name, what in (("spike", "losses"), ("norm_spike", "norms")) if name in row]
     if "skipped" in row:
-        parts.append("skipped, weights unchanged: the loss or a gradient is not finite on samples {} to {}".format(*row["samples"]))
-    if "spike" in row:
-        parts.append(f"loss spike: {row['spike']} deviations above recent losses")
+        why = f"a spike, {' and '.join(spikes)}," if spikes else "the loss or a gradient is not finite"
+        parts.append(f"skipped, weights unchanged: {why} on samples {row['samples'][0]} to {row['samples'][1]}")
+    elif spikes:
+        parts.append(f"loss spike: {spikes[0]}")
     return "  ".join(parts)

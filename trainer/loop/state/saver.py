@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
@@ -46,9 +46,9 @@ class Saver:
         if error is None or isinstance(error, AllRanksFailed):
             self.finish()
 
-    def save(self, progress: TrainProgress, checked: int | None = None) -> None:
-        """Save the engine's state and the run's progress, once the save under way has ended. One that fails is a warning. The newest
-        checkpoint up to step `checked` stays.
+    def save(self, progress: TrainProgress, recent: Mapping[str, Sequence[float]], checked: int | None = None) -> None:
+        """Save the engine's state and the run's progress, with `recent` figures of its steps, once the save under way has ended. One that
+        fails is a warning. The newest checkpoint up to step `checked` stays.
 
         The checkpoint records the loss of the samples that come next (resume_loss_check.py), at the cost of one forward of a micro-batch.
         """
@@ -58,6 +58,7 @@ class Saver:
         setup.channel.report_phase("save")
         setup.engine.prepare_save()
         extra = {"name": run.name, **progress.extra(), "engine": setup.engine.counters(), **run_record(run)}
+        extra |= {"recent": recent} if recent else {}
         extra |= resume_check_record(run, setup.engine, setup.grid, setup.batches, progress.sample)
         ranks: dict[str, Any] = {"rank": setup.world.rank, "world": setup.world.size, "gather": self._gather}
         what: dict[str, Any] = {"shards": owned_shards(run, setup.engine, setup.grid), "extra": extra, "keep": run.checkpoint.keep}

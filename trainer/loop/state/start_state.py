@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from ...engines.engine import Engine
 from ...launch.rank.channel import Channel, ignore_text
@@ -20,10 +22,17 @@ from .engine_state import dropped_errors, load_hf_weights, restore_engine
 from .resume_loss_check import check_resumed_loss
 
 
+class InitialState(NamedTuple):
+    """A run's progress, and recent figures of its steps (failures/anomalies.py) where its checkpoint has them."""
+
+    progress: TrainProgress
+    recent: Mapping[str, Sequence[float]]
+
+
 def load_initial_state(
     run: Run, folder: Path, grid: Grid, engine: Engine, batches: Batches, channel: Channel, gather: Gather
-) -> TrainProgress:
-    """Load the newest checkpoint that verifies into the engine, else model.weights if set, and report which. Return the run's progress.
+) -> InitialState:
+    """Load the newest checkpoint that verifies into the engine, else model.weights if set, and report which.
 
     Raises AllRanksFailed where the checkpoint can't be loaded, or has another loss than it was saved with.
     """
@@ -39,7 +48,7 @@ def load_initial_state(
         say(f"starts from the weights in {run.model.weights}")
     if search.checkpoint:
         return _load_checkpoint(run, search.checkpoint, changes_since(search.checkpoint), grid, engine, batches, channel, gather)
-    return BEGINNING
+    return InitialState(BEGINNING, {})
 
 
 def _load_checkpoint(
@@ -51,7 +60,7 @@ def _load_checkpoint(
     batches: Batches,
     channel: Channel,
     gather: Gather,
-) -> TrainProgress:
+) -> InitialState:
     """Load a checkpoint into the engine, check its loss, and say what has changed since it was saved."""
     fail_together(gather, partial(restore_engine, engine, checkpoint, changes.new_moments, channel.report_progress))
     channel.report_phase("compare")
@@ -62,7 +71,8 @@ def _load_checkpoint(
             channel.say(remark)
         channel.say(f"resumes from step {checkpoint.step}")
     before = run_from_record(checkpoint.extra) or run
-    return resumed_progress(checkpoint.step, checkpoint.extra, before, run, other_data=changes.other_data)
+    progress = resumed_progress(checkpoint.step, checkpoint.extra, before, run, other_data=changes.other_data)
+    return InitialState(progress, checkpoint.extra.get("recent", {}))
 
 
 def _changes_since(run: Run, batches: Batches, checkpoint: SavedCheckpoint) -> Changes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class TrainingSetup:
     grid: Grid
     channel: Channel
     start: TrainProgress  # step 0, or that of the checkpoint that was loaded
+    recent: Mapping[str, Sequence[float]]  # figures of the steps before (failures/anomalies.py), if that checkpoint has them
     sinks: Sinks | None  # on rank 0
     folder: Path  # RUN_DIR
     host: dist.ProcessGroup  # gloo, for Python objects of all ranks

@@ -24,15 +24,15 @@ LOGIT_TOLERANCE = 1e-4  # of logits that should be equal
 class CausalLM(nn.Module):
     """transformers' model, called as ours. It stays in evaluation mode: its dropout can't be keyed, so it has none."""
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, z_loss: float = 0.0) -> None:
         super().__init__()
-        self.hf = hf
+        self.hf, self.z_loss = hf, z_loss
         self.train()
 
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return (sum of the losses, number of labels that count) of tokens [B, S] and labels [B, S]; -100 labels do not count."""
         logits = self.logits(tokens)
-        return cross_entropy(logits, labels, logits.shape[-1], keep_logits=True), (labels != IGNORED).sum()
+        return cross_entropy(logits, labels, logits.shape[-1], z_loss=self.z_loss, keep_logits=True), (labels != IGNORED).sum()
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, S, V] of the token after each of `tokens`."""
@@ -77,7 +77,8 @@ def build_causal_lm(run: Run, *, device: torch.device, dtype: torch.dtype, seed:
         torch.manual_seed(0 if seed is None else seed)
         try:
             config = load_config(path / "config.json" if path.is_dir() else path)
-            module = CausalLM(make_model(config, **({"attn_implementation": "eager"} if run.train.attention == "math" else {})))
+            hf = make_model(config, **({"attn_implementation": "eager"} if run.train.attention == "math" else {}))
+            module = CausalLM(hf, run.train.z_loss)
         except Exception as error:  # versions of transformers raise different errors
             raise _refusal(f"{path}: {' '.join(str(error).split())[:200]}") from error
     shapes = {name: tuple(each.shape) for name, each in module.hf.named_parameters()}

@@ -91,6 +91,15 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield from _compression_limits(row, run, parallel, delayed=delay is not None)
     if has_experts(run.model) and run.model.router.steps_bias:
         yield from _bias_rate_limits(row, run, parallel, delayed=delay is not None)
+    if run.train.skip_spikes and (delay or not row.skips_spikes):
+        key, value, none = "train.skip_spikes", f"{run.train.skip_spikes:g}", (("train.skip_spikes", 0),)
+        if row.skips_spikes:  # stages of a pipeline without a flush step alone
+            conflicts: tuple[Conflict, ...] = ((True, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),)
+            yield from _first_conflict(row, key, value, conflicts, none)
+        else:
+            yield EngineLimit(row.name, key, value, (*_any_engine(run), (("engine", "native"),), none))
+    if run.optim.mup and not row.rates_by_width:
+        yield EngineLimit(row.name, "optim.mup", run.optim.mup, (*_any_engine(run), (("engine", "native"),), (("optim.mup", None),)))
     if run.optim.name == MUON:
         yield from _muon_limits(row, run, parallel, delayed=delay is not None)
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:

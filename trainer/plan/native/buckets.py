@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple, TypeVar
 
+from ...spec.derived.width_scaling import is_rate_divided
 from ...spec.run import Parallel, Run
 from ..axes.low_rank import compressed_stack
 from ..axes.weight_slices import WeightShard
@@ -19,13 +20,14 @@ from ..layout.workers import worker_ranks
 class BucketKind(NamedTuple):
     """What the weights of a bucket have in common: whether other axes sum their gradients before the data axis does (`late`), whether
     data-parallel ranks share out the experts, whether weight decay applies, whether gradients travel as two factors (parallel.compress),
-    whether they are matrices that Muon steps."""
+    whether they are matrices that Muon steps, whether their learning rate falls with the width (optim.mup)."""
 
     late: bool
     expert: bool
     decays: bool
     compressed: bool = False
     matrices: bool = False
+    by_width: bool = False
 
 
 class Bucket(NamedTuple):
@@ -87,7 +89,8 @@ def _kind(run: Run, mesh: Mesh, shard: WeightShard) -> BucketKind:
     is_shared = shard.shared or (run.parallel.sequence and mesh.tp > 1 and not shard.is_split)
     compressed = compressed_stack(shard.size, compression_rank(run.parallel, mesh, expert=shard.expert)) is not None
     late, by_muon = is_shared or is_tied_over_stages(run, mesh, shard.name), run.optim.name == MUON and shard.hidden_matrix
-    return BucketKind(late, shard.expert, len(shard.size) > 1, compressed, by_muon)
+    by_width = is_rate_divided(run, shard.name, len(shard.size))
+    return BucketKind(late, shard.expert, len(shard.size) > 1, compressed, by_muon, by_width)
 
 
 def is_tied_over_stages(run: Run, mesh: Mesh, name: str) -> bool:

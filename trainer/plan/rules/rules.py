@@ -27,6 +27,7 @@ from .gradient_sum_rules import servers_rule, staleness_rule
 from .latent_rule import latent_rule
 from .lora_rule import lora_rule
 from .loss_chunks_rule import loss_chunks_rule
+from .mup_rule import mup_rule
 from .norm_rule import norm_rule
 from .pipeline_rules import pipeline_rule
 from .position_rules import exchanged_heads_rule, rotary_rule, window_layout_rule, window_rule
@@ -286,7 +287,8 @@ def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (
     names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, router_rule, lora_rule, further_tokens_rule,
-    hugging_face_rule, pairs_rule, rampup_rule, length_rule, rates_rule, step_windows_rule, precision_rule, device_rule, agreement_rule,
+    hugging_face_rule, mup_rule, pairs_rule, rampup_rule, length_rule, rates_rule, step_windows_rule, precision_rule, device_rule,
+    agreement_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from ..numbers.bounded import Below1, Natural, NotNegative, Positive
+from ..numbers.bounded import Below1, Count, Natural, NotNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class Optim:
     weight_decay: NotNegative = 0.1
     momentum: Below1 = 0.0
     muon: Muon = field(default_factory=Muon)
+    mup: Count | None = None
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: Natural = 0
     min_lr: NotNegative = 0.0
