@@ -65,7 +65,7 @@ BROKEN: list[tuple[Keys, str]] = [
          "set model.mtp.layers=0 or model.lora.rank=0")),
     ({"model.mtp.layers": 1, "model.window": 6, "model.layer_types": ("sliding_attention", "full_attention")},
         ("model.mtp.layers=1 adds layers, and model.layer_types does not say whether they have the window: "
-         "set model.mtp.layers=0 or model.window=null")),
+         "set model.mtp.layers=0 or model.window=null model.layer_types=null")),
     ({"model.mtp.layers": 16, "train.seq": 16},
         ("model.mtp.layers=16 predicts tokens beyond sequences of train.seq=16: "
          "set model.mtp.layers=15 or model.mtp.layers=0")),
