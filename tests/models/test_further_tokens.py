@@ -14,12 +14,15 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 from torch.nn.functional import cross_entropy, embedding, silu  # noqa: E402
 
-from distrain.tests.fakes.small_models import B, S, batch_of, gradients, module_of, run_of  # noqa: E402
+from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.tests.fakes.small_models import B, S, batch_of, gradients, keys_of, module_of, run_of  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
 from distrain.trainer.layers.transformer.further_tokens import further_tokens  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
+from distrain.trainer.models.families import op_table  # noqa: E402
 from distrain.trainer.models.hf_format.config import read_hf_config  # noqa: E402
-from distrain.trainer.models.hf_format.weights import read_hf_weights  # noqa: E402
+from distrain.trainer.models.hf_format.weights import read_hf_weights, write_hf_folder  # noqa: E402
+from distrain.trainer.models.ops.op_table import parameter_count  # noqa: E402
 from distrain.trainer.spec.read import read  # noqa: E402
 from distrain.trainer.spec.run import Model, Run  # noqa: E402
 from distrain.trainer.spec.sections.mtp import Mtp  # noqa: E402
@@ -232,3 +235,79 @@ def test_mixtures_losses_and_gradients_are_those_of_transformers_layers(model_ty
     largest = max(float(grad.abs().max()) for grad in found.values())
     for name, grad in found.items():
         torch.testing.assert_close(grad, expected[name], rtol=0, atol=2e-6 * largest, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_files_hold_the_modules_as_deepseeks_files_do(model_type: str, tmp_path: Path, transformers: Any) -> None:
+    """With a copy of the embedding and of the head for each module; transformers leaves these layers in the folder."""
+    random_folder(transformers, model_type, tmp_path / "theirs")
+    run = run_of_folder(tmp_path / "theirs")
+    module = module_of_folder(tmp_path / "theirs", run)
+    write_hf_folder(named_weights(module, run), run, tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    layers = [f"model.layers.{run.model.layers + index}" for index in range(MODULES)]
+    for layer in layers:
+        assert torch.equal(ours.pop(f"{layer}.embed_tokens.weight"), ours["model.embed_tokens.weight"])
+        assert torch.equal(ours.pop(f"{layer}.shared_head.head.weight"), ours["lm_head.weight"])
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name].float(), theirs[name].float()) for name in ours)
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["num_nextn_predict_layers"] == MODULES
+    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, dtype=torch.float64, experts_implementation="eager"
+    )
+    assert not said["missing_keys"]
+    assert not said["mismatched_keys"]
+    assert all(name.startswith(tuple(layers)) for name in said["unexpected_keys"])
+    tokens, _ = batch_of(run)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(tokens).logits, module.logits(tokens), rtol=0, atol=1e-5)
+
+
+def test_a_folder_may_hold_fewer_modules(tmp_path: Path, transformers: Any) -> None:
+    random_folder(transformers, "deepseek_v3", tmp_path)
+    found = {name for name, _ in read_hf_weights(tmp_path, run_of_folder(tmp_path, modules=MODULES + 1))}
+    assert found == {name for name, _ in read_hf_weights(tmp_path, run_of_folder(tmp_path))}
+    assert {name.split(".")[1] for name in found if Mtp.owns(name)} == {"0", "1"}
+
+
+def test_a_llamas_folder_holds_no_modules(tmp_path: Path, transformers: Any) -> None:
+    run = mtp_run("llama")
+    module = module_of(run, torch.float32)
+    write_hf_folder(named_weights(module, run), run, tmp_path)
+    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(said[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(Mtp.owns(name) for name, _ in read_hf_weights(tmp_path, run))
+    tokens, _ = batch_of(run)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(tokens).logits, module.logits(tokens), rtol=0, atol=1e-5)
+
+
+def test_without_further_tokens_modules_do_nothing() -> None:
+    """As in evaluation and in generation."""
+    run = mtp_run("llama")
+    module, (tokens, labels) = module_of(run), batch_of(run)
+    plain = build_model(run_of("llama"), device=torch.device("cpu"), dtype=torch.float64)
+    load_weights(plain, ((name, each) for name, each in named_weights(module, run) if not Mtp.owns(name)))
+    assert torch.equal(module(tokens, labels)[0], plain(tokens, labels)[0])
+    assert torch.equal(module.logits(tokens), plain.logits(tokens))
+    assert module.further_losses == []
+
+
+def test_dropout_of_a_modules_layer_is_drawn_apart_from_the_others() -> None:
+    run = mtp_run("gpt", model__dropout=0.3)
+    module = module_of(run)
+    layers = [each.dropout1.address for each in (*module.layers.values(), *(further.layer for further in module.mtp.values()))]
+    assert len(set(layers)) == len(layers) == run.model.layers + MODULES
+    tokens, labels = batch_of(run)
+    further = further_tokens(tokens, labels, None, MODULES)
+    losses = [module(tokens, labels, keys=keys_of(step), further=further)[0] for step in (0, 0, 1)]
+    assert torch.equal(losses[0], losses[1])
+    held = [float(each) for each in module.further_losses]
+    assert held[0] == held[1] != held[2]
+
+
+def test_deepseek_v3s_module_has_the_published_parameters() -> None:
+    """11.5 billion of its own (README_WEIGHTS.md of deepseek-ai/DeepSeek-V3), beside the shared embedding and head."""
+    runs = [load_recipe("deepseek_v3", [f"model.mtp.layers={many}"]) for many in (0, 1)]
+    counts = [parameter_count(op_table(run), run.model.layers) for run in runs]
+    assert counts[1] - counts[0] == pytest.approx(11.5e9, rel=0.01)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from distrain.cli.config.load import load_recipe
-from distrain.tests.fakes.one_process import reference_curve, reference_further_losses
+from distrain.tests.fakes.one_process import ignored_labels, reference_curve, reference_further_losses, write_documents
 from distrain.trainer.loop.reference_curves.compressed_gradients import compressed_gradients
 from distrain.trainer.loop.reference_curves.delayed_gradients import delayed_gradients
 from distrain.trainer.loop.reference_curves.local_steps import local_steps
@@ -161,3 +161,32 @@ def test_late_local_and_compressed_steps_train_as_they_do_in_one_process(
     assert job.figures("loss") == pytest.approx(expected["losses"], abs=1e-5, rel=0)
     assert expected["weights"] < 1e-4
     assert len(job.figures("mtp_loss")) == 4
+
+
+DOCUMENTS = (*("model=tiny_llama", "model.layers=2", "data=text", "data.documents=true", "model.vocab=256"), MTP)
+
+
+def test_a_module_keeps_documents_apart_where_ranks_share_a_sequence(ranks: RankPool, tmp_path: Path) -> None:
+    words = (*BASE, *DOCUMENTS, *write_documents(tmp_path))
+    assert ignored_labels(words)
+    losses, norms = reference_curve(words)
+    job = ranks.train(tmp_path / "run", *words, "cluster.gpus=2", "parallel={cp: 2}", "train.microbatch=4")
+    assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
+    assert job.figures("mtp_loss") == pytest.approx(reference_further_losses(words), abs=3e-6, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
+
+
+def test_a_run_may_begin_from_weights_without_modules(ranks: RankPool, tmp_path: Path, transformers: Any) -> None:
+    """They begin from their drawn values, the same in every layout."""
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "published")
+    words = (*BASE, f"model.hf={tmp_path / 'published'}", f"model.weights={tmp_path / 'published'}", MTP, "train.microbatch=2")
+    jobs = [
+        ranks.train(tmp_path / name, *words, f"cluster.gpus={gpus}", *degrees)
+        for name, gpus, degrees in (("one", 1, ()), ("stages", 2, ("parallel.pp=2",)), ("zero", 2, ("parallel.zero=3", NATIVE)))
+    ]
+    for figure in ("loss", "mtp_loss"):
+        first, *others = (job.figures(figure) for job in jobs)
+        assert all(each == pytest.approx(first, abs=3e-6, rel=0) for each in others)
