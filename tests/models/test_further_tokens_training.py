@@ -51,11 +51,12 @@ LAYOUTS = (  # ranks, degrees, the rest
     ("llama",     4, "pp: 2, zero: 1",                                  ("train.microbatch=2",)),
     ("llama",     4, "pp: 2, zero: 3, gather: micro",                   ("train.microbatch=2", NATIVE)),
     ("llama",     4, "pp: 2, zero: 3, schedule: zb_h1",                 ("train.microbatch=1", NATIVE)),
+    ("llama",     4, "pp: 2, zero: 2, schedule: zb_h1",                 ("train.microbatch=1", NATIVE)),
     ("gpt",       4, "pp: 2, zero: 2, schedule: zb_h1",                 ("train.microbatch=1", NATIVE)),
     ("gpt",       2, "tp: 2, recompute: selective",                     ("train.microbatch=4",)),
     ("deep",      2, "pp: 2, schedule: zb_v",                           ("train.microbatch=2", NATIVE)),
     ("deep tied", 2, "pp: 2, schedule: dualpipev",                      ("train.microbatch=2",)),
-    ("latent",    4, "ep: 2, tp: 2, zero: 1",                           ("train.microbatch=2",)),
+    ("latent",    4, "ep: 2, tp: 2, zero: 1",                           ("train.microbatch=2", NATIVE)),
     ("latent",    4, "ep: 2, pp: 2, zero: 1",                           ("train.microbatch=2",)),
     ("latent",    4, "cp: 2, ep: 2, zero: 3, recompute: full",          ("train.microbatch=2", NATIVE)),
 )
