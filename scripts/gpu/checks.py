@@ -77,6 +77,7 @@ CHECKS = (
     _untimed_check("two ranks bf16", "two_ranks.prove_two_ranks:prove_two_ranks", precision="bf16"),
     _untimed_check("generate", "generation:generate_text"),
     _untimed_check("trace", "profiled_steps:trace_steps"),
+    _untimed_check("options", "losses:compare_options"),
     _plan("gpt2_124m"),
     _plan("gpt2_124m compiled"),
     _plan("llama 16 layers"),

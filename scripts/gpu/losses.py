@@ -1,4 +1,4 @@
-"""Checks that compare losses: of families, precisions, ZeRO stages."""
+"""Checks that compare losses: of families, precisions, options, ZeRO stages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,27 @@ FAMILIES = {
     "llama with LoRA": ("model=tiny_llama", "model.lora.rank=4"),
 }
 
+# Ways to compute that have kernels or copies of their own on a GPU: those that train the plain curve, and those that train others.
+SAME_CURVE: dict[str, tuple[str, ...]] = {
+    "loss in chunks": ("train.loss_chunks=4",),
+    "attention in separate kernels": ("train.attention=math",),
+    "recomputation": ("parallel.recompute=full",),
+    "zero3": ("parallel.zero=3",),
+    "timeline": ("log.timeline=[3,4]",),
+    "saves in the background": ("checkpoint.every=3", "checkpoint.background=true"),
+    "checks of devices": ("launch.device_check=2",),
+}
+OTHER_CURVES: dict[str, tuple[str, ...]] = {
+    "z-loss": ("train.z_loss=0.01",),
+    "documents": ("data.documents=true",),
+    "windows": ("model.window=16",),
+    "latent attention": ("model=tiny_mla",),
+    "muon": ("optim.name=muon",),
+}
+
 FLOAT32_LOSS = 2e-4  # nats between a GPU and a CPU, both in float32: ten Adam steps, in which rounding differs
 HALF_LOSS = 0.02  # of a float32 loss, over the same steps in bf16 or fp16
+OPTION_LOSS = 5e-4  # of a loss, over six steps in bf16: plain ones were 5e-5 apart on an H200, all of these on a CPU
 
 # A model that transformers alone makes: GPT-NeoX.
 HF_CONFIG = {
@@ -63,6 +82,31 @@ def compare_precisions(context: CheckContext) -> Finding:
         figures={"fp32 - cpu, nats": apart, "bf16 / fp32 - 1": half_apart, "losses": {"fp32": fp32, "bf16": bf16, "cpu": cpu}},
         departures=tuple(departures),
     )
+
+
+def compare_options(context: CheckContext) -> Finding:
+    """Train ways to compute in bf16 on the device, in engine native: losses must be those of a plain run, or those of the same way in
+    float32 on the CPU."""
+    words = (*TINY, "model=tiny_llama", "engine=native", "train.steps=6")
+    cases = {"plain": (), **SAME_CURVE, **OTHER_CURVES}
+    runs = {
+        option: FitRun(name=_option_name(option), recipe=RECIPE, words=(*words, *each, "train.precision=bf16"))
+        for option, each in cases.items()
+    }
+    exact = {
+        option: FitRun(name=_option_name(f"{option} cpu"), recipe=RECIPE, words=(*words, *each, "train.precision=fp32", "device=cpu"))
+        for option, each in OTHER_CURVES.items()
+    }
+    trained = fit_together([*runs.values(), *exact.values()], context)
+    losses = {option: trained[each.name].losses for option, each in runs.items()}
+    expected = {option: trained[exact[option].name].losses if option in exact else losses["plain"] for option in cases}
+    apart = {option: _apart(found, expected[option]) / expected[option][0] for option, found in losses.items()}
+    departures = [f"{option} is {100 * share:.2f} % from what it must be" for option, share in apart.items() if not share <= OPTION_LOSS]
+    return Finding(figures={"losses": losses, "apart, of the first loss": apart}, departures=tuple(departures))
+
+
+def _option_name(option: str) -> str:
+    return f"option.{option.replace(' ', '.')}"
 
 
 def train_zero_stages(context: CheckContext) -> Finding:
