@@ -34,6 +34,7 @@ from ...models.ops.lora import without_lora
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Model, Run
+from ...spec.sections.mtp import Mtp
 from .exit_status import run_verb, write_stdout
 from .export_tokenizer import run_tokenizer, write_tokenizer
 from .load_run import load_model, load_saved_run
@@ -72,7 +73,8 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
         remarks = [*_modules_left_out(run), *tokenizer.remarks, *write_tokenizer(run, tokenizer, new_folder)]
         check = _check_logits(module, run, new_folder, dtype)
         files = sorted(each.name for each in new_folder.iterdir())
-    count = sum(each.numel() for _, each in named_weights(module, run))
+    left_out = bool(_modules_left_out(run))
+    count = sum(each.numel() for name, each in named_weights(module, run) if not (left_out and Mtp.owns(name)))
     lines = [
         f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {check}",
         *remarks,
