@@ -2,7 +2,8 @@
 
 A rank of N holds and moves the same for each element of its part. Activations are left out: sequences are four tokens long.
 
-Run `python -m distrain.scripts.trace_cuda.optimizer_step ENGINE,ZERO,PRECISION,GRADIENTS,MICROS ...`; it prints a line of JSON for each.
+Run `python -m distrain.scripts.trace_cuda.optimizer_step ENGINE,ZERO,PRECISION,GRADIENTS,MICROS,MOMENTS ...`, the last optional; it prints
+a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _bytes(values: list[Any]) -> int:
     return sum(each.nbytes for each in tree_iter(values) if isinstance(each, Tensor))
 
 
-def measure_step(engine: str, zero: int, precision: str, gradients: str, micros: int) -> StepBytes:
+def measure_step(engine: str, zero: int, precision: str, gradients: str, micros: int, moments: str = "fp32") -> StepBytes:
     """Return the bytes of a step, from two models that differ in their number of layers."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     world = join_ranks("cpu")
@@ -90,6 +91,7 @@ def measure_step(engine: str, zero: int, precision: str, gradients: str, micros:
         f"train.precision={precision}",
         f"train.gradients={gradients}",
         f"train.batch={micros}",
+        f"optim.moments={moments}",
     )
     measured = []
     for layers in LAYERS:
@@ -183,8 +185,8 @@ def main() -> int:
     load_recipe("quickstart")
     for words in sys.argv[1:]:
         if (child := os.fork()) == 0:
-            engine, zero, precision, gradients, micros = words.split(",")
-            print(json.dumps(asdict(measure_step(engine, int(zero), precision, gradients, int(micros)))), flush=True)
+            engine, zero, precision, gradients, micros, *moments = words.split(",")
+            print(json.dumps(asdict(measure_step(engine, int(zero), precision, gradients, int(micros), *moments))), flush=True)
             os._exit(0)  # DeepSpeed's threads and process groups need no orderly end
         if os.waitpid(child, 0)[1]:
             return 1

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.rounded_states import RoundedOptimizer
 from distrain.tests.fakes.torch_muon import TorchMuon
 from distrain.trainer.layers.counter_rng import dropout_keys
 from distrain.trainer.layers.cross_entropy import IGNORED
@@ -25,17 +26,31 @@ from distrain.trainer.spec.sections.lr_schedule import learning_rate
 
 def reference_curve(words: tuple[str, ...], left_out: frozenset[int] = frozenset()) -> tuple[list[float], list[float]]:
     """(losses, gradient norms) of the run of conf=`words[0]` with the other words as overrides; the optimizer skips `left_out` (from 0)."""
-    losses, norms, _ = _curve(words, left_out)
+    losses, norms, *_ = _train(words, left_out)
     return losses, norms
+
+
+def reference_moments(words: tuple[str, ...]) -> dict[tuple[str, str], Tensor]:
+    """The moments in bf16 after the run's last step, by their kind in checkpoints and the weight's logical name."""
+    return _train(words, frozenset()).moments
 
 
 def reference_further_losses(words: tuple[str, ...]) -> list[float]:
     """The mean of the losses of the modules that predict further tokens, in each step of a run."""
-    return _curve(words, frozenset())[2]
+    return _train(words, frozenset()).further
+
+
+class Trained(NamedTuple):
+    """What one process trains: its losses, norms, losses of further tokens, moments in bf16."""
+
+    losses: list[float]
+    norms: list[float]
+    further: list[float]
+    moments: dict[tuple[str, str], Tensor]
 
 
 @cache
-def _curve(words: tuple[str, ...], left_out: frozenset[int]) -> tuple[list[float], list[float], list[float]]:
+def _train(words: tuple[str, ...], left_out: frozenset[int]) -> Trained:
     run = load_recipe(words[0], words[1:])
     steps = run.train.steps or 0
     corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
@@ -55,7 +70,7 @@ def _curve(words: tuple[str, ...], left_out: frozenset[int]) -> tuple[list[float
         _step_biases(run, module, skip=step in left_out)
         losses.append(loss.item())
         further += [float(each) for each in further_means(module, batches, step, run)]
-    return losses, norms, further
+    return Trained(losses, norms, further, optimizer.moments() if run.optim.moments == "bf16" else {})
 
 
 def further_means(module: nn.Module, batches: Batches, step: int, run: Run) -> list[Tensor]:
@@ -73,9 +88,11 @@ def _step_biases(run: Run, module: nn.Module, *, skip: bool) -> None:
     getattr(module, "loads", {}).clear()
 
 
-def _optimizer(run: Run, module: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(run: Run, module: nn.Module) -> Any:
     if run.optim.name == "muon":
         return TorchMuon(run, module)
+    if run.optim.moments == "bf16":
+        return RoundedOptimizer(run, module)
     if run.optim.mup:
         return torch.optim.AdamW(list(_mup_groups(run, module)), lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
     matrices = {"params": [each for each in module.parameters() if each.dim() > 1], "weight_decay": run.optim.weight_decay}

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from distrain.tests.fakes.rounded_states import round_moment
 from distrain.trainer.spec.run import Run
 
 MATRICES = re.compile(
@@ -23,6 +24,7 @@ class TorchMuon(torch.optim.AdamW):
     def __init__(self, run: Run, module: nn.Module) -> None:
         self._matrices: list[tuple[nn.Parameter, nn.Parameter, int]] = []
         self._is_exact = run.train.precision == "fp32"
+        self._run, self._taken, self._names = run, 0, {parameter: name for name, parameter in module.named_parameters()}
         groups: list[dict[str, Any]] = [{"params": [], "weight_decay": run.optim.weight_decay}, {"params": [], "weight_decay": 0.0}]
         for name, parameter in module.named_parameters():
             if MATRICES.fullmatch(name):
@@ -52,6 +54,32 @@ class TorchMuon(torch.optim.AdamW):
             self._muon.step()
         for each, parameter, at in self._matrices:
             _transposed(parameter.data)[at].copy_(each.data)
+        if self._run.optim.moments == "bf16":
+            self._round_moments()
+
+    @torch.no_grad()
+    def _round_moments(self) -> None:
+        """Round all moments: a weight's momenta together, as its logical tensor has them."""
+        self._taken += 1
+        for (kind, name), views in self._views().items():
+            half = int(kind == "exp_avg_sq")
+            kept = round_moment(self._run, name, torch.stack(views), self._taken, half)
+            for view, value in zip(views, kept, strict=True):
+                view.copy_(value)
+
+    def moments(self) -> dict[tuple[str, str], Tensor]:
+        """The moments, by their kind in checkpoints and the weight's name."""
+        return {key: torch.stack(views).squeeze(0) for key, views in self._views().items()}
+
+    def _views(self) -> dict[tuple[str, str], list[Tensor]]:
+        """Each weight's moments of a kind as its logical tensor has them: a matrix for each expert, or all of it."""
+        found: dict[tuple[str, str], list[Tensor]] = {}
+        for matrix, parameter, _ in self._matrices:
+            momentum = self._muon.state[matrix]["momentum_buffer"]
+            found.setdefault(("momentum_buffer", self._names[parameter]), []).append(momentum.mT)
+        for name, weight in ((self._names[each], each) for group in self.param_groups for each in group["params"]):
+            found |= {(kind, name): [self.state[weight][kind]] for kind in ("exp_avg", "exp_avg_sq")}
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

@@ -48,6 +48,13 @@ COSTLY: list[tuple[str, Keys, str]] = [
         "parallel.schedule=pipedream trains another curve than 1f1b: gradients are of weights up to 3 updates old"),
     ("delay", {"parallel.pp": 4, "parallel.schedule": "pipedream_2bw", "model.tied": False, "train.clip": 0},
         "parallel.schedule=pipedream_2bw trains another curve than 1f1b: gradients are of weights up to 1 update old"),
+    ("moments", {"optim.moments": "bf16", "optim.rounding": "nearest", "optim.betas": (0.9, 0.999)},
+        ("optim.rounding=nearest loses what optim.betas of 0.999 takes off a bf16 moment in a step: it hardly decays: "
+         "set optim.rounding=stochastic")),
+    ("moments", {"optim.moments": "bf16", "optim.rounding": "nearest", "optim.name": "sgd", "optim.momentum": 0.998},
+        "optim.rounding=nearest loses what optim.momentum of 0.998 takes off a bf16 moment in a step"),
+    ("moments", {"optim.moments": "bf16", "optim.rounding": "nearest", "optim.name": "muon", "optim.muon.momentum": 0.999},
+        "optim.rounding=nearest loses what optim.muon.momentum of 0.999 takes off a bf16 moment in a step"),
     ("uneven", {"model.layers": 13, "parallel.pp": 2, "train.attention": "math"},
         "13 layers over 2 stages: "),
     ("uneven", {"model.layers": 14, "parallel.pp": 4, "parallel.schedule": "dualpipev"},
@@ -192,6 +199,8 @@ UNRUN: list[tuple[Keys, str]] = [
     ({"parallel.zero": 3, "parallel.offload": Offload(optimizer=True, parameters=True), "engine": "native"},
         ("native does not run parallel.offload.parameters=true: "
          "set parallel.offload.optimizer=false parallel.offload.parameters=false or engine=auto")),
+    ({"engine": "zero", "optim.moments": "bf16"},
+        "zero does not run optim.moments=bf16: set engine=native or optim.moments=fp32"),
     ({"parallel.zero": 1, "parallel.offload.optimizer": True, "engine": "native", "optim.name": "sgd"},
         ("native does not run parallel.offload.optimizer=true with optim.name=sgd: "
          "set optim.name=adamw or parallel.offload.optimizer=false")),

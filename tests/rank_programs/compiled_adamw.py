@@ -13,11 +13,13 @@ import re
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.engines.native import host_optimizer
-from distrain.trainer.engines.native.adamw_kernel import compiled_adamw
+from distrain.trainer.engines.native.adamw_kernel import Step, adamw, compiled_adamw
+from distrain.trainer.layers.stochastic_rounding import column_words, row_words, tensor_key
 from distrain.trainer.loop.build import build_engine
 from distrain.trainer.parallel.process_groups import make_grid
 from distrain.trainer.parallel.world import join_ranks
@@ -26,7 +28,8 @@ from distrain.trainer.plan.plan import make_plan
 
 BETA1, BETA2, EPS, DECAY, LR = 0.9, 0.95, 1e-8, 0.1, 1e-2
 LENGTHS, STEPS = (1000, 4099), 4
-BYTES = {"float": 4, "at::BFloat16": 2}
+SHAPES = ((20, 48), (1, 300), (64, 10), (37, 112))
+BYTES = {"float": 4, "int32_t": 4, "at::BFloat16": 2}
 
 
 def train(compute: torch.dtype, reduced: torch.dtype) -> dict[str, Any]:
@@ -47,7 +50,7 @@ def train(compute: torch.dtype, reduced: torch.dtype) -> dict[str, Any]:
                 gradient[7] = torch.inf
             rate, root = torch.tensor(LR / (1 - BETA1**taken)), torch.tensor((1 - BETA2**taken) ** 0.5)
             numbers = (divisor, torch.tensor(float(keep)), rate, root, torch.tensor(1 - LR * DECAY))
-            _, made = run_and_get_code(step, weight, copy, gradient, mean, square, *numbers)
+            _, made = run_and_get_code(step, weight, copy, gradient, mean, square, *numbers, None, None)
             codes += made
             if keep:
                 plain.grad = gradient.float() / divisor
@@ -57,6 +60,34 @@ def train(compute: torch.dtype, reduced: torch.dtype) -> dict[str, Any]:
             apart = max(apart, float((copy - weight.to(compute)).abs().max()))
     made = list(dict.fromkeys(codes))  # for the first length, and for any
     return {"apart": apart, "graphs": [moved_bytes(code) for code in made]}
+
+
+def train_rounded(rounding: str) -> dict[str, Any]:
+    """Step weights in bf16 with moments in bf16 of several shapes, by the compiled kernel and as it is written. Return how far weights are
+    apart, the share of moments that differ, how often the compiler ran, and what it made."""
+    torch._dynamo.reset()
+    counters.clear()
+    apart, differing, step = 0.0, [], compiled_adamw(BETA1, BETA2, EPS)
+    written: Step = adamw
+    for shape in SHAPES:
+        draw, length = torch.Generator().manual_seed(shape[1]), shape[0] * shape[1]
+        weight = torch.randn(length, generator=draw)
+        states = [weight, weight.bfloat16(), *(torch.zeros(length, dtype=torch.bfloat16) for _ in range(2))]
+        plain = [each.clone() for each in states]
+        for number in range(STEPS):
+            gradient = torch.randn(length, generator=draw).bfloat16()
+            numbers = [torch.tensor(each) for each in (3.0, float(number != 1), LR, 0.5, 1 - LR * DECAY)]
+            words: list[Any] = [None, None]
+            if rounding == "stochastic":
+                rows = row_words(tensor_key(1, "a"), torch.tensor(float(number)), torch.arange(shape[0]))
+                words = [rows, column_words(torch.arange(shape[1]))]
+            step(*states[:2], gradient, *states[2:], *numbers, *words)
+            written(*plain[:2], gradient, *plain[2:], *numbers, *words, BETA1, BETA2, EPS)
+        apart = max(apart, float((states[0] - plain[0]).abs().max()))
+        differing += [float((one != other).double().mean()) for one, other in zip(states[2:], plain[2:], strict=True)]
+    compiled = counters["stats"]["unique_graphs"]
+    _, codes = run_and_get_code(step, *states[:2], gradient, *states[2:], *numbers, *words)
+    return {"apart": apart, "differing": max(differing), "compiled": compiled, "graphs": [moved_bytes(code) for code in codes]}
 
 
 def moved_bytes(code: str) -> dict[str, Any]:
@@ -72,7 +103,7 @@ def moved_bytes(code: str) -> dict[str, Any]:
     return {"kernels": len(kernels), "loads": loads, "stores": stores}
 
 
-def engine_states(precision: str, how: str) -> tuple[list[torch.Tensor], int, list[int]]:
+def engine_states(precision: str, moments: str, how: str) -> tuple[list[torch.Tensor], int, list[int]]:
     """The weights and optimizer states of a small model after four steps, one of them with a gradient that is not finite; how many were
     skipped; the elements that it steps, and the bytes that it copied to the host and back. `how`: in one kernel, by torch's fused AdamW, or
     on the host."""
@@ -82,6 +113,7 @@ def engine_states(precision: str, how: str) -> tuple[list[torch.Tensor], int, li
         "engine=native",
         *(("parallel.zero=1", "parallel.offload.optimizer=true") if how == "host" else ("parallel.zero=0",)),
         f"train.precision={precision}",
+        f"optim.moments={moments}",
         "train.clip=0.1",
         "train.seq=4",
     )
@@ -100,14 +132,16 @@ def engine_states(precision: str, how: str) -> tuple[list[torch.Tensor], int, li
     return weights + states, engine.skipped_steps, [stepped, host.to_host.bytes, host.to_device.bytes] if host else []
 
 
-def compare_engines(precision: str) -> dict[str, Any]:
-    """How far the ways to step are from torch's fused AdamW."""
-    plain, skipped, _ = engine_states(precision, "fused")
-    found: dict[str, Any] = {"precision": precision, "tensors": len(plain), "skipped": [skipped], "apart": {}}
+def compare_engines(precision: str, moments: str) -> dict[str, Any]:
+    """How far the ways to step are from torch's fused AdamW, and the share of bf16 moments that differ."""
+    plain, skipped, _ = engine_states(precision, moments, "fused")
+    found: dict[str, Any] = {"precision": precision, "tensors": len(plain), "skipped": [skipped], "apart": {}, "differing": {}}
     for how in ("kernel", "host"):
-        states, skipped, found["copied"] = engine_states(precision, how)
+        states, skipped, found["copied"] = engine_states(precision, moments, how)
         found["skipped"].append(skipped)
         found["apart"][how] = max(float((one - other).abs().max()) for one, other in zip(plain, states, strict=True))
+        rounded = [(one != other).flatten() for one, other in zip(plain, states, strict=True) if one.dtype == torch.bfloat16]
+        found["differing"][how] = float(torch.cat(rounded).double().mean()) if rounded else None
     return found
 
 
@@ -115,8 +149,10 @@ if __name__ == "__main__":
     WORLD = join_ranks("cpu")
     for words in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")):
         print(json.dumps(train(*(getattr(torch, word) for word in words))), flush=True)
+    for rounding in ("nearest", "stochastic"):
+        print(json.dumps(train_rounded(rounding)), flush=True)
     host_optimizer.PART = 1000  # of pieces of 7,000, of buckets of up to 30,000 elements
     vars(host_optimizer)["PIECE"] = 7000
-    for precision in ("fp32", "bf16"):
-        print(json.dumps(compare_engines(precision)), flush=True)
+    for precision, moments in (("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16")):
+        print(json.dumps(compare_engines(precision, moments)), flush=True)
     os._exit(0)

@@ -16,10 +16,11 @@ from torch import Tensor
 
 # B batch, S sequence, E elements of a row
 
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: SplitMix64's step
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd, as a signed number: SplitMix64's step
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST = 31
 _MIX = ((16, 0x21F0AAAD), (15, 0xD35A2D97))  # "lowbias32" of github.com/skeeto/hash-prospector
+_LAST_MIX = 15
 _CHUNK, _CHUNK_CUDA = 1 << 16, 1 << 24  # positions at a time: on a CPU temporaries that fit a core's cache; on a GPU few kernels
 
 
@@ -33,8 +34,8 @@ class DropoutKeys:
 def dropout_keys(seed: int, step: int, samples: Tensor, positions: Tensor) -> DropoutKeys:
     """Return the dropout keys of a micro-batch, from its sequences' indices [B] among all that the run reads, and its tokens'
     positions [S]."""
-    states = splitmix64(samples.long() * _as_signed(_GOLDEN) + hash64(seed, step))  # [B]
-    return DropoutKeys(states=splitmix64(states[:, None] + (positions.long() + 1) * _as_signed(_GOLDEN)))  # [B, S]
+    states = splitmix64(samples.long() * GOLDEN + hash64(seed, step))  # [B]
+    return DropoutKeys(states=splitmix64(states[:, None] + (positions.long() + 1) * GOLDEN))  # [B, S]
 
 
 def hash64(*address: int | str) -> int:
@@ -82,7 +83,7 @@ def normal_at(seed: int, name: str, positions: Tensor) -> Tensor:
     Each is the inverse of the normal distribution at an odd multiple of 2^-53. It is computed in float64: devices and vector lengths
     differ in the last bits, and rounding to float32 hides that.
     """
-    hashed = splitmix64(positions * _as_signed(_GOLDEN) + hash64(seed, name))
+    hashed = splitmix64(positions * GOLDEN + hash64(seed, name))
     uniform = ((hashed >> 10) | 1).double() * 2.0**-53  # in (-1, 1)
     return uniform.erfinv_().mul_(sqrt(2.0)).float()
 
@@ -100,13 +101,24 @@ def dropout_mask(rows: Tensor, elements: int, p: float) -> Tensor:
     second word, mixed again. The top bits of a product depend on all bits of its factor, so the finalizer's last shift is left out.
     """
     halves = rows.contiguous().unsqueeze(-1).view(torch.int32)  # [..., 2]
-    words = splitmix64((torch.arange(elements, device=rows.device) + 1) * _as_signed(_GOLDEN)).unsqueeze(-1).view(torch.int32)  # [E, 2]
-    bits = halves[..., :1] ^ words[:, 0]  # [..., E]
+    words = splitmix64((torch.arange(elements, device=rows.device) + 1) * GOLDEN).unsqueeze(-1).view(torch.int32)  # [E, 2]
+    return _mixed(halves[..., :1], halves[..., 1:], words[:, 0]) < round(p * 2**32) - 2**31
+
+
+def mixed_words(first: Tensor, second: Tensor, columns: Tensor) -> Tensor:
+    """Return 32 random bits, int32 [R, C], from two words of each row ([R, 1] each) and one of each column [C]; all bits depend on all."""
+    bits = _mixed(first, second, columns)
+    return bits.bitwise_xor_(_shift_right(bits, _LAST_MIX, 32))
+
+
+def _mixed(first: Tensor, second: Tensor, columns: Tensor) -> Tensor:
+    """Mix two words of each row [..., 1] and one of each column [C] to bits [..., C], of which the top ones depend on all."""
+    bits = first ^ columns
     for turn, (shift, factor) in enumerate(_MIX):
         bits.bitwise_xor_(_shift_right(bits, shift, 32)).mul_(_as_signed(factor, 32))
         if turn == 0:
-            bits.add_(halves[..., 1:])
-    return bits < round(p * 2**32) - 2**31
+            bits.add_(second)
+    return bits
 
 
 def _shift_right(bits: Tensor, by: int, width: int) -> Tensor:

@@ -21,6 +21,7 @@ from .layout_cost import LayoutCost
 from .result import Throughput
 from .rules.unused_keys import unused_keys
 
+SLOWEST_TO_NEAREST = 1 - 2**-8  # the decay from which bfloat16, of 8 significant bits, loses some moments' change
 BUBBLE = 0.2  # share of a step from which a bubble is warned of
 
 MEASURED_ON_CPU = ("fp32", "bf16")  # precisions that the probe of this machine measures
@@ -98,6 +99,20 @@ def _workers_alone(context: CostContext, layout: Layout, cost: LayoutCost, throu
     yield Problem(rule="sync", says=says)
     if clip:
         yield Problem(rule="clip", says=f"train.clip={clip:g} clips each worker by its own norm under parallel.sync.every={every}")
+
+
+def _stalled_moments(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    """Rounded to nearest, a moment whose decay in a step is less than half of bfloat16's spacing does not decay."""
+    optim = context.run.optim
+    if optim.moments == "fp32" or optim.rounding != "nearest":
+        return
+    first, second = optim.betas
+    decays = {"adamw": (("optim.betas", first), ("optim.betas", second)), "sgd": (("optim.momentum", optim.momentum),)}
+    matrices = (("optim.muon.momentum", optim.muon.momentum), *decays["adamw"])
+    key, slowest = max(decays.get(optim.name, matrices), key=lambda each: each[1])
+    if slowest > SLOWEST_TO_NEAREST:
+        says = f"optim.rounding=nearest loses what {key} of {slowest:g} takes off a bf16 moment in a step"
+        yield Problem(rule="moments", says=f"{says}: it hardly decays", mend="set optim.rounding=stochastic")
 
 
 def _stale_gradients(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
@@ -288,6 +303,7 @@ WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], I
     _late_weights,
     _compressed_gradients,
     _workers_alone,
+    _stalled_moments,
     _stale_gradients,
     _unbalanced_stages,
     _unfinished_rampup,

@@ -67,6 +67,7 @@ CONTEXT_KEY = "model.context"
 FAMILY_KEY = "model.family"
 DELAY_KEYS = ("parallel.schedule", "parallel.pp", "parallel.vertical")  # by which weights are late
 SYNC_KEYS = ("parallel.sync.every", "parallel.sync.outer.lr", "parallel.sync.outer.momentum", "parallel.sync.outer.nesterov")
+MOMENTS_KEY = "optim.moments"
 DOCUMENTS_KEY = "data.documents"  # which labels count, not which tokens there are
 
 
@@ -121,6 +122,9 @@ class Changes:
         """Yield what changed since a step, a line for each kind of change."""
         if self.reported:
             yield f"changed since step {step}: {', '.join(each.text for each in self.reported)}"
+        if any(each.key == MOMENTS_KEY for each in self.reported):
+            narrower = next(each.now == "bf16" for each in self.reported if each.key == MOMENTS_KEY)
+            yield f"the checkpoint's optimizer moments are {'rounded to the nearest bf16' if narrower else 'widened to fp32'}"
         if self.accepted:
             yield f"changed since step {step}, as checkpoint.accept allows: {', '.join(each.text for each in self.accepted)}"
         if self.other_data:

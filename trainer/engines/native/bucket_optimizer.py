@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ...parallel.process_groups import Grid
 from ...plan.costs.muon import MUON
+from ...plan.costs.precision import has_moments
+from ...plan.native.optimizer_step import stepped_at_once
 from ...spec.derived.width_scaling import width_factor
 from ...spec.run import Run
 from ..held_bytes import tensors_in
@@ -20,14 +22,16 @@ from .data_parallel.sharded_weights import ShardedWeight
 from .data_parallel.weight_buckets import WeightBucket
 from .host_optimizer import HostOptimizer
 from .muon import MuonStep
+from .rounded_moments import TAKEN, MomentRounding, step_adamw, step_sgd
 
 
 class BucketOptimizer:
     """Steps this rank's float32 weights, and gathers those that other ranks step.
 
-    Muon steps buckets of matrices, AdamW those of all other weights. AdamW divides its gradients and skips by itself, from numbers on the
-    device: the host need not wait for the norm. On a GPU it is one kernel a bucket, elsewhere torch's fused one. Where the optimizer is
-    offloaded, the host steps (host_optimizer.py), and waits for the norm.
+    Muon steps buckets of matrices, AdamW those of all other weights. Moments in bfloat16 are stepped part by part (rounded_moments.py).
+    AdamW divides its gradients and skips by itself, from numbers on the device: the host need not wait for the norm. On a GPU it is one
+    kernel a bucket, elsewhere torch's fused one. Where the optimizer is offloaded, the host steps (host_optimizer.py), and waits for the
+    norm.
     """
 
     def __init__(
@@ -50,12 +54,16 @@ class BucketOptimizer:
             decay = run.optim.weight_decay * divisor if decays else 0.0  # rate times decay is that of the narrow model
             groups.append({"params": rows, "weight_decay": decay, "rate_divisor": divisor})
         self.optimizer = optimizer_of_groups(run, groups)
+        self._rounding = rounding = MomentRounding(run) if run.optim.moments == "bf16" and has_moments(run.optim) else None
+        if rounding:
+            rounding.make_states(self.optimizer, others)
+        self._group_of = {master: group for group in self.optimizer.param_groups for master in group["params"]}
         self._buckets, self._is_adamw = others, run.optim.name in ("adamw", MUON)
         self._matrices = [each for each in buckets if each.kind.matrices]
-        self._muon = MuonStep(run, grid, self._matrices, self.optimizer) if self._matrices else None
+        self._muon = MuonStep(run, grid, self._matrices, self.optimizer, rounding) if self._matrices else None
         on_host = [each for each in others if isinstance(each, WeightBucket) and each.on_host]
-        self.host = HostOptimizer(self.optimizer, on_host, device, types) if on_host else None
-        self.steps_in_one_kernel = self._is_adamw and self.host is None and has_kernel(device, *types, warn)
+        self.host = HostOptimizer(self.optimizer, on_host, device, types, rounding) if on_host else None
+        self.steps_in_one_kernel = self._is_adamw and self.host is None and has_kernel(device, *types, rounding, warn)
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of the steps to come."""
@@ -88,6 +96,9 @@ class BucketOptimizer:
         if self.steps_in_one_kernel:
             self._step_in_one_kernel(divisor.float(), is_finite.float())
             return
+        if self._rounding:
+            self._step_in_parts(self._rounding, divisor.float(), is_finite)
+            return
         optimizer: Any = self.optimizer
         if self._is_adamw:
             optimizer.grad_scale = divisor.float() if scales else None
@@ -116,10 +127,29 @@ class BucketOptimizer:
 
     def _step_in_one_kernel(self, divisor: Tensor, keep: Tensor) -> None:
         """Step each bucket with AdamW, and gather the others' shards of it; `keep` is 0 where a number is not finite."""
-        groups, gathers = self.optimizer.param_groups, []
-        group_of = {master: group for group in groups for master in group["params"]}
+        gathers = []
         for bucket in self._buckets:
-            step_weight(self.optimizer, group_of[bucket.master], bucket, divisor, keep)
+            step_weight(self.optimizer, self._group_of[bucket.master], bucket, divisor, keep, self._rounding)
+            gathers.append(bucket.gather())
+        for work in filter(None, gathers):
+            work.wait()
+
+    def _step_in_parts(self, rounding: MomentRounding, divisor: Tensor, is_finite: Tensor) -> None:
+        """Step each bucket part by part, so that few moments are there in float32 at once, and gather the others' shards of it."""
+        if not self._is_adamw and not is_finite:
+            return
+        gathers, skip = [], is_finite.logical_not().float()
+        for bucket in self._buckets:
+            weights, state, group = bucket.master.data, self.optimizer.state[bucket.master], self._group_of[bucket.master]
+            most, gradient = stepped_at_once(weights.device.type), bucket.shard_gradient
+            for part in rounding.parts(bucket, state[TAKEN] + 1, most):
+                own = gradient[part.place].to(weights.dtype)
+                if self._is_adamw:
+                    step_adamw(part, weights, own, state, group, divisor=divisor, skip=skip)
+                else:
+                    step_sgd(part, weights, own, state, group, divisor)
+            state[TAKEN] += is_finite
+            bucket.copy_master()
             gathers.append(bucket.gather())
         for work in filter(None, gathers):
             work.wait()

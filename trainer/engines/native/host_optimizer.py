@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
-from ...plan.native.optimizer_step import AT_HAND, PIECE
+from ...plan.native.optimizer_step import AT_HAND, PIECE, stepped_at_once
 from ..rank_parameter import optimizer_state
 from .data_parallel.weight_buckets import WeightBucket
+from .rounded_moments import MomentPart, MomentRounding, adamw_of_part, step_adamw
 
 PART = 2**20  # elements that are cast, stepped and cast again at once: they stay in a processor's cache (scripts/bench_host_step.py)
 
@@ -65,10 +65,11 @@ class HostOptimizer:
         buckets: Sequence[WeightBucket],
         device: torch.device,
         types: tuple[torch.dtype, torch.dtype],
+        rounding: MomentRounding | None,
     ) -> None:
         """`types` are those of forward's weights and of gradients."""
         weight, gradient = types
-        self._optimizer, self._device = optimizer, device
+        self._optimizer, self._device, self._rounding = optimizer, device, rounding
         self._group_of = {master: group for group in optimizer.param_groups for master in group["params"]}
         self._pieces = [piece for bucket in buckets for piece in _pieces(bucket)]
         self.to_host, self.to_device = CopyStream(device), CopyStream(device)
@@ -115,32 +116,28 @@ class HostOptimizer:
         bucket, start, stop, is_last = piece
         group: dict[str, Any] = self._group_of[bucket.master]
         weights, state = bucket.master.data, optimizer_state(self._optimizer, bucket.master)
-        (beta1, beta2), mean, square = group["betas"], state["exp_avg"], state["exp_avg_sq"]
-        for first in range(start, stop, PART):
-            part = slice(first, min(first + PART, stop))
-            here = slice(part.start - start, part.stop - start)
-            adamw(
-                [weights[part]],
-                [gradients[here].float()],
-                [mean[part]],
-                [square[part]],
-                [],
-                [state["step"].clone()],  # each part's call counts it
-                foreach=False,
-                fused=True,
-                grad_scale=divisor,
-                found_inf=None,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            copy[here].copy_(weights[part])
+        covered = start
+        for part in self._parts(bucket, state, start, stop):
+            place, here = part.place, slice(part.place.start - start, part.place.stop - start)
+            own = gradients[here].float()
+            if self._rounding:
+                step_adamw(part, weights, own, state, group, divisor=divisor, skip=None)
+            else:
+                moments = state["exp_avg"][place], state["exp_avg_sq"][place]
+                adamw_of_part(weights[place], own, *moments, state["step"], group, divisor=divisor, skip=None)
+            copy[here].copy_(weights[place])
+            covered = place.stop
+        copy[covered - start : stop - start].zero_()  # padding
         if is_last:
             state["step"] += 1
+
+    def _parts(self, bucket: WeightBucket, state: dict[str, Tensor], start: int, stop: int) -> Iterator[MomentPart]:
+        """Yield elements [start, stop) of a rank's shard of a bucket in parts that stay in a processor's cache."""
+        if self._rounding:
+            yield from self._rounding.parts(bucket, state["step"] + 1, stepped_at_once("cpu"), start, stop)
+            return
+        for first in range(start, stop, PART):
+            yield MomentPart(slice(first, min(first + PART, stop)), None)
 
 
 def _pieces(bucket: WeightBucket) -> Iterator[HostPiece]:

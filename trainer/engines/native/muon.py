@@ -11,13 +11,13 @@ from torch import Tensor
 from ...parallel.process_groups import Grid
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.mesh_position import mesh_position
+from ...plan.native.optimizer_step import stepped_at_once
 from ...spec.run import Run
 from .data_parallel.sharded_weights import ShardedWeight
-from .data_parallel.weight_buckets import WeightBucket
+from .data_parallel.weight_buckets import MASTER_DTYPE, WeightBucket
 from .matrix_exchange import MatrixBucket, MatrixExchange
 from .newton_schulz import orthogonalise_update, rate_factor
-
-MOMENTUM = "momentum_buffer"  # the kind of momenta in checkpoints
+from .rounded_moments import MOMENTUM, TAKEN, MomentRounding
 
 
 class MuonStep:
@@ -27,13 +27,23 @@ class MuonStep:
     where the run computes in it, else in bfloat16.
     """
 
-    def __init__(self, run: Run, grid: Grid, buckets: Sequence[WeightBucket | ShardedWeight], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        run: Run,
+        grid: Grid,
+        buckets: Sequence[WeightBucket | ShardedWeight],
+        optimizer: torch.optim.Optimizer,
+        rounding: MomentRounding | None,
+    ) -> None:
         self.lr = run.optim.lr
         self._optim, self._buckets = run.optim, buckets
         self._type = torch.float32 if run.train.precision == "fp32" else torch.bfloat16
-        self._momenta = {each: torch.zeros_like(each.master.data) for each in buckets}
-        for bucket, momentum in self._momenta.items():
-            optimizer.state[bucket.master][MOMENTUM] = momentum
+        self._rounding, self._states = rounding, {each: optimizer.state[each.master] for each in buckets}
+        if rounding:
+            rounding.make_states(optimizer, buckets)
+        else:
+            for bucket, state in self._states.items():
+                state[MOMENTUM] = torch.zeros_like(bucket.master.data)
         shards = _shards_of_tensor_ranks(run, grid)
         self._exchanges = []
         for expert in (False, True):
@@ -54,11 +64,28 @@ class MuonStep:
     def _update(self, bucket: MatrixBucket, divisor: Tensor) -> Tensor:
         """Return the update of what this rank steps of a bucket, flat: its momentum, or Nesterov's. It takes the gradient's place where
         that has the type that is orthogonalised."""
-        gradient, momentum, muon = bucket.shard_gradient, self._momenta[bucket], self._optim.muon
-        scaled = gradient.to(momentum.dtype).div_(divisor)
-        momentum.lerp_(scaled, 1 - muon.momentum)
-        update = scaled.lerp_(momentum, muon.momentum) if muon.nesterov else momentum
+        gradient, momentum, muon = bucket.shard_gradient, self._states[bucket][MOMENTUM], self._optim.muon
+        scaled = gradient.to(MASTER_DTYPE).div_(divisor)
+        if self._rounding:
+            update = self._update_in_parts(self._rounding, bucket, scaled)
+        else:
+            momentum.lerp_(scaled, 1 - muon.momentum)
+            update = scaled.lerp_(momentum, muon.momentum) if muon.nesterov else momentum
         return gradient.copy_(update) if gradient.dtype == self._type else update.to(self._type)
+
+    def _update_in_parts(self, rounding: MomentRounding, bucket: MatrixBucket, scaled: Tensor) -> Tensor:
+        """Step a bucket's momentum, which is kept in bfloat16, with `scaled` gradients [N], and return the update in their place."""
+        state, muon = self._states[bucket], self._optim.muon
+        for part in rounding.parts(bucket, state[TAKEN] + 1, stepped_at_once(scaled.device.type)):
+            own = scaled[part.place]
+            momentum = state[MOMENTUM][part.place].to(scaled.dtype).lerp_(own, 1 - muon.momentum)
+            part.keep((state[MOMENTUM], momentum))
+            if muon.nesterov:
+                own.lerp_(momentum, muon.momentum)
+            else:
+                own.copy_(momentum)
+        state[TAKEN] += 1
+        return scaled
 
     def _take_step(self, bucket: MatrixBucket, update: Tensor) -> None:
         """Take a step of a bucket's float32 weights along orthogonal updates; weights decay first."""

@@ -75,7 +75,7 @@ def compressed_curve(run: Run) -> ReferenceCurve:
     ranks, blocks = mesh_position(run, 0).mesh.dp, simulated_blocks(run)
     data, module = read_batches(run, "train"), whole_model(run)
     weights = dict(module.named_parameters())
-    optimizer = plain_optimizer(run, list(weights.values()))
+    optimizer = plain_optimizer(run, weights)
     losses, norms = [], []
     for step in range(steps):
         begin = samples_before(train, step)

@@ -34,7 +34,7 @@ def delayed_curve(run: Run) -> ReferenceCurve:
     stages = _weights_of_stages(run)
     data, module = read_batches(run, "train"), whole_model(run)
     newest = dict(module.named_parameters())
-    optimizers = [plain_optimizer(run, [newest[name] for name in names]) for names in stages]
+    optimizers = [plain_optimizer(run, {name: newest[name] for name in names}) for names in stages]
     oldest = max(late(stage) for stage in range(len(stages)))
     history = deque([copy_weights(newest)], maxlen=oldest + 1)  # the weights after each update since the last flush
     losses, norms = [], []

@@ -32,7 +32,7 @@ class _Worker:
 
     def __init__(self, run: Run, module: nn.Module) -> None:
         self.weights = {name: nn.Parameter(each.detach().clone()) for name, each in module.named_parameters()}
-        self.optimizer = plain_optimizer(run, list(self.weights.values()))
+        self.optimizer = plain_optimizer(run, self.weights)
 
 
 def local_steps_curve(run: Run) -> ReferenceCurve:
@@ -55,7 +55,7 @@ def local_steps_curve(run: Run) -> ReferenceCurve:
         if len(workers) > 1 and (is_due(sync.every, done) or is_save_due(run, done, steps) or done == steps):
             _step_together(workers, agreed, outer)
         if is_save_due(run, done, steps):
-            _average_states(workers)
+            _average_states(run, workers)
     evaluation = evaluation_loss(run, module, workers[0].weights) if train.evaluate.every else None
     return ReferenceCurve(losses=losses, norms=norms, evaluation=evaluation, weights=copy_weights(workers[0].weights))
 
@@ -85,13 +85,15 @@ def _step_together(workers: Sequence[_Worker], agreed: Sequence[nn.Parameter], o
 
 
 @torch.no_grad()
-def _average_states(workers: Sequence[_Worker]) -> None:
-    """Give all workers the mean of their optimizers' states."""
+def _average_states(run: Run, workers: Sequence[_Worker]) -> None:
+    """Give all workers the mean of their optimizers' states, as a checkpoint keeps it."""
     for names in zip(*(each.weights.values() for each in workers), strict=True):
         states = [each.optimizer.state[weight] for each, weight in zip(workers, names, strict=True)]
         for kind, first in states[0].items():
             if isinstance(first, Tensor) and first.dim():
                 mean = _mean([state[kind] for state in states])
+                if run.optim.moments == "bf16":
+                    mean = mean.to(torch.bfloat16)
                 for state in states:
                     state[kind].copy_(mean)
 

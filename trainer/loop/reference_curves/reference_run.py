@@ -17,8 +17,10 @@ from torch.func import functional_call
 
 from ...layers.counter_rng import dropout_keys
 from ...layers.cross_entropy import IGNORED
+from ...layers.stochastic_rounding import column_words, random_words, rounded, row_words, tensor_key
 from ...layers.transformer.further_tokens import further_arguments
 from ...models.build import build_model, named_constants
+from ...rundir.changes import moment_kinds
 from ...spec.run import Parallel, Run
 from ..checkpoint import LoadFailed
 from ..data.prepare import cache_folder, prepare_corpus
@@ -50,13 +52,34 @@ def copy_weights(weights: Weights) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
-def plain_optimizer(run: Run, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the run's optimizer of some parameters: matrices decay."""
+def plain_optimizer(run: Run, weights: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the run's optimizer of some weights, by logical name: matrices decay. After each step moments that the run keeps in bf16 are
+    rounded, and stay float32."""
+    parameters = list(weights.values())
     matrices = {"params": [each for each in parameters if each.dim() > 1], "weight_decay": run.optim.weight_decay}
     vectors = {"params": [each for each in parameters if each.dim() == 1], "weight_decay": 0.0}
+    made: torch.optim.Optimizer
     if run.optim.name == "sgd":
-        return torch.optim.SGD([matrices, vectors], lr=run.optim.lr, momentum=run.optim.momentum)
-    return torch.optim.AdamW([matrices, vectors], lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
+        made = torch.optim.SGD([matrices, vectors], lr=run.optim.lr, momentum=run.optim.momentum)
+    else:
+        made = torch.optim.AdamW([matrices, vectors], lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
+    if run.optim.moments == "bf16":
+        taken = torch.zeros((), dtype=torch.int64)
+        made.register_step_post_hook(lambda *_: _round_moments(run, weights, made, taken.add_(1)))
+    return made
+
+
+@torch.no_grad()
+def _round_moments(run: Run, weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, taken: Tensor) -> None:
+    """Round the moments of whole weights after step number `taken`."""
+    for name, weight in weights.items():
+        columns = weight.shape[-1]
+        rows = row_words(tensor_key(run.train.seed, name), taken, torch.arange(weight.numel() // columns))
+        words = random_words(rows, column_words(torch.arange(columns)))
+        state = optimizer.state[weight]
+        for half, held in enumerate(state[kind] for kind in moment_kinds(run.optim) if kind in state):
+            near = run.optim.rounding == "nearest"
+            held.copy_(held.to(torch.bfloat16) if near else rounded(held.view(words.shape), words, half).view(held.shape))
 
 
 def read_batches(run: Run, split: Any) -> Batches:

@@ -31,6 +31,8 @@ _ROWS = {
 
 _GRADIENT = {"bf16": 2, "fp16": 2, "fp32": 4}
 
+MOMENT_BYTES = {"fp32": 4, "bf16": 2}
+
 COMPUTES: dict[str, tuple[str, ...]] = {
     "fp32": ("fp32",),
     "bf16": ("bf16",),
@@ -50,14 +52,24 @@ def widths(run: Run) -> Widths:
     return Widths(row.weight, _GRADIENT[gradients], row.master, row.activation)
 
 
+def moment_width(optim: Optim) -> int:
+    """Bytes of an element of a moment, as it is kept between steps."""
+    return MOMENT_BYTES[optim.moments]
+
+
+def has_moments(optim: Optim) -> bool:
+    """Whether an optimizer keeps moments."""
+    return optim.name != "sgd" or optim.momentum > 0
+
+
 def moment_bytes(optim: Optim) -> int:
     """Bytes a parameter of an optimizer's own states."""
-    return {"adamw": 8, "sgd": 4 if optim.momentum else 0, "muon": 8}[optim.name]
+    return moment_width(optim) * {"adamw": 2, "sgd": int(has_moments(optim)), "muon": 2}[optim.name]
 
 
 def spared_bytes(optim: Optim) -> int:
     """Bytes a parameter that an optimizer's own states of hidden matrices lack beside those of all others: Muon keeps a momentum alone."""
-    return 4 if optim.name == "muon" else 0
+    return moment_width(optim) if optim.name == "muon" else 0
 
 
 def state_bytes(optim: Optim) -> int:

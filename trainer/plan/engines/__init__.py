@@ -65,6 +65,7 @@ ENGINES = {
             routes_sums=True,
             compresses=True,
             steps_matrices=True,
+            rounds_moments=True,
             rates_by_width=True,
             skips_spikes=True,
             fp16_on_cpu=True,
@@ -78,9 +79,9 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[En
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
     With `auto` that is `native` at one data-parallel rank on a GPU, for schedules without a flush, for replicas that step alone, for sums
-    that are used late, in two levels or by parameter servers, for fp8, for Muon, for muP and where spikes are skipped, DeepSpeed's
-    elsewhere, and another one for a layout that the first choice does not run; where none does, there is no engine. `papers` is none that
-    runs.
+    that are used late, in two levels or by parameter servers, for fp8, for moments in bf16, for Muon, for muP and where spikes are
+    skipped, DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where none does, there is no engine.
+    `papers` is none that runs.
     """
     if run.engine == PAPERS_NAME:
         return None, (EngineLimit(PAPERS_NAME, "engine", PAPERS_NAME, ((("engine", "auto"),),)),)
@@ -117,6 +118,8 @@ def _key_of_native(run: Run, parallel: Parallel) -> str:
         return f"parallel.reduce={parallel.reduce}"
     if run.train.precision == "fp8":
         return "train.precision=fp8"
+    if run.optim.moments != "fp32":
+        return f"optim.moments={run.optim.moments}"
     if run.train.skip_spikes:
         return f"train.skip_spikes={run.train.skip_spikes:g}"
     if run.optim.mup:

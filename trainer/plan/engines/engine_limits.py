@@ -102,6 +102,8 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield EngineLimit(row.name, "optim.mup", run.optim.mup, (*_any_engine(run), (("engine", "native"),), (("optim.mup", None),)))
     if run.optim.name == MUON:
         yield from _muon_limits(row, run, parallel, delayed=delay is not None)
+    if run.optim.moments != "fp32" and not row.rounds_moments:
+        yield EngineLimit(row.name, "optim.moments", run.optim.moments, ((("engine", "native"),), (("optim.moments", "fp32"),)))
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
         plain: Change = (("parallel.scatter", False),)
         yield EngineLimit(row.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))

@@ -7,15 +7,32 @@ from ...spec.run import Run
 from ..costs.cost_context import CostContext
 from ..costs.muon import MUON
 from ..costs.offload import HostBytes, HostWork, pinned_bytes
-from ..costs.precision import MASTER_BYTES
+from ..costs.precision import MASTER_BYTES, has_moments
 
 PIECE = 2**24  # elements of a bucket's shard that are copied to the host, stepped and copied back in turn
+PARTS = {"cpu": 2**16, "cuda": 2**24}  # elements of bf16 moments that are in float32 at once where no kernel steps them, by device
 AT_HAND = 2  # neighbouring pieces that are being copied or stepped at once: each has memory of its own on the host
 
 
 def steps_in_one_kernel(run: Run) -> bool:
     """Whether one kernel steps a bucket: AdamW on a GPU, also beside Muon."""
     return run.cluster.device.kind == "cuda" and run.optim.name in ("adamw", MUON)
+
+
+def stepped_at_once(device: str) -> int:
+    """The elements whose moments in bf16 are widened, stepped and rounded at once on a kind of device."""
+    return PARTS.get(device, PARTS["cpu"])
+
+
+def part_bytes(run: Run, stepped: int, *, casts: bool) -> int:
+    """Return the bytes that a step of moments in bf16 holds for a moment: of a part of `stepped` elements the moments in float32, random
+    bits and what they are mixed with, and gradients, where it `casts` them. A kernel holds none, but steps no matrices of Muon."""
+    one_kernel, optim = steps_in_one_kernel(run), run.optim
+    if not has_moments(optim) or (one_kernel and optim.name != MUON):
+        return 0
+    moments = 1 if one_kernel or optim.name == "sgd" else 2
+    tensors = moments + (3 if optim.rounding == "stochastic" else 0) + (casts and not one_kernel)
+    return tensors * MASTER_BYTES * min(stepped_at_once(run.cluster.device.kind), stepped)
 
 
 def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> int:

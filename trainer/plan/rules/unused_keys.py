@@ -18,6 +18,7 @@ from ...spec.read import value_text
 from ...spec.run import Run
 from ...spec.sections.rope import ROPE_KEYS
 from ..axes import AXES
+from ..costs.precision import has_moments
 from ..engines import PAPERS_NAME, cost_model, engine_for
 from ..layout.mesh import Mesh
 from ..layout.sum_routes import inner_ranks
@@ -186,6 +187,8 @@ IDLE: dict[str, Condition] = {
     "optim.muon.nesterov":     _is_not("optim.name", "muon"),
     "optim.muon.ns_steps":     _is_not("optim.name", "muon"),
     "optim.muon.adjust_lr_fn": _is_not("optim.name", "muon"),
+    "optim.moments":           lambda run, mesh: "" if has_moments(run.optim) else _is("optim.momentum", 0.0)(run, mesh),
+    "optim.rounding":          _is("optim.moments", "fp32"),
     "optim.min_lr":            _is("optim.schedule", "constant"),
     "data.path":               _is("data.name", "stdlib", "synthetic"),
     "data.weights":            _any(_is("data.name", "stdlib", "synthetic"), _is("data.path", None)),

@@ -195,6 +195,8 @@ KEYS = {
     "optim.muon.nesterov":          Key("muon: Nesterov's momentum"),
     "optim.muon.ns_steps":          Key("muon: iterations of Newton and Schulz that make a matrix orthogonal"),
     "optim.muon.adjust_lr_fn":      Key("muon: factor of lr; match_rms_adamw: steps as large as AdamW's"),
+    "optim.moments":                Key("type in which the optimizer keeps its moments between steps; it steps in fp32"),
+    "optim.rounding":               Key("bf16 moments: up or down at random by distance, keyed by the seed, or to nearest"),
     "optim.mup":                    Key("the width for which lr was found; scales rates and initial values (arXiv:2203.03466)",
                                         null="lr is of this model"),
     "optim.schedule":               Key("how the rate falls from lr to min_lr after the warmup"),

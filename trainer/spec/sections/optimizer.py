@@ -31,6 +31,8 @@ class Optim:
     weight_decay: NotNegative = 0.1
     momentum: Below1 = 0.0
     muon: Muon = field(default_factory=Muon)
+    moments: Literal["fp32", "bf16"] = "fp32"
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
     mup: Count | None = None
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: Natural = 0

@@ -15,7 +15,7 @@ from ....plan.native.buckets import consecutive_groups
 from ....spec.run import Run
 from ...rank_parameter import STATES, optimizer_state
 from .sharded_weights import ShardedWeight
-from .weight_buckets import WeightBucket
+from .weight_buckets import MASTER_DTYPE, WeightBucket
 
 
 class WorkerAverage:
@@ -94,9 +94,9 @@ class WorkerAverage:
 
 def _replace_by_mean(tensors: list[Tensor], group: Group) -> None:
     """Replace flat tensors by their means over the ranks of a group, in one message."""
-    flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    flat = (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).to(MASTER_DTYPE)  # which moments may not be
     dist.all_reduce(flat, group=group.handle)
     flat /= group.size
-    if len(tensors) > 1:
+    if flat.data_ptr() != tensors[0].data_ptr():
         for tensor, mean in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
             tensor.copy_(mean)

@@ -1,0 +1,131 @@
+"""A step of moments in bf16: weights step with the moments as they are before they are rounded, and workers average them in float32."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.tests.fakes.rounded_states import RoundedOptimizer, round_moment  # noqa: E402
+from distrain.trainer.engines.native.data_parallel import worker_average  # noqa: E402
+from distrain.trainer.engines.native.muon import MuonStep  # noqa: E402
+from distrain.trainer.engines.native.rounded_moments import MOMENTUM, MomentRounding, step_adamw, step_sgd  # noqa: E402
+from distrain.trainer.loop.reference_curves.reference_run import plain_optimizer  # noqa: E402
+
+NAME, ROWS, COLUMNS = "weight", 6, 50
+
+
+def run_of(name: str, rounding: str) -> Any:
+    muon = SimpleNamespace(momentum=0.9, nesterov=True)
+    optim = SimpleNamespace(name=name, rounding=rounding, lr=0.5, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1, momentum=0.9, muon=muon)
+    return SimpleNamespace(train=SimpleNamespace(seed=3), optim=optim)
+
+
+class OneWeight:
+    """A bucket of one weight."""
+
+    def __init__(self, values: Any, *, matrices: bool = False) -> None:
+        self.master, self.kind = torch.nn.Parameter(values.clone().flatten(), requires_grad=False), SimpleNamespace(matrices=matrices)
+        shape = (ROWS, COLUMNS)
+        shard = SimpleNamespace(name=NAME, shape=shape, offset=(0, 0), length=shape, size=shape)
+        self.pieces = [SimpleNamespace(row=SimpleNamespace(shard=shard), start=0, offset=0, length=ROWS * COLUMNS)]
+
+
+def gradients() -> list[Any]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(ROWS, COLUMNS, generator=draw) for _ in range(4)]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_part_steps_as_the_optimizer_of_few_lines(name: str, rounding: str) -> None:
+    """At a rate at which a rounded moment's step would be a thousandth off; all moments are equal."""
+    run, values = run_of(name, rounding), torch.ones(ROWS, COLUMNS)
+    module = torch.nn.ParameterDict({NAME: values.clone()})
+    plain, rounded = RoundedOptimizer(run, module), MomentRounding(run)
+    bucket: Any = OneWeight(values)
+    optimizer: Any = SimpleNamespace(state={bucket.master: {}})
+    rounded.make_states(optimizer, [bucket])
+    state, group = optimizer.state[bucket.master], vars(run.optim)
+    for gradient in gradients():
+        module[NAME].grad = gradient
+        plain.step()
+        for part in rounded.parts(bucket, state["step"] + 1, 64):
+            own, divisor = gradient.flatten()[part.place] * 4, torch.tensor(4.0)
+            if name == "sgd":
+                step_sgd(part, bucket.master.data, own, state, group, divisor)
+            else:
+                step_adamw(part, bucket.master.data, own, state, group, divisor=divisor, skip=torch.tensor(0.0))
+        state["step"] += 1
+    assert torch.allclose(bucket.master, module[NAME].flatten(), rtol=0, atol=2e-6)
+    for (kind, _), moment in plain.moments().items():
+        assert (state[kind].float() != moment.flatten()).float().mean() < 0.02
+    with torch.no_grad():
+        before, kept = bucket.master.clone(), [each.clone() for each in state.values()]
+        if name == "adamw":  # nothing changes where a number is not finite
+            for part in rounded.parts(bucket, state["step"] + 1, 64):
+                own = torch.full_like(bucket.master.data[part.place], torch.inf)
+                step_adamw(part, bucket.master.data, own, state, group, divisor=divisor, skip=torch.tensor(1.0))
+            assert torch.equal(bucket.master, before)
+            assert all(torch.equal(one, other) for one, other in zip(state.values(), kept, strict=True))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_optimizer_of_simulated_curves_rounds_as_that_of_few_lines(name: str, rounding: str) -> None:
+    words = (f"optim.name={name}", "optim.momentum=0.9", f"optim.rounding={rounding}", "optim.moments=bf16", "optim.lr=0.5")
+    run = load_recipe("quickstart", words)
+    values = torch.ones(ROWS, COLUMNS)
+    module, weights = torch.nn.ParameterDict({NAME: values.clone()}), {NAME: torch.nn.Parameter(values.clone())}
+    plain, optimizer = RoundedOptimizer(run, module), plain_optimizer(run, weights)
+    for gradient in gradients():
+        module[NAME].grad, weights[NAME].grad = gradient, gradient.clone()
+        plain.step()
+        optimizer.step()
+    for (kind, _), moment in plain.moments().items():
+        found = optimizer.state[weights[NAME]][kind]
+        assert torch.equal(found, found.bfloat16().float())
+        assert (found != moment).float().mean() < 0.02
+    assert torch.allclose(weights[NAME], module[NAME], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muons_update_is_that_of_momenta_before_they_are_rounded(nesterov: bool) -> None:
+    run = run_of("muon", "stochastic")
+    run.optim.muon.nesterov = nesterov
+    bucket: Any = OneWeight(torch.ones(ROWS, COLUMNS), matrices=True)
+    optimizer: Any = SimpleNamespace(state={bucket.master: {}})
+    rounding = MomentRounding(run)
+    rounding.make_states(optimizer, [bucket])
+    step: Any = SimpleNamespace(_states=optimizer.state | {bucket: optimizer.state[bucket.master]}, _optim=run.optim)
+    momentum = torch.zeros(ROWS, COLUMNS)
+    for taken, gradient in enumerate(gradients(), start=1):
+        momentum = momentum + 0.1 * (gradient - momentum)
+        expected = gradient + 0.9 * (momentum - gradient) if nesterov else momentum
+        found = MuonStep._update_in_parts(step, rounding, bucket, gradient.flatten().clone())
+        assert torch.allclose(found, expected.flatten(), rtol=0, atol=1e-6)
+        momentum = round_moment(run, NAME, momentum, taken, 0)
+        momentum = torch.where(optimizer.state[bucket.master][MOMENTUM].view_as(momentum) == momentum, momentum, torch.nan)
+        assert momentum.isnan().float().mean() < 0.02
+        momentum = optimizer.state[bucket.master][MOMENTUM].float().view_as(momentum)
+
+
+def test_workers_average_moments_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three workers: a sum in bfloat16 would be 3.0 or 3.015625, and its mean 1.0 or 1.0078125."""
+    others = torch.tensor([1.0 + 2**-7, 1.0 + 2**-6])
+
+    def add(flat: Any, group: Any) -> None:
+        assert flat.dtype == torch.float32
+        flat += others.sum()
+
+    monkeypatch.setattr("torch.distributed.all_reduce", add)
+    own = [torch.full((3,), 1.0, dtype=torch.bfloat16), torch.full((2,), 1.0, dtype=torch.bfloat16)]
+    group: Any = SimpleNamespace(handle=None, size=3)
+    worker_average._replace_by_mean(own, group)
+    assert torch.cat(own).tolist() == [1 + 2**-7] * 5
+    worker_average._replace_by_mean(own[:1], group)
+    assert own[0].tolist() == [1 + 2**-7] * 3
