@@ -33,6 +33,7 @@ SAME_CURVE: dict[str, tuple[str, ...]] = {
 OTHER_CURVES: dict[str, tuple[str, ...]] = {
     "z-loss": ("train.z_loss=0.01",),
     "documents": ("data.documents=true",),
+    "documents and windows": ("data.documents=true", "model.window=16"),
     "windows": ("model.window=16",),
     "latent attention": ("model=tiny_mla",),
     "muon": ("optim.name=muon",),

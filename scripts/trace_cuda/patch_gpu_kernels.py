@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ...trainer.layers import experts, loss_kernels, norms
 from ...trainer.layers.group import Group
-from ...trainer.layers.transformer import attention, core_attention, feed_forward
+from ...trainer.layers.transformer import attention, core_attention, document_attention, feed_forward
 from ...trainer.models.moe import module as moe
 
 HEAD_ALIGNED, MASK_ALIGNED = 8, 16  # elements to which torch pads heads of flash attention, and masks of the memory-efficient kernel
@@ -37,6 +37,7 @@ def gpu_kernels(routed: int, *, compiled: bool = False) -> Iterator[None]:
         patch.object(core_attention, "flash_attention", fused_attention),
         patch.object(core_attention, "causal_lower_right", LowerRight),
         patch.object(core_attention, "has_flash_attention", lambda: True),
+        patch.object(document_attention, "has_flash_attention", lambda: True),
         patch.object(norms, "rms_norm", norms._RMSNorm.apply if compiled else FusedRMSNorm.apply),
         patch.dict(feed_forward.ACTIVATIONS, {} if compiled else dict.fromkeys(("silu", "swiglu"), SiLU.apply)),
         patch.object(loss_kernels, "has_loss_kernels", lambda device: device.type == "cuda"),

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ...trainer.engines.held_bytes import tensors_in
 from ...trainer.layers.dtypes import PRECISION_DTYPES
 from ...trainer.loop.build import build_parts, compile_layers
 from ...trainer.loop.data.samples.batches import Batch
@@ -163,8 +164,7 @@ class _Passes:
         if micro:
             output, _ = module(tokens, labels, stream=stream, **further)
         else:
-            keys, inputs = further.get("keys"), [tokens, labels, *([further["further"]] if "further" in further else [])]
-            with count_saved_tensors(self.parameters, inputs, [keys.states] if keys else []) as saved:
+            with count_saved_tensors(self.parameters, tensors_in([tokens, labels, further])) as saved:
                 output = self._forward_by_layer(module, saved, lambda: module(tokens, labels, stream=stream, **further)[0])
             self.kept += saved.bytes_except(storage_references(self.parameters))
         self.outputs[part, micro] = stream, output

@@ -46,8 +46,9 @@ def traced_and_planned(run: Run, rank: int) -> dict[str, Any]:
     """Trace a rank, without compiled layers and, where the run compiles all of a layer, what it keeps with them; plan the same."""
     from .rank_trace import trace_compiled_bytes, trace_rank
 
-    traced = trace_rank(run, rank)
-    planned = planned_bytes(with_changes(run, [("train.compile", False)]), traced.stage, traced.gradients)
+    plain = with_changes(run, [("train.compile", False)])
+    traced = trace_rank(plain, rank)
+    planned = planned_bytes(plain, traced.stage, traced.gradients)
     if not has_compiled_layers(run.train, run.parallel) or run.model.experts:
         return {"traced": asdict(traced), "planned": asdict(planned)}
     kept = planned_bytes(run, traced.stage, traced.gradients).kept

@@ -25,6 +25,7 @@ LAYOUTS = (
     "model=tiny_llama cluster.gpus=2 parallel.tp=2 parallel.sequence=true train.precision=fp8",
     "model=tiny_llama cluster.gpus=4 parallel.tp=2 parallel.cp=2 parallel.sequence=true parallel.recompute=selective",
     "model=tiny_llama cluster.gpus=2 parallel.cp=2 parallel.cp_comm=all_to_all",
+    "model=tiny_llama cluster.gpus=2 parallel.cp=2 data.documents=true",
 )
 
 

@@ -68,11 +68,22 @@ def test_an_exchange_copies_what_it_sends_and_what_it_receives() -> None:
     assert computing(exchange) - computing(gather) == pytest.approx(2 * LAYERS * copied / 2e12, rel=0.01)
 
 
-@pytest.mark.parametrize("changes", [{"train__compile": True}, {"data__documents": True}])
+WIDE = {"model__head_dim": 264}  # more than FlashAttention-2 takes
+
+
+@pytest.mark.parametrize(
+    "changes", [{"train__compile": True}, {"data__documents": True} | WIDE, {"train__compile": True, "data__documents": True}]
+)
 def test_no_core_runs_again_after_an_exchange(changes: dict[str, Any]) -> None:
     """Ranks that gather keys run a fused kernel again in backward where it is not called by blocks (core_attention.py, FusedCore)."""
     keys = {"parallel__cp": 2, "engine": "native", "train__seq": 1 << 17, **changes}  # attention takes longer than an exchange
     assert computing(plan_of(**keys, **EXCHANGE)) < 0.9 * computing(plan_of(**keys))
+
+
+def test_documents_cost_no_core_twice_where_the_kernel_takes_their_bounds() -> None:
+    keys: dict[str, Any] = {"parallel__cp": 2, "engine": "native", "model__positions": "none"}
+    plain, apart = (plan_of(**keys, data__documents=each) for each in (False, True))
+    assert (computing(apart), saved(apart)) == (computing(plain), saved(plain))
 
 
 def test_a_core_after_an_exchange_copies_grouped_keys_in_float32_as_that_of_one_rank() -> None:
@@ -84,11 +95,11 @@ def test_a_core_after_an_exchange_copies_grouped_keys_in_float32_as_that_of_one_
 
 def test_a_rank_keeps_the_mask_of_all_rows_of_a_sequence() -> None:
     """A rank that gathers keys has the rows of its own tokens alone."""
-    cpu = Device(name="cpu", memory=1e18, kind="cpu", bandwidth=1e10, peak={"fp32": 1e12})
+    gpu = Device(name="gpu", memory=1e18, kind="cuda", bandwidth=1e10, peak={"fp32": 1e12})  # in float32 no kernel takes bounds
     keys: dict[str, Any] = {"train__precision": "fp32", "model__positions": "none", "parallel__cp": 2, "engine": "native"}
 
     def mask(**changes: Any) -> int:
-        run = run_of(cluster__device=cpu, **keys, **changes)
+        run = run_of(cluster__device=gpu, **keys, **changes)
         return saved(make_plan(run)) if run else 0
 
     with_mask, without = (mask(data__documents=apart, **EXCHANGE) for apart in (True, False))

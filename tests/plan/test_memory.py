@@ -6,6 +6,7 @@ from typing import Any, Literal
 import pytest
 
 from distrain.tests.fakes.planned_memory import MODELS, ZERO_7B, first_stage, gpt, memory_of, run_of, stage_bytes, states
+from distrain.trainer.models.families import op_table
 from distrain.trainer.spec.run import Device, Model, Run
 
 # One mechanism each, on a layer of 12 h^2 + 13 h parameters.
@@ -184,17 +185,48 @@ def test_rotary_angles_of_the_whole_sequence_are_saved_once_a_stage() -> None:
         assert [one - other for one, other in zip(with_angles, without, strict=True)] == [parts * each * held for held in flights]
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_documents_save_one_mask_and_on_a_gpu_keys_and_values_for_each_query_head(kind: Literal["cpu", "cuda"]) -> None:
-    """The mask [B, S, S] is saved once for all layers; CUDA's fused kernel that takes one takes no grouped heads."""
+HALF: dict[str, Any] = {"cluster__device__peak": {"bf16": 1e14, "fp32": 1e13}}  # compute capability 8 or later
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "has_mask"),
+    [
+        ("cpu", {}, False),
+        ("cpu", {"train__attention": "math"}, False),  # which saves scores
+        ("cuda", HALF, False),
+        ("cuda", HALF | {"model__window": 8}, False),
+        ("cuda", HALF | {"model__head_dim": 264}, True),
+        ("cuda", {}, True),
+    ],
+)
+def test_documents_save_a_mask_where_no_kernel_takes_their_bounds(
+    kind: Literal["cpu", "cuda"], changes: dict[str, Any], has_mask: bool
+) -> None:
+    """The mask [B, S, S] is saved once for all layers; CUDA's fused kernel that takes one takes no grouped heads. With bounds the blocks of
+    a window save nothing either."""
     model = Model(
         family="llama", layers=3, hidden=64, heads=8, kv_heads=2, vocab=250, ffn=128, norm="rmsnorm", act="swiglu", positions="rope"
     )
     keys: dict[str, Any] = {"engine": "auto", "cluster__device": replace(CPU, kind=kind), "train__precision": "bf16", "train__seq": 32}
-    keys |= {"train__attention": "flash", "train__microbatch": 2, "train__batch": 2}
+    keys |= {"train__attention": "flash", "train__microbatch": 2, "train__batch": 2, **changes}
     plain, apart = (first_stage(run_of(model, 1, **keys, data__documents=each)).activations for each in (False, True))
-    copies = 3 * 2 * (64 - 16) * 2 * 32 * 2 if kind == "cuda" else 0
-    assert apart - plain == 2 * 32 * 32 * 2 + copies
+    if "model__window" in changes:
+        plain = first_stage(run_of(model, 1, **keys | {"model__window": None})).activations
+    copies = 3 * 2 * (8 - 2) * keys.get("model__head_dim", 8) * 2 * 32 * 2
+    assert apart - plain == (2 * 32 * 32 * 2 + copies) * has_mask
+
+
+def test_a_gpu_that_takes_bounds_computes_of_a_window_what_its_queries_see() -> None:
+    """Half of what counts, as in a causal layer without a window; a CPU computes blocks of two windows."""
+    model = Model(**MODELS[1] | {"kv_heads": 2}, layers=2, hidden=64, heads=8, vocab=1000, window=8)
+    found = {}
+    for kind in ("cpu", "cuda"):
+        keys: dict[str, Any] = {"cluster__device": replace(CPU, kind=kind), "train__precision": "bf16", "train__attention": "flash"}
+        run = run_of(model, 1, **keys, **HALF, train__seq=32, data__documents=True)
+        (core,) = (each.product for each in op_table(run).layer if each.core)
+        assert core is not None
+        found[kind] = core.computed / core.counted
+    assert found["cuda"] == 0.5 < found["cpu"]
 
 
 def test_a_head_saves_one_float32_a_token_of_the_whole_sequence_and_its_logits() -> None:

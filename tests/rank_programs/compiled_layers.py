@@ -54,7 +54,7 @@ def compile_and_train(run: Run, grid: Grid) -> dict[str, Any]:
     trained = counters["stats"]["unique_graphs"]
     module.eval()
     with torch.no_grad():
-        tokens, labels, further = model_inputs(run, batch(run), grid, None)
+        tokens, labels, further = model_inputs(run, batch(run, 0), grid, None)
         module(tokens, labels, **further)
     module.train()
     gradients(run, grid, module, 2)
@@ -68,15 +68,15 @@ def compile_and_train(run: Run, grid: Grid) -> dict[str, Any]:
 
 def gradients(run: Run, grid: Grid, module: Any, step: int) -> list[torch.Tensor]:
     """Return the gradient of each weight."""
-    tokens, labels, further = model_inputs(run, batch(run), grid, step)
+    tokens, labels, further = model_inputs(run, batch(run, step), grid, step)
     loss, _ = module(tokens, labels, **further)
     return list(torch.autograd.grad(loss, list(module.parameters())))
 
 
-def batch(run: Run) -> Batch:
-    """Return a micro-batch, of two documents a sample if they are apart."""
+def batch(run: Run, step: int) -> Batch:
+    """Return a micro-batch, of documents of 20, 13 and 6 tokens at steps 0 to 2 if they are apart: each step has more of them."""
     tokens = torch.arange(2 * SEQ).view(2, SEQ) * 7 % 250
-    documents = torch.arange(SEQ).expand(2, SEQ) // 20 if run.data.documents else None
+    documents = torch.arange(SEQ).expand(2, SEQ) // (20 - 7 * step) if run.data.documents else None
     return Batch(tokens=tokens, labels=tokens, samples=torch.arange(2), documents=documents)
 
 

@@ -28,6 +28,8 @@ from distrain.trainer.layers.transformer.core_attention import (
     flash_attention,
     weighted_values,
 )
+from distrain.trainer.layers.transformer.document_attention import DocumentCore
+from distrain.trainer.layers.transformer.document_bounds import document_bounds
 from distrain.trainer.layers.transformer.transformer import Transformer, document_mask, document_starts
 from distrain.trainer.models.build import build_model, build_module
 from distrain.trainer.spec.changed_run import with_changes
@@ -36,7 +38,7 @@ from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Tra
 B, S, A, D = 2, 48, 6, 8  # batch, sequence, heads, head_dim
 P = 0.3  # of dropout
 CPU = torch.device("cpu")
-KINDS = ("flash", "fused", "scores", "scores with dropout")
+KINDS = ("flash", "fused", "scores", "scores with dropout", "documents")
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
 LATENT: dict[str, Any] = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
 MODELS = {
@@ -54,6 +56,15 @@ EXCHANGED: tuple[tuple[str, str, str, float, dict[str, object]], ...] = (
     ("llama", "flash", "full", 0.0, {"model__kv_heads": 1}),
     ("llama", "math", "none", P, {"model__kv_heads": 1, "model__window": 10}),
     ("llama", "flash", "selective", 0.0, {"model__kv_heads": 3, "model__window": 10}),
+)
+
+
+# Of models whose kernel takes the bounds of documents: family, recomputation and further keys.
+BY_BOUNDS: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("gpt", "full", {}),
+    ("mla", "none", {}),
+    ("llama", "selective", {"model__kv_heads": 3}),
+    ("llama", "full", {"model__kv_heads": 3, "model__window": 10}),
 )
 
 
@@ -75,7 +86,7 @@ def random_documents() -> Tensor:
 def unsplit_attention(inputs: AttentionInputs, kind: str) -> Tensor:
     """Return the values [B, S, A, D] that one rank computes."""
     query, key, value = (each.transpose(1, 2) for each in inputs[:3])
-    if kind in ("flash", "fused"):
+    if kind in ("flash", "fused", "documents"):
         return flash_attention(query, key, value, inputs.mask).transpose(1, 2)
     weights = attention_weights(query, key, inputs.mask)
     if kind == "scores with dropout":
@@ -83,9 +94,11 @@ def unsplit_attention(inputs: AttentionInputs, kind: str) -> Tensor:
     return weighted_values(weights, value).transpose(1, 2)
 
 
-def core_of(kind: str, context: ContextParallel, states: Tensor) -> AttentionCore:
+def core_of(kind: str, context: ContextParallel, states: Tensor, documents: Tensor) -> AttentionCore:
     """Return the core of one of KINDS."""
     match kind:
+        case "documents":
+            return DocumentCore(context, document_bounds(documents))
         case "flash":
             return FlashCore(context)
         case "fused":
@@ -109,7 +122,7 @@ def attention(context: ContextParallel, heads: int, documents_apart: bool, kind:
 
     mine = tuple(each.detach()[:, own].requires_grad_() for each in (query, key, value))
     query, key, value = (each.transpose(1, 2) for each in mine)
-    core: Any = core_of(kind, context, states[:, :, own])
+    core: Any = core_of(kind, context, states[:, :, own], documents if documents_apart else torch.zeros_like(documents))
     forward, calls = core.forward, [0.0]
 
     def counted_forward(*given: Any) -> Any:
@@ -117,7 +130,8 @@ def attention(context: ContextParallel, heads: int, documents_apart: bool, kind:
         return forward(*given)
 
     core.forward = counted_forward
-    made = context_attention(query, key, value, masks[1], core, context, recompute=recompute)
+    mask = None if kind == "documents" else masks[1]
+    made = context_attention(query, key, value, mask, core, context, recompute=recompute)
     found = (made, *torch.autograd.grad(made, mine, grad[:, own]))
     yield "the core's forwards", torch.tensor(calls), torch.tensor([2.0 if recompute or kind == "fused" else 1.0])
     for what, ours, theirs in zip(("values", "by query", "by key", "by value"), found, expected, strict=True):
@@ -132,24 +146,30 @@ def run_of(name: str, **changes: object) -> Run:
     return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
 
 
-def whole_model(context: ContextParallel, name: str, kernel: str, recompute: str, p: float, **changes: object) -> Comparisons:
-    """Compare the sum of losses and the gradient of every weight, of which each rank computes a part."""
+def whole_model(
+    context: ContextParallel, name: str, kernel: str, recompute: str, p: float, apart_by_bounds: bool, **changes: object
+) -> Comparisons:
+    """Compare the sum of losses and the gradient of every weight, of which each rank computes a part, with those of one rank's mask."""
     run = run_of(name, train__attention=kernel, parallel__recompute=recompute, model__dropout=p, **changes)
     module = build_model(run, device=CPU, dtype=torch.float64, seed=5)
     tokens, labels, documents = *torch.randint(101, (2, B, S)), random_documents()
     labels[:, 3:7] = IGNORED
     theirs = gradients(module, tokens, labels, documents, p)
     other = build_module(dict(module.named_parameters()), run, cp=context)
-    ours = gradients(other, context.shard(tokens), context.shard(labels), documents, p)
+    ours = gradients(other, context.shard(tokens), context.shard(labels), documents, p, apart_by_bounds=apart_by_bounds)
     for what, part in ours.items():
         dist.all_reduce(part, group=context.group.handle)
         yield what, part, theirs[what]
 
 
-def gradients(module: Transformer, tokens: Tensor, labels: Tensor, documents: Tensor, p: float) -> dict[str, Tensor]:
-    """Return the sum of losses, the number of labels that are not ignored, and the gradient of the sum by each weight."""
+def gradients(
+    module: Transformer, tokens: Tensor, labels: Tensor, documents: Tensor, p: float, *, apart_by_bounds: bool = False
+) -> dict[str, Tensor]:
+    """Return the sum of losses, the number of labels that are not ignored, and the gradient of the sum by each weight. Documents are kept
+    apart by a mask, or by their bounds."""
     keyed = dropout_keys(1, 0, torch.arange(B), torch.arange(S)) if p else None
-    loss, counted = module(tokens, labels, documents=documents, keys=keyed)
+    bounds = document_bounds(documents) if apart_by_bounds else None
+    loss, counted = module(tokens, labels, documents=documents, bounds=bounds, keys=keyed)
     held = dict(module.named_parameters())
     found = dict(zip(held, torch.autograd.grad(loss / B / S, list(held.values())), strict=True))
     return {"loss": loss.detach().clone(), "labels": counted, **found}
@@ -172,12 +192,19 @@ def differences(group: Group) -> dict[str, float]:
     }
     models = product(MODELS, (("flash", 0.0), ("math", P)), ("none", "selective", "full"))
     checks |= {
-        f"{name} {kernel} {recompute} {p} model": partial(whole_model, context, name, kernel, recompute, p)
+        f"{name} {kernel} {recompute} {p} model": partial(whole_model, context, name, kernel, recompute, p, False)
         for name, (kernel, p), recompute in models
     }
     swapped = replace(context, exchanges_heads=True)
     checks |= {
-        f"{name} {kernel} {recompute} {p} {changes} exchanged": partial(whole_model, swapped, name, kernel, recompute, p, **changes)
+        f"{name} {recompute} {changes} model by bounds{', exchanged' * group.exchanges_heads}": partial(
+            whole_model, group, name, "flash", recompute, 0.0, True, **changes
+        )
+        for (name, recompute, changes), group in product(BY_BOUNDS, (context, swapped))
+        if group.exchanges_heads or "model__window" not in changes
+    }
+    checks |= {
+        f"{name} {kernel} {recompute} {p} {changes} exchanged": partial(whole_model, swapped, name, kernel, recompute, p, False, **changes)
         for name, kernel, recompute, p, changes in EXCHANGED
     }
     checks["gathered"] = partial(compare_gathered, context)

@@ -157,6 +157,22 @@ EXCHANGE_JOBS = [
     TraceJob(recipe=MODELS["llama"][0], words=(*GPU, *PLAIN[:-1], *MODELS["llama"][1:], "model.vocab=1024", *EXCHANGE, *BF16)),
     TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *GEMMA, *EXCHANGE, "parallel.recompute=none")),
 ]
+APART = ("data.documents=true", "train.precision=bf16", "train.attention=flash", "model.dropout=0")
+DOCUMENT_JOBS = [  # kept apart by the kernel, in each family: with windows, experts, latent attention
+    TraceJob(recipe=MODELS[model][0], words=(*GPU, *PLAIN, *MODELS[model][1:], *layout, *APART, *words))
+    for model, layout, words in (
+        ("gpt", LAYOUTS["one rank"], ("train.compile=true",)),
+        ("moe", LAYOUTS["pp"], ("parallel.recompute=full",)),
+        ("llama", LAYOUTS["sequence"], ("train.compile=true", "parallel.recompute=none")),
+        ("llama", LAYOUTS["cp"], ("parallel.recompute=selective", "train.microbatch=2")),
+        ("llama", LAYOUTS["cp"], ("train.compile=true",)),  # by a mask: compiled layers would keep the keys that they gather
+        ("llama", EXCHANGE, ("train.compile=true", "model.window=512")),
+    )
+]
+DOCUMENT_JOBS += [
+    TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *GEMMA, *LAYOUTS["one rank"], *APART, "parallel.recompute=none")),
+    TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *LATENT, *LAYOUTS["sequence"], *APART, "parallel.recompute=none")),
+]
 FP8_JOBS = [
     TraceJob(recipe=MODELS[model][0], words=(*GPU, *PLAIN, *MODELS[model][1:], *LAYOUTS[layout], *BF16[:-1], *words, "train.precision=fp8"))
     for model, layout, words in (
@@ -193,6 +209,7 @@ JOBS = [
     *EXCHANGE_JOBS,
     *FP8_JOBS,
     *FURTHER_JOBS,
+    *DOCUMENT_JOBS,
     *drawn_jobs(14, 9),
 ]
 

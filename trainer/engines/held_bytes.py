@@ -56,7 +56,7 @@ def parameters_of(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in lists, mappings, message buckets and dropout keys."""
+    """Yield the tensors in lists, mappings, message buckets, dropout keys and bounds of documents."""
     match value:
         case None:
             return
@@ -69,5 +69,5 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             for each in value:
                 yield from tensors_in(each)
         case _:
-            for name in ("buffer", "states"):  # of DeepSpeed's message buckets; of dropout's keys
+            for name in ("buffer", "states", "starts", "host"):  # of DeepSpeed's message buckets; of dropout's keys; of bounds
                 yield from tensors_in(getattr(value, name, None))

@@ -27,6 +27,8 @@ from .core_attention import (
     window_mask,
     windowed_attention,
 )
+from .document_attention import DocumentCore, document_attention
+from .document_bounds import DocumentBounds
 from .head_exchange import exchange_for_heads, exchange_for_tokens
 from .rotary import rotate
 
@@ -101,24 +103,26 @@ class Attention(nn.Module):
         states: Tensor | None,
         cp: ContextParallel | None = None,
         band: Tensor | None = None,
+        bounds: DocumentBounds | None = None,
     ) -> Tensor:
         """x [B, S, H] -> [B, S, H]; under context parallelism S are this rank's tokens, and `mask` and `states` are those of its queries.
 
         `band` is the mask of a block of the model's window, where that does not cover S and the fused kernel computes in blocks.
+        `bounds` are those of documents, where the kernel takes them in place of a mask.
         """
         band = band if self.window else None
         query, key, value = self.heads(x, angles)
         if cp is not None and not cp.exchanges_heads:
-            values = self.core_across_ranks(query, key, value, mask, states, cp)  # [B, S, A, D]
+            values = self.core_across_ranks(query, key, value, mask, states, cp, bounds)  # [B, S, A, D]
         else:
             first_head = self.first_head
             if cp is not None:
                 query, key, value = exchange_for_heads(query, key, value, cp)
                 first_head += cp.group.rank * query.shape[2]
             if self.recompute_core:
-                values = recompute(self.core, query, key, value, mask, states, band, first_head)
+                values = recompute(self.core, query, key, value, mask, states, band, first_head, bounds)
             else:
-                values = self.core(query, key, value, mask, states, band, first_head)
+                values = self.core(query, key, value, mask, states, band, first_head, bounds)
             if cp is not None:
                 values = exchange_for_tokens(values, cp)
         if self.padded_heads:  # a padded head sees the key heads that it shares with its neighbours, and nothing may be learnt from it
@@ -135,8 +139,11 @@ class Attention(nn.Module):
         states: Tensor | None,
         band: Tensor | None,
         first_head: int,
+        bounds: DocumentBounds | None,
     ) -> Tensor:
         """Return the values weighted by the softmax of the scores, [B, S, A, D]; `first_head`: the number of the first in the layer."""
+        if bounds is not None:
+            return document_attention(query, key, value, bounds, self.window, self.scale)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, A or N, S, D]
         if self.kernel == "flash" and not self.dropout.is_active(states):
             if band is not None:
@@ -149,12 +156,21 @@ class Attention(nn.Module):
         return weighted_values(self.dropout(weights, states, _head_numbers(query, first_head)), value).transpose(1, 2)
 
     def core_across_ranks(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, states: Tensor | None, cp: ContextParallel
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        states: Tensor | None,
+        cp: ContextParallel,
+        bounds: DocumentBounds | None,
     ) -> Tensor:
         """As `core`, where ranks share the sequence; the core's own backward does the selective recomputation."""
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         core: AttentionCore
-        if self.kernel == "flash" and not self.dropout.is_active(states):
+        if bounds is not None:
+            core = DocumentCore(cp, bounds, self.scale)
+        elif self.kernel == "flash" and not self.dropout.is_active(states):
             core = FlashCore(cp, self.scale) if is_for_flash(query, value, mask) else FusedCore(cp, self.scale)
         else:
             draw_mask = (

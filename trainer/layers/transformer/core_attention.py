@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 
+from ...spec.derived.document_kernel import MOST_HEAD_DIM
 from .context_parallel import ContextParallel, Tensors
 
 # B batch, S sequence, s this rank's part of it, A heads, N key and value heads, G = A / N, D head_dim, L tokens of a block;
@@ -24,7 +25,7 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _GPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 _GPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
-HEAD_ALIGNED, MOST_HEAD_DIM = 8, 256  # elements; FlashAttention-2 on a GPU takes heads of a multiple of the first, up to the second
+HEAD_ALIGNED = 8  # elements, of which a head of FlashAttention-2 on a GPU has a multiple
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
@@ -46,7 +47,7 @@ class _UnequalFlash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        values, log_sums = _flash_block(query, key, value, mask is None, mask, scale)
+        values, log_sums = flash_block(query, key, value, mask is None, mask, scale)
         values = values.transpose(1, 2).contiguous().transpose(1, 2)  # without padding, and as the output product reads it
         ctx.save_for_backward(query, key, value, mask, values, log_sums)
         ctx.scale = scale
@@ -56,7 +57,7 @@ class _UnequalFlash(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, values, log_sums = ctx.saved_tensors
-        return *_flash_block_gradients(grad, query, key, value, values, log_sums, mask is None, mask, ctx.scale), None, None
+        return *flash_block_gradients(grad, query, key, value, values, log_sums, mask is None, mask, ctx.scale), None, None
 
 
 def has_flash_attention() -> bool:
@@ -74,11 +75,9 @@ def is_for_flash(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     return mask is None and is_half and not torch.compiler.is_compiling() and has_flash_attention()
 
 
-def _flash_block(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def flash_block(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     """Return (values [B, A, S, D], the log-sum-exp of each row of scores [B, A, S]) of the fused kernel; on a GPU without a mask."""
-    padded, scale = _padded_heads(query, key, value), _score_scale(query, scale)
+    padded, scale = padded_heads(query, key, value), score_scale(query, scale)
     if query.is_cuda:
         values, log_sums = _GPU_FLASH(*padded, 0.0, causal, scale=scale)[:2]
     else:
@@ -86,7 +85,7 @@ def _flash_block(
     return values[..., : value.shape[-1]], log_sums
 
 
-def _flash_block_gradients(
+def flash_block_gradients(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -99,7 +98,7 @@ def _flash_block_gradients(
 ) -> Tensors:
     """Return the gradients of query, key and value from that of the values, by the fused kernel; `values` and `log_sums` may be those of
     more keys than these."""
-    padded, scale = _padded_heads(grad, query, key, value, values), _score_scale(query, scale)
+    padded, scale = padded_heads(grad, query, key, value, values), score_scale(query, scale)
     if query.is_cuda:
         undrawn = query.new_empty(0, dtype=torch.int64)  # the state of dropout, which is not read
         sizes = None, None, query.shape[2], key.shape[2]  # no sequences apart
@@ -109,12 +108,12 @@ def _flash_block_gradients(
     return tuple(each[..., : of.shape[-1]] for each, of in zip(grads, (query, key, value), strict=True))
 
 
-def _score_scale(query: Tensor, scale: float | None) -> float:
+def score_scale(query: Tensor, scale: float | None) -> float:
     """Return the scale of scores, by default 1 / sqrt(D) of a query [..., D]."""
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _padded_heads(*tensors: Tensor) -> Tensors:
+def padded_heads(*tensors: Tensor) -> Tensors:
     """Return tensors [..., D] of one D, the largest of them or what a GPU takes, padded with zeros."""
     size = max(each.shape[-1] for each in tensors)
     if tensors[0].is_cuda:
@@ -158,7 +157,7 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: fl
     if mask is None:
         mask = torch.full((S, S), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
     # The products have no name, so that they are freed before softmax makes its result.
-    return torch.softmax(torch.add(mask, (group_rows(query, key) @ key.mT).view(B, A, S, -1), alpha=_score_scale(query, scale)), dim=-1)
+    return torch.softmax(torch.add(mask, (group_rows(query, key) @ key.mT).view(B, A, S, -1), alpha=score_scale(query, scale)), dim=-1)
 
 
 def weighted_values(weights: Tensor, value: Tensor) -> Tensor:
@@ -200,9 +199,9 @@ class FlashCore:
         log_sums = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))  # [B, A, s]
         begun = -1  # the first row of the chunk whose blocks are being added up
         for rows, keys, causal, block_mask in self._blocks(key.shape[2], mask):
-            block, log_sum = _flash_block(query[:, :, rows], key[:, :, keys], value[:, :, keys], causal, block_mask, self.scale)
+            block, log_sum = flash_block(query[:, :, rows], key[:, :, keys], value[:, :, keys], causal, block_mask, self.scale)
             if rows.start == begun:
-                _add_block(values[:, rows].transpose(1, 2), log_sums[:, :, rows], block, log_sum)
+                add_block(values[:, rows].transpose(1, 2), log_sums[:, :, rows], block, log_sum)
             else:
                 values[:, rows], log_sums[:, :, rows], begun = block.transpose(1, 2), log_sum, rows.start
         return values, (values, log_sums)
@@ -213,7 +212,7 @@ class FlashCore:
         grads = tuple(torch.zeros_like(each) for each in (query, key, value))
         for rows, keys, causal, block_mask in self._blocks(key.shape[2], mask):
             inputs = grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], values[:, :, rows], log_sums[:, :, rows]
-            block_grads = _flash_block_gradients(*inputs, causal, block_mask, self.scale)
+            block_grads = flash_block_gradients(*inputs, causal, block_mask, self.scale)
             for total, where, block_grad in zip(grads, (rows, keys, keys), block_grads, strict=True):
                 total[:, :, where] += block_grad
         return grads
@@ -229,7 +228,7 @@ class FlashCore:
             yield KeyBlock(rows, slice(span.start, span.stop), True, None)
 
 
-def _add_block(values: Tensor, log_sums: Tensor, block: Tensor, log_sum: Tensor) -> None:
+def add_block(values: Tensor, log_sums: Tensor, block: Tensor, log_sum: Tensor) -> None:
     """Add a block's values to the values [B, A, L, D] so far, in place, each weighted by its share of the sum of exponentials."""
     total = torch.logaddexp(log_sums, log_sum)
     values.copy_(values * torch.exp(log_sums - total).unsqueeze(-1) + block * torch.exp(log_sum - total).unsqueeze(-1))
@@ -292,7 +291,7 @@ class ScoresCore:
         weights_grad = (grad_rows @ value.mT).view_as(weights)
         if len(saved) > 1:
             weights_grad.masked_fill_(saved[1], 0.0).mul_(self.kept_scale)
-        scale = _score_scale(query, self.scale)
+        scale = score_scale(query, self.scale)
         scores_grad = torch.ops.aten._softmax_backward_data(weights_grad, weights, -1, weights.dtype).mul_(scale)
         scores_grad = group_rows(scores_grad, key)  # [B, N, G s, S]
         return (scores_grad @ key).view(query.shape), scores_grad.mT @ group_rows(query, key), value_grad

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...spec.derived.document_kernel import gathers_in_graphs, widest_head
 from ...spec.run import Run
 from ..add_gradient import add_gradient
 from ..counter_rng import DropoutKeys
@@ -23,6 +24,8 @@ from ..tensor_parallel import Linear, TensorParallel
 from .attention import Attention
 from .context_parallel import ContextParallel
 from .core_attention import window_band
+from .document_attention import takes_documents
+from .document_bounds import DocumentBounds
 from .embedding_and_head import Embedding, LMHead, VocabEmbedding
 from .feed_forward import FeedForward
 from .further_tokens import FurtherTokenModule
@@ -47,6 +50,7 @@ class LayerInputs:
     sharded_dropout_states: Tensor | None  # [B, S or this rank's part of it]
     cp: ContextParallel | None
     band: Tensor | None = None  # [W, 2W] mask of a block of the window W, where it does not cover the sequence
+    bounds: DocumentBounds | None = None  # of documents, where attention's kernel takes them in place of a mask
 
 
 class AttentionHalf(nn.Module):
@@ -73,7 +77,7 @@ class AttentionHalf(nn.Module):
         """x [B, S, H] -> x + post_norm1(attention(norm1(x)))."""
         normed = x if self.norm1 is None else self.norm1(x)
         angles = inputs.local_angles if self.attention.window and inputs.local_angles is not None else inputs.angles
-        output = self.attention(normed, angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band)
+        output = self.attention(normed, angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band, inputs.bounds)
         return self.add(x, output, self.post_norm1, self.dropout1, inputs)
 
     def add(self, x: Tensor, output: Tensor, post_norm: nn.Module | None, dropout: Dropout, inputs: LayerInputs) -> Tensor:
@@ -129,6 +133,7 @@ class Transformer(nn.Module):
         self.model, self.tp, self.cp, self.ep = model, tp, cp, ep
         self.recompute = run.parallel.recompute == "full"
         self.is_fused = run.train.attention == "flash"
+        self.gathers_in_graphs = gathers_in_graphs(run)
         self.first, self.last = first, last
         self.compute_type: torch.dtype | None = None  # of activations, where it is not that of parameters
         if first:
@@ -171,6 +176,7 @@ class Transformer(nn.Module):
         *,
         stream: Tensor | None = None,
         documents: Tensor | None = None,
+        bounds: DocumentBounds | None = None,
         keys: DropoutKeys | None = None,
         further: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -178,11 +184,12 @@ class Transformer(nn.Module):
 
         A part that is not the first starts from the hidden states `stream` [B, S, H]; one that is not the last returns its hidden
         states in place of the loss. `documents` [B, whole sequence] marks each token's document by any number that changes from one
-        document to the next: attention and learned positions stay inside a document. `keys` are those of the whole sequence's
-        tokens; without them there is no dropout. `further` [D, 2, B, S] are the tokens and labels of the modules that predict further
-        tokens: their losses are in the gradients, not in the loss that is returned. Without them those modules do nothing.
+        document to the next: attention and learned positions stay inside a document. Attention's kernel reads their `bounds`; without
+        bounds, or where no kernel takes them, it reads a mask. `keys` are those of the whole sequence's tokens; without them there is no
+        dropout. `further` [D, 2, B, S] are the tokens and labels of the modules that predict further tokens: their losses are in the
+        gradients, not in the loss that is returned. Without them those modules do nothing.
         """
-        inputs = self._layer_inputs(tokens, documents, keys)
+        inputs = self._layer_inputs(tokens, documents, bounds, keys)
         x = self._hidden_states(tokens, inputs, stream)
         count = (labels != IGNORED).sum()
         if not self.last:
@@ -223,9 +230,16 @@ class Transformer(nn.Module):
         """Return the logits [V] of the token after `tokens` [1, S], with vocabulary padding; for a whole model, which keeps no cache."""
         return self.head(self.hidden_states(tokens, None, None)[:, -1:])[0, 0], None
 
-    def hidden_states(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None, stream: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None,
+        keys: DropoutKeys | None,
+        stream: Tensor | None = None,
+        bounds: DocumentBounds | None = None,
+    ) -> Tensor:
         """Return the hidden states [B, S, H] after the layers and, in the last part, the final norm."""
-        return self._hidden_states(tokens, self._layer_inputs(tokens, documents, keys), stream)
+        return self._hidden_states(tokens, self._layer_inputs(tokens, documents, bounds, keys), stream)
 
     def _hidden_states(self, tokens: Tensor, inputs: LayerInputs, stream: Tensor | None) -> Tensor:
         x = self._embed(tokens, inputs) if stream is None else stream
@@ -245,7 +259,9 @@ class Transformer(nn.Module):
             return recompute(_call_layer, layer, x, inputs, *tensors)
         return layer(x, inputs)
 
-    def _layer_inputs(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None) -> LayerInputs:
+    def _layer_inputs(
+        self, tokens: Tensor, documents: Tensor | None, bounds: DocumentBounds | None, keys: DropoutKeys | None
+    ) -> LayerInputs:
         model, dtype = self.model, self.compute_type or next(self.parameters()).dtype
         angles, local_angles, positions = None, None, self._positions(tokens)
         if model.positions == "rope":
@@ -255,13 +271,17 @@ class Transformer(nn.Module):
         attending = positions  # of the queries of this rank's attention
         if self.cp is not None and self.cp.exchanges_heads:
             attending = torch.arange(len(positions) * self.cp.group.size, device=tokens.device)
+        is_fused = self.is_fused and (keys is None or not model.dropout)
+        if not (is_fused and bounds is not None and self._takes_documents(tokens.device, dtype)):
+            bounds = None
         mask = starts = None
-        if documents is not None:
+        if documents is not None and (bounds is None or (self.first and self.positions is not None)):
             every_start = document_starts(documents)
             starts = every_start[:, positions]
-            mask = document_mask(every_start[:, attending], attending, documents.shape[1], dtype)
+            if bounds is None:
+                mask = document_mask(every_start[:, attending], attending, documents.shape[1], dtype)
         band = None
-        if self.is_fused and (keys is None or not model.dropout) and (window := model.effective_window(len(attending))):
+        if is_fused and bounds is None and (window := model.effective_window(len(attending))):
             band = window_band(window, dtype, tokens.device)
         states = own_states = None if keys is None else keys.states
         if states is not None and self.cp is not None:
@@ -272,11 +292,16 @@ class Transformer(nn.Module):
             local_angles=local_angles,
             mask=mask,
             band=band,
+            bounds=bounds,
             starts=starts,
             dropout_states=states,
             sharded_dropout_states=self.tp.shard(own_states) if own_states is not None and self.tp else own_states,
             cp=self.cp,
         )
+
+    def _takes_documents(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether attention's kernel takes the bounds of documents in place of a mask."""
+        return takes_documents(device, dtype, widest_head(self.model)) and not (self.gathers_in_graphs and device.type == "cuda")
 
     def _positions(self, tokens: Tensor) -> Tensor:
         """Return the positions [S] of tokens [B, S] in the whole sequence."""

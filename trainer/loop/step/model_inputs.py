@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...layers.counter_rng import dropout_keys
 from ...layers.cross_entropy import IGNORED
+from ...layers.transformer.document_bounds import document_bounds
 from ...layers.transformer.further_tokens import further_arguments
 from ...models.families import has_experts
 from ...parallel.process_groups import Grid
@@ -30,6 +31,8 @@ def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[
     further: dict[str, Any] = {}
     if batch.documents is not None:
         further["documents"] = batch.documents.to(device, non_blocking=True)
+        if run.train.attention == "flash" and not (run.model.dropout and step is not None):
+            further["bounds"] = (batch.bounds or document_bounds(batch.documents)).to(device)
     if run.model.dropout and step is not None:
         further["keys"] = dropout_keys(run.train.seed, step, batch.samples.to(device), torch.arange(seq, device=device))
     if context is not None and has_experts(run.model) and run.model.aux_loss:

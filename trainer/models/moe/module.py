@@ -18,6 +18,7 @@ from ...layers.parameters_by_prefix import Parameters, sub_parameters
 from ...layers.tensor_parallel import TensorParallel, gather_inputs, reduce_outputs
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.context_parallel import ContextParallel
+from ...layers.transformer.document_bounds import DocumentBounds
 from ...layers.transformer.feed_forward import ACTIVATIONS, FeedForward
 from ...layers.transformer.transformer import AttentionHalf, LayerInputs, Transformer
 from ...spec.run import Run
@@ -159,6 +160,7 @@ class MoETransformer(Transformer):
         *,
         stream: Tensor | None = None,
         documents: Tensor | None = None,
+        bounds: DocumentBounds | None = None,
         keys: DropoutKeys | None = None,
         further: Tensor | None = None,
         label_counts: Tensor | None = None,
@@ -168,7 +170,8 @@ class MoETransformer(Transformer):
         The gradient is of the sum of losses plus aux_loss times the sum, over sequences, of the routing imbalance summed over layers times
         the sequence's labels that count: over labels, the mean of each.
         """
-        out, count = super().forward(tokens, labels, stream=stream, documents=documents, keys=keys, further=further)
+        given: dict[str, Any] = {"stream": stream, "documents": documents, "bounds": bounds, "keys": keys, "further": further}
+        out, count = super().forward(tokens, labels, **given)
         imbalances, self.imbalances = self.imbalances, []
         if imbalances:
             ranks = self.tp.group.size if self.tp else 1  # each computes all of it, and their gradients add up

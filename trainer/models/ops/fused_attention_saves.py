@@ -1,21 +1,26 @@
-"""What torch's fused attention saves in addition where documents are kept apart, or in float32 on GPUs, as a change of an op table."""
+"""What fused attention saves where documents are kept apart, or in float32 on GPUs, as a change of an op table."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from ...spec.derived.document_kernel import has_document_kernel
 from ...spec.run import Run
 from .op_table import Op, OpTable, Tensor
 from .shared_ops import KEY, QUERY, TOKENS
 
 
 def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
-    """Return a table in which fused attention saves the mask of documents, once for all layers, and learned positions are each sequence's.
+    """Return a table in which fused attention saves what it saves of documents, and learned positions are each sequence's.
 
+    A kernel that takes the bounds of documents saves no mask (trainer/layers/transformer/document_attention.py), and computes a layer with
+    a window whole. Elsewhere there is a mask of documents, once for all layers.
     Of CUDA's fused kernels the one that takes a mask, or float32, takes no grouped heads: keys and values are copied for each query head
     (trainer/layers/transformer/core_attention.py). So are those of a window's blocks, all of which but the first have a mask.
     """
     model = run.model
+    if has_document_kernel(run):
+        return _without_masks(table, run)
     has_flash = run.train.attention == "flash" and not model.dropout
     if (
         has_flash
@@ -32,6 +37,22 @@ def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
     if fused and copied:
         table = table.replace_ops(lambda op: (_with_copies(op),))
     return table
+
+
+def _without_masks(table: OpTable, run: Run) -> OpTable:
+    """Return the table of a kernel that takes the bounds of documents, and a window, which on a GPU costs what its queries see."""
+    sees = run.cluster.device.kind != "cpu"
+
+    def whole(op: Op) -> Op:
+        if not op.core or op.product is None:
+            return op
+        computed = op.product.counted / 2 if sees else op.product.computed
+        saves = tuple(each for each in op.saves_torch if "windowed_tokens" not in each.dims)
+        return replace(op, product=replace(op.product, computed=computed), saves_torch=saves)
+
+    ends = (replace(op, saves_torch=tuple(each for each in op.saves_torch if "window" not in each.dims)) for op in table.embedding)
+    table = replace(table, embedding=tuple(_with_mask(op, fused=False) for op in ends))
+    return table.replace_ops(lambda op: (whole(op),))
 
 
 def _with_mask(op: Op, *, fused: bool) -> Op:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...spec.run import Model, Run
+from ...spec.derived.document_kernel import has_document_kernel
+from ...spec.run import Run
 from .op_table import Dims, Op, OpTable, Product, Tensor
 from .shared_ops import QUERY, TOKENS
 
@@ -16,10 +17,10 @@ def with_head_exchange(table: OpTable, run: Run) -> OpTable:
     """Return a table whose attention has queries, keys and values exchanged before its core, and values after it."""
     if run.parallel.cp_comm != "all_to_all":
         return table
-    return table.replace_ops(lambda op: (_op_with_exchange(op, run.model),), ends=_with_whole_mask)
+    return table.replace_ops(lambda op: (_op_with_exchange(op, run),), ends=_with_whole_mask)
 
 
-def _op_with_exchange(op: Op, model: Model) -> Op:
+def _op_with_exchange(op: Op, run: Run) -> Op:
     """Return an op of a layer: where it makes the core's inputs, or is a part of the core, its tensors with heads are those of the core."""
     if op.gathers:
         return replace(
@@ -36,20 +37,21 @@ def _op_with_exchange(op: Op, model: Model) -> Op:
             moves=tuple(map(_in_core, op.moves)),
             saves_megatron=tuple(map(_in_core, op.saves_megatron)),
             saves_torch=tuple(map(_in_core, op.saves_torch)),
-            saves_exchanged=_values_of_kernel(op, model),
+            saves_exchanged=_values_of_kernel(op, run),
             in_fours=_dims_in_core(op.in_fours),
         )
     return replace(op, head_exchanges=(_in_core(Tensor(TOKENS + QUERY)),)) if op.name == "attention.out" else op
 
 
-def _values_of_kernel(op: Op, model: Model) -> tuple[Tensor, ...]:
+def _values_of_kernel(op: Op, run: Run) -> tuple[Tensor, ...]:
     """Return the values as flash attention returned them. Without an exchange they are one tensor with the input of the output product; a
     window's blocks, and what our products in fp8 cast, are saved apart in any case; a frozen product saves no input."""
-    values = Tensor(TOKENS + QUERY)
+    model, values = run.model, Tensor(TOKENS + QUERY)
     is_fused = op.product is not None and op.product.fused and not model.dropout
     if not is_fused or values in op.saves_torch or (model.lora.rank and "out" not in model.lora.targets):
         return ()
-    return (Tensor(("unwindowed_tokens", "batch", *_dims_in_core(QUERY))),)
+    tokens = "core_tokens" if has_document_kernel(run) else "unwindowed_tokens"  # that kernel computes a window's layers whole
+    return (Tensor((tokens, "batch", *_dims_in_core(QUERY))),)
 
 
 def _product_in_core(product: Product) -> Product:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ...models.ops.op_table import Op, OpTable, block_weights, is_hidden_matrix
 from ...models.ops.shared_ops import LOG_SUMS, STREAM
+from ...spec.derived.document_kernel import has_document_kernel
 from ...spec.run import Run
 from ..axes import tp
 from ..axes.axis import ActivationForm
@@ -125,7 +126,8 @@ class SplitCosts:
         # 1 where the core of our context parallelism runs again in its own backward, and saves no log-sum-exp: FusedCore in
         # trainer/layers/transformer/core_attention.py
         has_flash = run.train.precision != "fp32" and "bf16" in run.cluster.device.peak  # compute capability 8 or later
-        fused_core = own and self.kind == "cuda" and (run.data.documents or not has_flash or split.fused)
+        has_mask = run.data.documents and not has_document_kernel(run)
+        fused_core = own and self.kind == "cuda" and (has_mask or not has_flash or split.fused)
         self.has_context = for_each(lambda degree: int(degree > 1), split.degree("cp"))  # 1 where ranks share a sequence
         self.core_again = int(fused_core and run.parallel.cp_comm == "all_gather") * self.has_context
         self.local = self._local_tensors(run, split.form)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....layers.cross_entropy import IGNORED
+from ....layers.transformer.document_bounds import DocumentBounds, document_bounds
 from .corpus import Corpus, Split, windows
 from .order import Indices, blend, permuted_index, random_key
 
@@ -23,6 +24,7 @@ class Batch:
     labels: Tensor
     samples: Tensor  # sample numbers, counted over the run
     documents: Tensor | None  # equal inside a document; different for two documents of one row
+    bounds: DocumentBounds | None = None  # of the documents
 
     def pin(self) -> Batch:
         """Return the batch in pinned memory, from which copies to a GPU run beside its kernels."""
@@ -31,6 +33,7 @@ class Batch:
             labels=self.labels.pin_memory(),
             samples=self.samples.pin_memory(),
             documents=None if self.documents is None else self.documents.pin_memory(),
+            bounds=None if self.bounds is None else self.bounds.pin(),
         )
 
 
@@ -78,11 +81,13 @@ class Batches:
         if documents is not None:
             is_label[:, 1:] &= documents[:, 1:] == documents[:, :-1]
         labels = np.where(is_label[:, 1:], tokens[:, 1:], IGNORED)
+        marks = None if documents is None else torch.from_numpy(documents[:, :-1].copy())
         return Batch(
             tokens=torch.from_numpy(tokens[:, :-1].copy()),
             labels=torch.from_numpy(labels),
             samples=torch.from_numpy(samples),
-            documents=None if documents is None else torch.from_numpy(documents[:, :-1].copy()),
+            documents=marks,
+            bounds=None if marks is None else document_bounds(marks),
         )
 
     def locate(self, samples: Indices) -> tuple[Indices, Indices]:

@@ -1,0 +1,32 @@
+"""Whether attention keeps documents apart in its kernel, by their bounds, or by a mask of every query and key."""
+
+from __future__ import annotations
+
+from ..run import Model, Run
+from .compiled_layers import has_compiled_layers
+
+MOST_HEAD_DIM = 256  # elements of a query, key or value that FlashAttention-2 takes
+
+
+def has_document_kernel(run: Run) -> bool:
+    """Return whether attention keeps documents apart in its kernel where it trains: on a CPU ours, on a GPU from compute capability 8
+    FlashAttention-2, which takes half precision. Not with dropout, which a kernel could not key."""
+    device = run.cluster.device
+    if not run.data.documents or run.train.attention != "flash" or run.model.dropout:
+        return False
+    takes_heads = run.train.precision != "fp32" and "bf16" in device.peak and widest_head(run.model) <= MOST_HEAD_DIM
+    return device.kind == "cpu" or (takes_heads and not gathers_in_graphs(run))
+
+
+def gathers_in_graphs(run: Run) -> bool:
+    """Return whether compiled layers gather the keys of ranks that share a sequence: on a GPU their graphs would keep what they gather for
+    a kernel that saves its log-sum-exp."""
+    parallel = run.parallel
+    return parallel.cp > 1 and parallel.cp_comm == "all_gather" and has_compiled_layers(run.train, parallel)
+
+
+def widest_head(model: Model) -> int:
+    """Return the elements of a head's query, key or value, the largest of them."""
+    if model.family == "mla":
+        return max((model.qk_nope_head_dim or 0) + (model.qk_rope_head_dim or 0), model.v_head_dim or 0)
+    return model.head_dim or model.hidden // model.heads
