@@ -12,7 +12,7 @@ FILES = (
     "trainer/engines/native/*.py",
     "trainer/engines/native/data_parallel/*.py",
     "trainer/engines/rank_parameter.py",
-    "trainer/engines/tied_embedding.py",
+    "trainer/engines/shared_embedding.py",
     "trainer/engines/torch_optimizer.py",
     "trainer/layers/*.py",
     "trainer/layers/transformer/*.py",

@@ -113,6 +113,14 @@ def test_the_feed_forward_of_dense_layers_cannot_change() -> None:
         assert bool(changes(before, ("model.ffn", 64)).problems) == refused
 
 
+def test_another_weight_of_further_tokens_is_reported_and_more_modules_are_refused() -> None:
+    before = load_recipe("quickstart", ["model=tiny_llama", "model.mtp.layers=1"])
+    found = changes(before, ("model.mtp.weight", 0.1))
+    assert (found.problems, [each.text for each in found.reported]) == ((), ["model.mtp.weight 0.3 -> 0.1"])
+    assert changes(before, ("model.mtp.layers", 2)).problems
+    assert changes(load_recipe("quickstart", ["model=tiny_llama"]), ("model.mtp.weight", 0.1)) == Changes()
+
+
 def test_another_rate_of_a_routers_bias_is_reported() -> None:
     found = changes(load_recipe("quickstart", ["model=tiny_moe", "model.router.bias=true"]), ("model.router.bias_rate", 0.001))
     assert (found.problems, [each.text for each in found.reported]) == ((), ["model.router.bias_rate 0.0 -> 0.001"])

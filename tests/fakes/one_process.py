@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from distrain.tests.fakes.rounded_states import RoundedOptimizer
 from distrain.tests.fakes.torch_muon import TorchMuon
 from distrain.trainer.layers.counter_rng import dropout_keys
 from distrain.trainer.layers.cross_entropy import IGNORED
+from distrain.trainer.layers.transformer.further_tokens import further_arguments
 from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.models.build import build_model, named_constants
@@ -25,24 +26,38 @@ from distrain.trainer.spec.sections.lr_schedule import learning_rate
 
 def reference_curve(words: tuple[str, ...], left_out: frozenset[int] = frozenset()) -> tuple[list[float], list[float]]:
     """(losses, gradient norms) of the run of conf=`words[0]` with the other words as overrides; the optimizer skips `left_out` (from 0)."""
-    losses, norms, _ = _train(words, left_out)
+    losses, norms, *_ = _train(words, left_out)
     return losses, norms
 
 
 def reference_moments(words: tuple[str, ...]) -> dict[tuple[str, str], Tensor]:
     """The moments in bf16 after the run's last step, by their kind in checkpoints and the weight's logical name."""
-    return _train(words, frozenset())[2]
+    return _train(words, frozenset()).moments
+
+
+def reference_further_losses(words: tuple[str, ...]) -> list[float]:
+    """The mean of the losses of the modules that predict further tokens, in each step of a run."""
+    return _train(words, frozenset()).further
+
+
+class Trained(NamedTuple):
+    """What one process trains: its losses, norms, losses of further tokens, moments in bf16."""
+
+    losses: list[float]
+    norms: list[float]
+    further: list[float]
+    moments: dict[tuple[str, str], Tensor]
 
 
 @cache
-def _train(words: tuple[str, ...], left_out: frozenset[int]) -> tuple[list[float], list[float], dict[tuple[str, str], Tensor]]:
+def _train(words: tuple[str, ...], left_out: frozenset[int]) -> Trained:
     run = load_recipe(words[0], words[1:])
     steps = run.train.steps or 0
     corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
     batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)
     module = build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed)
     optimizer = _optimizer(run, module)
-    losses, norms = [], []
+    losses, norms, further = [], [], []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, steps) * group.get("rate", 1)
@@ -54,7 +69,16 @@ def _train(words: tuple[str, ...], left_out: frozenset[int]) -> tuple[list[float
             optimizer.step()
         _step_biases(run, module, skip=step in left_out)
         losses.append(loss.item())
-    return losses, norms, optimizer.moments() if run.optim.moments == "bf16" else {}
+        further += [float(each) for each in further_means(module, batches, step, run)]
+    return Trained(losses, norms, further, optimizer.moments() if run.optim.moments == "bf16" else {})
+
+
+def further_means(module: nn.Module, batches: Batches, step: int, run: Run) -> list[Tensor]:
+    """Return the mean over a step's labels of the losses of further tokens of the forward just done; none without such modules."""
+    held = getattr(module, "further_losses", [])
+    means = [each / (batches.batch(step * run.train.batch, run.train.batch).labels != IGNORED).sum() for each in held]
+    held.clear()
+    return means
 
 
 def _step_biases(run: Run, module: nn.Module, *, skip: bool) -> None:
@@ -89,7 +113,8 @@ def _mup_groups(run: Run, module: nn.Module) -> Iterator[dict[str, Any]]:
 def _mean_loss(run: Run, module: nn.Module, batches: Batches, step: int) -> Tensor:
     batch = batches.batch(step * run.train.batch, run.train.batch)
     dropout = dropout_keys(run.train.seed, step, batch.samples, torch.arange(run.train.seq)) if run.model.dropout else None
-    total, labels = module(batch.tokens, batch.labels, documents=batch.documents, keys=dropout)
+    further = further_arguments(run.model, batch.tokens, batch.labels, batch.documents)
+    total, labels = module(batch.tokens, batch.labels, documents=batch.documents, keys=dropout, **further)
     assert int(labels) == int((batch.labels != IGNORED).sum())
     loss: Tensor = total / labels
     return loss

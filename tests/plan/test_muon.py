@@ -199,6 +199,7 @@ LIMITS: list[tuple[dict[str, Any], str | None, str]] = [  # what differs, the en
     ({"parallel.compress.name": "powersgd"},                  None, f"{NATIVE_ENGINE} with parallel.compress.name=powersgd"),
     ({"parallel.reduce": "server"},                           None, f"{NATIVE_ENGINE} with parallel.reduce=server"),
     ({"model.lora.rank": 2},                                  None, f"{NATIVE_ENGINE} with model.lora.rank=2"),
+    ({"model.mtp.layers": 1},                                 None, f"{NATIVE_ENGINE} with model.mtp.layers=1"),
 ]
 # fmt: on
 

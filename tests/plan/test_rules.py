@@ -66,6 +66,17 @@ BROKEN: list[tuple[Keys, str]] = [
         "model.lora.targets=[gate] names no layer of this model, so nothing would be trained: set model.lora.targets=[query,value]"),
     ({"model.lora.rank": 4, "model.lora.targets": ()},
         "model.lora.targets=[] names no layer of this model, so nothing would be trained: set model.lora.targets=[query,value]"),
+    ({"model.mtp.layers": 1, "model.family": "bert"},
+        "model.mtp.layers=1 does not apply to family bert: its modules are made of our own causal layers: set model.mtp.layers=0"),
+    ({"model.mtp.layers": 1, "model.lora.rank": 4},
+        ("model.mtp.layers=1 does not go with model.lora.rank=4, which freezes the embedding and the head: "
+         "set model.mtp.layers=0 or model.lora.rank=0")),
+    ({"model.mtp.layers": 1, "model.window": 6, "model.layer_types": ("sliding_attention", "full_attention")},
+        ("model.mtp.layers=1 adds layers, and model.layer_types does not say whether they have the window: "
+         "set model.mtp.layers=0 or model.window=null model.layer_types=null")),
+    ({"model.mtp.layers": 16, "train.seq": 16},
+        ("model.mtp.layers=16 predicts tokens beyond sequences of train.seq=16: "
+         "set model.mtp.layers=15 or model.mtp.layers=0")),
     ({"model.family": "hf"},
         "family hf has no sizes of its own: set model.hf to the path of a config.json"),
     (HF | {"train.seq": 2048},

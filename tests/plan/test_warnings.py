@@ -183,6 +183,12 @@ UNRUN: list[tuple[Keys, str]] = [
     (STEPPED | LATE,
         ("native does not run model.router.bias_rate=0.001 with parallel.schedule=pipedream: "
          "set parallel.schedule=1f1b or model.router.bias_rate=0")),
+    (LATE | {"model.mtp.layers": 1},
+        ("native does not run model.mtp.layers=1 with parallel.schedule=pipedream: "
+         "set model.mtp.layers=0 or parallel.schedule=1f1b")),
+    (LATE | {"engine": "native", "parallel.zero": 3, "parallel.schedule": "dualpipev", "model.mtp.layers": 1},
+        ("native does not run parallel.zero=3 with parallel.schedule=dualpipev and model.mtp.layers=1: "
+         "set parallel.zero=2 or parallel.schedule=1f1b")),
     ({"parallel.tp": 2, "parallel.pp": 2, "parallel.scatter": True},
         "pipe does not run parallel.scatter=true: set parallel.scatter=false or parallel.scatter=false parallel.sequence=true"),
     ({"parallel.pp": 2, "parallel.zero": 1, "parallel.offload.optimizer": True, "engine": "pipe"},

@@ -193,6 +193,21 @@ FP8_JOBS = [
         ("moe", "tp", ("parallel.recompute=selective",)),
     )
 ]
+FURTHER_JOBS = (
+    [  # modules that predict further tokens; of a large vocabulary gradients of the head wait for each other
+        TraceJob(recipe=MODELS["llama"][0], words=(*GPU, *PLAIN, *MODELS["llama"][1:], *LAYOUTS[layout], *BF16[:-1], *words))
+        for layout, words in (
+            ("one rank", ("model.mtp.layers=1", "model.vocab=65536", "train.loss_chunks=8")),
+            ("pp", ("model.mtp.layers=2", "model.vocab=65536", "model.tied=true")),
+        )
+    ]
+    + [
+        TraceJob(
+            recipe="mixtral_8x7b",
+            words=(*GPU, *PLAIN, *LATENT, *LAYOUTS["sequence"], "model.q_lora_rank=192", "parallel.recompute=full", "model.mtp.layers=1"),
+        )
+    ]
+)
 JOBS = [
     TraceJob(recipe="gpt2_124m_1gpu", words=("model.layers=3", "model.dropout=0.1")),
     TraceJob(recipe="gpt2_124m", words=(*GPU, *PLAIN, "model.layers=4", *LAYOUTS["tp"], *DROPOUT_AGAIN)),
@@ -206,6 +221,7 @@ JOBS = [
     *SINK_JOBS,
     *EXCHANGE_JOBS,
     *FP8_JOBS,
+    *FURTHER_JOBS,
     *DOCUMENT_JOBS,
     *drawn_jobs(14, 9),
 ]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers.group_messages import all_reduce
+from ..layers.transformer.further_tokens import take_further_losses
 from ..models.build import named_constants
 from ..models.moe.routing import step_bias, take_loads
 from ..parallel.process_groups import Grid
@@ -30,14 +31,16 @@ from .span_recorder import SpanRecorder
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """Figures of one optimizer step: the mean loss of the global batch (nats a token), the global gradient norm before clipping (None: the
-    engine gives none), whether the step was skipped because a number was not finite or beyond the engine's limits, which of both, and for
-    a mixture of experts how many tokens were routed by a margin so small that rounding decides (over all layers)."""
+    engine gives none), whether the step was skipped because a number was not finite or beyond the engine's limits, which of both, for a
+    mixture of experts how many tokens were routed by a margin so small that rounding decides (over all layers), and where modules predict
+    further tokens the mean of their losses, each divided by the labels of the loss (arXiv:2412.19437 equation 24)."""
 
     loss: float
     grad_norm: float | None
     skipped: bool
     beyond_limits: bool = False
     near_ties: int | None = None
+    mtp_loss: float | None = None
 
 
 class StepLimits(NamedTuple):
@@ -272,6 +275,26 @@ class Engine(ABC):
         if self.grid.coordinate("tp"):
             total.zero_()  # all ranks of a tensor-parallel group route the same tokens
         return total
+
+    def _losses(self, total: Tensor) -> Tensor:
+        """Return the sum of a step's losses on this rank and, where modules predict further tokens, that of theirs after it: float32, and
+        counts the latter anew."""
+        held = [each for part in self.parts for each in take_further_losses(part.module)]
+        losses = [total, sum(held, torch.zeros_like(total))] if self.run.model.mtp.layers else [total]
+        return torch.stack([each.float() for each in losses])
+
+    def _own_figures(self) -> Tensor:
+        """Return what this rank counts of a step beside loss and norm, float64: near ties and losses of further tokens, where the model has
+        them, each counted by one rank of a tensor-parallel group. Counts them anew."""
+        ties, device = self._own_near_ties(), self.grid.world.device
+        further = self._losses(torch.zeros((), device=device))[1:] * (not self.grid.coordinate("tp"))
+        return torch.cat([torch.zeros(0, device=device) if ties is None else ties.view(1), further]).double()
+
+    def _named_figures(self, sums: Sequence[float], label_count: int) -> dict[str, Any]:
+        """Return the fields of a StepResult with the sums of all ranks' `_own_figures`."""
+        further = 1 if self.run.model.mtp.layers else 0
+        ties = int(sums[0]) if len(sums) > further else None
+        return {"near_ties": ties, "mtp_loss": sums[-1] / label_count if further else None}
 
     @contextmanager
     def _record_span(self, kind: str, micro: int = NONE, of: int = NONE) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from ..plan.layout.schedule_of_run import delay_of
 from ..spec.derived.compiled_layers import has_compiled_layers
 from ..spec.run import Parallel, Run
 from ..spec.sections.lora import Lora
+from ..spec.sections.mtp import Mtp
 
 
 def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
@@ -47,7 +49,8 @@ def compile_layers(module: nn.Module, backend: str = "inductor") -> None:
     """
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers differ in their number alone, by which dropout is keyed
     layers = getattr(module, "layers", None)
-    for each in layers.values() if isinstance(layers, nn.ModuleDict) else [module]:
+    modules: list[Any] = list(getattr(module, "mtp", {}).values())
+    for each in (*layers.values(), *(further.layer for further in modules)) if isinstance(layers, nn.ModuleDict) else [module]:
         each.compile(backend=backend)
 
 
@@ -59,14 +62,14 @@ def build_parts(run: Run, grid: Grid, partition: ParameterPartitioner | None = N
             parts.append(_hf_part(run, grid))
             continue
         shards = {shard.name: shard for shard in grid.position.weight_shards(run, part)}  # tp and ep: this rank's block of each weight
-        tied = ("embedding.weight",) if run.model.tied and part.last and not part.first else ()
+        tied = ("embedding.weight",) if run.model.shares_embedding and part.last and not part.first else ()
         parameters: dict[str, nn.Parameter] = {}
         for shard in shards.values():
             parameters[shard.name] = _parameter(run, shard, grid, tied=shard.name in tied)
             if partition:  # ZeRO-3: frees what other data-parallel ranks keep, before the next parameter is allocated
                 parameters[shard.name] = partition(parameters[shard.name], shard)
         module = build_module(
-            parameters | zero_constants(op_table(run), part.layers, grid.world.device),
+            parameters | zero_constants(op_table(run), part.layers, grid.world.device, last=part.last),
             run,
             tensor_parallel_of(run, grid),  # tp
             cp=context_parallel_of(run, grid),
@@ -98,7 +101,7 @@ def _parameter(run: Run, shard: WeightShard, grid: Grid, *, tied: bool) -> nn.Pa
     """Allocate a weight shard on this rank's device and draw its initial values, the same in every layout."""
     device = grid.world.device
     tensor = torch.empty(shard.size, device=device, dtype=PRECISION_DTYPES[run.train.precision])
-    is_drawn = not run.model.weights or Lora.owns(shard.name)  # no published weights hold LoRA's
+    is_drawn = not run.model.weights or Lora.owns(shard.name) or Mtp.owns(shard.name)  # published weights may lack these
     if is_drawn and device.type != "meta":
         values = initial_values(shard.name, shard.shape, shard.offset, shard.length, run=run, seed=run.train.seed, device=device)
         copy_padded(tensor, values)

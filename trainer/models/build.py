@@ -49,9 +49,10 @@ def build_model(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int
     return module
 
 
-def zero_constants(table: OpTable, layers: range, device: torch.device) -> dict[str, nn.Parameter]:
-    """Return the constants of these layers by logical name, zeros in float32: what training begins from without published weights."""
-    made = ((each.name, torch.zeros(each.shape(table.sizes), device=device)) for each in model_constants(table, layers))
+def zero_constants(table: OpTable, layers: range, device: torch.device, *, last: bool = True) -> dict[str, nn.Parameter]:
+    """Return the constants of these layers by logical name, zeros in float32, with `last` those of the modules behind the head too: what
+    training begins from without published weights."""
+    made = ((each.name, torch.zeros(each.shape(table.sizes), device=device)) for each in model_constants(table, layers, last=last))
     return {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in made}
 
 

@@ -15,6 +15,7 @@ from .mla.ops import LATENT
 from .mla.ops import table as mla
 from .moe.ops import table as moe
 from .ops.fp8 import with_fp8
+from .ops.further_tokens import with_further_tokens
 from .ops.fused_attention_saves import with_fused_attention_saves
 from .ops.head_exchange import with_head_exchange
 from .ops.lora import with_lora
@@ -128,4 +129,4 @@ def op_table(run: Run) -> OpTable:
     """Return the op table of a run's model."""
     table = with_fused_attention_saves(family_of(run.model).table(run.model, run.train), run)
     table = with_lora(with_fp8(table, run), run.model, run.train)
-    return with_loss_chunks(with_head_exchange(table, run), run)
+    return with_further_tokens(with_loss_chunks(with_head_exchange(table, run), run), run)

@@ -192,7 +192,7 @@ def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
     sums = tp_gradient_sums.traffic_rows(context, layout, blocks, kind)
     engine = cost_model(layout.engine)
     states = engine.state_bytes(context, layout, blocks, kind, elements)
-    states = states._replace(weights=states.weights + kind.layers * context.layer_constants)
+    states = states._replace(weights=states.weights + context.constants_of(kind))
     if context.run.checkpoint.in_background:
         states = states._replace(host=states.host._replace(snapshot=snapshot_bytes(context, layout, blocks, kind, elements)))
     return HeldStates(
@@ -223,6 +223,7 @@ def stage_elements(blocks: BlockCosts, kind: StageKind) -> StageElements:
         if here:
             dense += end.dense
             frozen += end.frozen
+            experts += end.experts
     if first and blocks.dense_layer:
         matrices += blocks.first.matrices
     if first and last:
@@ -309,5 +310,9 @@ def _tensors(context: CostContext, kind: StageKind) -> int:
 
 def _trained_tensors(context: CostContext, kind: StageKind) -> int:
     table, dense = context.table, kind.first * context.dense_layers
-    parts = ((kind.first, table.embedding), (dense, table.dense_layer), (kind.layers, table.layer), (kind.last, table.head))
+    modules = table.modules * kind.last
+    parts = (
+        *((kind.first, table.embedding), (dense, table.dense_layer), (kind.layers + modules, table.layer), (kind.last, table.head)),
+        *((modules, table.join), (modules, table.further)),
+    )
     return sum([many * sum([not weight.frozen for weight in block_weights(ops)]) for many, ops in parts if many])

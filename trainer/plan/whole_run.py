@@ -32,7 +32,7 @@ def plan_whole_run(context: CostContext, layout: Layout, seconds: StepSeconds | 
         cost=gpu_hours_cost(run.cluster, total) if total is not None else None,
         checkpoint_bytes=context.trained_parameters * saved_width(context)
         - context.spared_bytes
-        + context.layers * context.layer_constants
+        + (context.layers + context.table.modules) * context.layer_constants
         + errors,
         mfu=flops / (peak * context.world * total) if peak and total else None,
         levels=levels if train.rampup.batches else (),

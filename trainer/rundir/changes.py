@@ -27,6 +27,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("model.vocab_multiple", "free"),        # padding of a rank's slice
     ("model.dropout",        "reported"),
     ("model.aux_loss",       "reported"),        # the weight of an additional loss
+    ("model.mtp.weight",     "reported"),        # the weight of an additional loss
     ("model.router.bias_rate", "reported"),      # how fast, not where
     ("model.",               "refused"),
     ("data.cache",           "free"),
@@ -275,6 +276,7 @@ def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
             for row in fields(model.lora)
             if row.name != "rank"
         },
+        "mtp.weight": model.mtp.weight if model.mtp.layers else None,
         **{f"rope.{row.name}": rope.get(row.name) for row in fields(model.rope)},
         **({} if mixture else dict.fromkeys(("expert_bias", "experts", "top_k", "shared_experts", "aux_loss", "capacity"))),
         **{f"router.{row.name}": getattr(model.router, row.name) if mixture else None for row in fields(model.router)},

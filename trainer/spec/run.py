@@ -15,6 +15,7 @@ from .sections.cluster import Link as Link
 from .sections.cluster import NodeHost as NodeHost
 from .sections.initial_weights import InitialWeights
 from .sections.lora import Lora
+from .sections.mtp import Mtp
 from .sections.optimizer import Optim
 from .sections.rampup import Rampup
 from .sections.rope import Rope
@@ -68,6 +69,7 @@ class Model:
     layer_types: LayerTypes | None = None
     init: InitialWeights = field(default_factory=InitialWeights)
     lora: Lora = field(default_factory=Lora)
+    mtp: Mtp = field(default_factory=Mtp)
     dropout: Below1 = 0.0
     experts: Natural = 0
     top_k: Natural = 0
@@ -84,6 +86,11 @@ class Model:
     def is_trained(self, parameter: str) -> bool:
         """Whether a parameter, by its logical name, is trained: with LoRA only its A and B are."""
         return not self.lora.rank or Lora.owns(parameter)
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last part of the model uses the embedding too: as its head, or for the modules that predict further tokens."""
+        return self.tied or self.mtp.layers > 0
 
     @property
     def rotary_dim(self) -> int:

@@ -16,7 +16,7 @@ from ...spec.run import Run
 from ..engine import STEP_PARTS, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
 from ..rank_parameter import RankParameter
-from ..tied_embedding import share_tied_embedding
+from ..shared_embedding import share_embedding
 from ..torch_optimizer import torch_optimizer
 from .adapter import DeepSpeedAdapter
 from .import_deepspeed import import_deepspeed
@@ -26,8 +26,8 @@ class PipeEngine(DeepSpeedAdapter):
     """A pipeline: each rank trains one part of the model (dualpipev: two), in tensor-parallel shards."""
 
     def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
-        if len(parts) > 1 and run.model.tied:
-            share_tied_embedding(parts[0].module, parts[-1].module)
+        if len(parts) > 1 and run.model.shares_embedding:
+            share_embedding(parts[0].module, parts[-1].module)
         super().__init__(run, parts, grid)
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         self._finite = True  # whether the loss and gradients of the current step are finite
@@ -70,17 +70,19 @@ class PipeEngine(DeepSpeedAdapter):
         modules: list[Any] = [each.module for each in self.parts]
         for each in modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale / self.micros * getattr(self.stepper, "loss_scale", 1.0)
-        total = self.engine.train_step(PipelineStep(read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter))
+        losses = self._losses(self.engine.train_step(PipelineStep(read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter)))
         if self.grid.coordinate("tp"):  # all ranks of a tensor-parallel group compute the same loss
-            total.zero_()
+            losses.zero_()
         with self._record_span("sync"):
-            dist.all_reduce(total)
+            dist.all_reduce(losses)
+        means: list[float] = (losses / label_count).tolist()
         norm = self.engine.get_global_grad_norm() if self.engine.norm is None else self.engine.norm
         return StepResult(
-            loss=total.item() / label_count,
+            loss=means[0],
             grad_norm=float(norm),
             skipped=self.skipped_steps > skipped,
             near_ties=self._near_ties(),
+            mtp_loss=means[1] if len(means) > 1 else None,
         )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
@@ -103,9 +105,9 @@ class PipeEngine(DeepSpeedAdapter):
             self._finite = self._is_finite(self.engine.total)
 
     def _sum_tied_gradients(self) -> None:
-        """Sum a tied weight's gradients of the first stage (the embedding's) and of the last (the head's): both step with the sum."""
+        """Sum the embedding's gradients of the first stage and of the last, which has a copy: both step with the sum."""
         group = self.grid.group("ends")
-        if group is None or not self.run.model.tied or len(self.parts) > 1:
+        if group is None or not self.run.model.shares_embedding or len(self.parts) > 1:
             return
         for each in self._summed_gradients([row for row in self.parameters if row.name == "embedding.weight"]):
             all_reduce(each, group)

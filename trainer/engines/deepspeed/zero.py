@@ -135,15 +135,18 @@ class ZeroEngine(DeepSpeedAdapter):
                 self.engine.clip_fp32_gradients = partial(clip, self.module.parameters(), norm, self.run.train.clip)
             with self._measure_time("step", "step"), self._optimizer_step(skip=not finite):
                 self.engine.step()
+        losses = self._losses(total)
         if group := self.grid.group("data"):
             with self._record_span("sync"):
-                dist.all_reduce(total, group=group.handle)
+                dist.all_reduce(losses, group=group.handle)
+        means: list[float] = (losses / label_count).tolist()
         grad_norm = self.engine.get_global_grad_norm() if norm is None else norm
         return StepResult(
-            loss=total.item() / label_count,
+            loss=means[0],
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=self.skipped_steps > skipped,
             near_ties=self._near_ties(),
+            mtp_loss=means[1] if len(means) > 1 else None,
         )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:

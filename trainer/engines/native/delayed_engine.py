@@ -134,13 +134,9 @@ class DelayedEngine(NativeEngine, PassHooks):
         return own
 
     def _send_result(self, step: OpenStep, total: Tensor) -> None:
-        """Begin to sum a step's figures over all ranks: its loss, the mean square of its updates' gradients, near ties where they are
-        counted."""
+        """Begin to sum a step's figures over all ranks: its loss, the mean square of its updates' gradients, its other figures."""
         own = torch.zeros((), dtype=torch.float64, device=total.device)
-        figures = [own if self.grid.coordinate("tp") else total.double(), step.squares / self._updates]
-        near_ties = self._own_near_ties()
-        if near_ties is not None:
-            figures.append(near_ties.double())
+        figures = [own if self.grid.coordinate("tp") else total.double(), step.squares / self._updates, *self._own_figures()]
         step.sums = torch.stack(figures)
         step.work = dist.all_reduce(step.sums, group=self._all, async_op=True)
 
@@ -149,11 +145,12 @@ class DelayedEngine(NativeEngine, PassHooks):
         step = self._open.pop(min(self._open))
         assert step.sums is not None
         step.work.wait()
-        loss, square, *near_ties = step.sums.tolist()
+        loss, square, *others = step.sums.tolist()
         skipped = not (square < torch.inf and abs(loss) < torch.inf)  # nan is neither
         self.skipped_steps += skipped
         norm = square**0.5 if square == square else square
-        return StepResult(loss=loss / step.label_count, grad_norm=norm, skipped=skipped, near_ties=int(near_ties[0]) if near_ties else None)
+        figures = self._named_figures(others, step.label_count)
+        return StepResult(loss=loss / step.label_count, grad_norm=norm, skipped=skipped, **figures)
 
     def _pass_hooks(self) -> PassHooks:
         return self

@@ -27,7 +27,7 @@ from ..clipping import clip_divisor
 from ..engine import STEP_PARTS, Engine, ParameterPartitioner, ReadMicrobatch, ReadShard, StepResult
 from ..held_bytes import ByteCounter
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
-from ..tied_embedding import share_tied_embedding
+from ..shared_embedding import further_uses, share_embedding
 from .bucket_optimizer import BucketOptimizer
 from .compute_types import compute_types
 from .data_parallel.bucket_reducer import BucketReducer
@@ -56,8 +56,8 @@ class NativeEngine(Engine):
     loss_scale_fields = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
     def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
-        if len(parts) > 1 and run.model.tied:
-            share_tied_embedding(parts[0].module, parts[-1].module)
+        if len(parts) > 1 and run.model.shares_embedding:
+            share_embedding(parts[0].module, parts[-1].module)
         self.scale = LossScale() if run.train.precision == "fp16" else None
         self.modules = tuple(each.module for each in parts)
         self._types = compute_types(run)
@@ -100,7 +100,7 @@ class NativeEngine(Engine):
     ) -> StepResult | None:
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         total = self._run_passes(read_microbatch, label_count, byte_counter)
-        return self._take_step(total, self._own_near_ties(), lr, label_count)
+        return self._take_step(total, self._own_figures(), lr, label_count)
 
     def _run_passes(self, read_microbatch: ReadMicrobatch, label_count: int, byte_counter: ByteCounter | None) -> Tensor:
         """Run a step's forwards and backwards, and the sums of gradients up to the data axis's. Return the sum of this rank's losses."""
@@ -125,14 +125,14 @@ class NativeEngine(Engine):
             self.reducer.send_late()
         return total
 
-    def _take_step(self, total: Tensor, near_ties: Tensor | None, lr: float, label_count: int) -> StepResult:
-        """Finish the data axis's sums of a step's gradients, and step the weights with them. `total` and `near_ties` are this rank's."""
+    def _take_step(self, total: Tensor, figures: Tensor, lr: float, label_count: int) -> StepResult:
+        """Finish the data axis's sums of a step's gradients, and step the weights with them. `total` and `figures` are this rank's."""
         self.bucket_optimizer.set_rate(lr)
         with self._measure_time("sums", "sum"):
             self.reducer.finish()
             squares = counted_squares(self.buckets, total.device)
         with self._measure_time("sums", "sync"):
-            sums = self._sum_over_ranks(total, squares, near_ties)
+            sums = self._sum_over_ranks(total, squares, figures)
         self._call_show_gradients()
         with self._measure_time("step", "step"):
             most_loss, most_norm = self.limits.loss * label_count, self.limits.grad_norm
@@ -141,14 +141,14 @@ class NativeEngine(Engine):
             is_taken = is_finite & (sums[0] <= most_loss) & (sums[1] <= most_norm)
             self._step_optimizer(squares.sqrt() / self.backward_scale if self.together else sums[1], is_taken)
             self._alone = self.together is not None
-            loss, norm, *ties = sums.tolist()
+            loss, norm, *others = sums.tolist()
             overflow = not (norm < torch.inf and abs(loss) < torch.inf)  # nan is neither
             beyond = not overflow and (loss > most_loss or norm > most_norm)
             self.skipped_steps += overflow or beyond
             if self.scale:
                 self.scale.update(overflow=overflow)
-        skipped, near = overflow or beyond, int(ties[0]) if ties else None
-        return StepResult(loss=loss / label_count, grad_norm=norm, skipped=skipped, beyond_limits=beyond, near_ties=near)
+        named, skipped = self._named_figures(others, label_count), overflow or beyond
+        return StepResult(loss=loss / label_count, grad_norm=norm, skipped=skipped, beyond_limits=beyond, **named)
 
     def step_together(self) -> None:
         if self.together is not None:
@@ -232,16 +232,14 @@ class NativeEngine(Engine):
         divisor = (clip_divisor(norm, clip) if clip else torch.ones_like(norm)) * self.backward_scale
         self.bucket_optimizer.step(divisor, is_finite, scales=bool(clip or self.scale))
 
-    def _sum_over_ranks(self, total: Tensor, squares: Tensor, near_ties: Tensor | None) -> Tensor:
-        """Return the sums over all ranks of the loss, of the squares of the gradients, and of near ties where they are counted, in one
-        message. Each figure is added by the first of the ranks that have it. Where workers step alone, the mean of their squares is
+    def _sum_over_ranks(self, total: Tensor, squares: Tensor, others: Tensor) -> Tensor:
+        """Return the sums over all ranks of the loss, of the squares of the gradients, and of the other figures of a step, in one message.
+        Each figure is added by the first of the ranks that have it. Where workers step alone, the mean of their squares is
         returned, and `squares` becomes the sum over this rank's worker, by which it clips."""
         own = torch.zeros((), dtype=torch.float64, device=total.device)
-        figures = [own if self.grid.coordinate("tp") else total.double(), squares / self._workers]
+        figures = [own if self.grid.coordinate("tp") else total.double(), squares / self._workers, *others]
         if worker := self.grid.group("worker"):
             all_reduce(squares, worker)
-        if near_ties is not None:
-            figures.append(near_ties.double())
         sums = torch.stack(figures)
         if self.grid.world.size > 1:
             dist.all_reduce(sums)
@@ -253,9 +251,9 @@ class NativeEngine(Engine):
             yield self._bucket_of[row.parameter].own_gradient(row.parameter)
 
     def _sum_tied_gradients(self) -> None:
-        """Sum a tied weight's gradients of the first stage (the embedding's) and of the last (the head's): both step with the sum."""
+        """Sum the embedding's gradients of the first stage and of the last, which has a copy: both step with the sum."""
         group = self.grid.group("ends")
-        if group is None or not self.run.model.tied or len(self._owned) < len(self.parameters):
+        if group is None or not self.run.model.shares_embedding or len(self._owned) < len(self.parameters):
             return
         for row in self._owned:
             if is_tied_over_stages(self.run, self.grid.position.mesh, row.name):
@@ -308,6 +306,8 @@ class NativeEngine(Engine):
             if each.levels and each.gradients is not None:
                 each.rounds = HierarchicalSum(each.gradients, *each.levels)
         uses = Counter(parameter for module in self.modules for parameter in module.parameters())
+        if self._defers_weight_gradients:
+            uses += further_uses(run, self.modules[-1])
         reducer = BucketReducer(made, uses, overlap=run.parallel.overlap.data)
         for row in (row for bucket in made if reducer.needs_hooks(bucket) for row in bucket.rows):
             row.parameter.register_post_accumulate_grad_hook(reducer.take_gradient)  # type: ignore[no-untyped-call]

@@ -20,12 +20,12 @@ from .engine import NativeEngine
 
 
 class UnusedStep(NamedTuple):
-    """A step whose gradients have not been used: its rate, its labels, its loss and near ties on this rank, the sum of each bucket."""
+    """A step whose gradients have not been used: its rate, its labels, its loss and other figures on this rank, the sum of each bucket."""
 
     lr: float
     label_count: int
     total: Tensor
-    near_ties: Tensor | None
+    figures: Tensor
     sums: list[SumUnderWay]
 
 
@@ -49,7 +49,7 @@ class StaleEngine(NativeEngine):
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         total = self._run_passes(read_microbatch, label_count, byte_counter)
         sums = [each.set_sum_aside() for each in self.buckets]
-        self._unused.append(UnusedStep(lr, label_count, total, self._own_near_ties(), sums))
+        self._unused.append(UnusedStep(lr, label_count, total, self._own_figures(), sums))
         return self._use_oldest() if len(self._unused) > self.late_steps else None
 
     def flush(self) -> list[StepResult]:
@@ -59,7 +59,7 @@ class StaleEngine(NativeEngine):
         step = self._unused.popleft()
         for bucket, each in zip(self.buckets, step.sums, strict=True):
             bucket.take_sum_back(each)
-        return self._take_step(step.total, step.near_ties, step.lr, step.label_count)
+        return self._take_step(step.total, step.figures, step.lr, step.label_count)
 
     def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super()._held_tensors()

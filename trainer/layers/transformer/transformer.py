@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...spec.derived.document_kernel import gathers_in_graphs, widest_head
 from ...spec.run import Run
+from ..add_gradient import add_gradient
 from ..counter_rng import DropoutKeys
 from ..cross_entropy import IGNORED, cross_entropy
 from ..dropout import Dropout
@@ -27,6 +28,7 @@ from .document_attention import takes_documents
 from .document_bounds import DocumentBounds
 from .embedding_and_head import Embedding, LMHead, VocabEmbedding
 from .feed_forward import FeedForward
+from .further_tokens import FurtherTokenModule
 from .rotary import local_rotary, rotary_angles
 
 # B batch, S sequence, H hidden, D head_dim, V vocabulary; under context parallelism S are this rank's tokens
@@ -144,15 +146,24 @@ class Transformer(nn.Module):
                 for index in (range(model.layers) if layers is None else layers)
             }
         )
-        if run.train.precision == "fp8":
-            for linear in (each for each in self.layers.modules() if isinstance(each, Linear)):
-                linear.in_fp8 = True
         if last:
-            if model.tied and not first:  # the head's own copy of the embedding, by the embedding's name
+            if model.shares_embedding and not first:  # this part's own copy of the embedding, by the embedding's name
                 self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
             self.norm = make_norm(model, sub_parameters(parameters, "norm"))
             head, chunks = sub_parameters(parameters, "embedding" if model.tied else "head"), run.train.loss_chunks
             self.head = LMHead(head, tp, tied=model.tied, vocab=model.vocab, loss_chunks=chunks, z_loss=run.train.z_loss)
+            self.mtp = nn.ModuleDict({str(index): self._make_module(parameters, run, index) for index in range(model.mtp.layers)})
+            self.further_losses: list[Tensor] = []  # mean of the modules' sums, of all training forwards since the engine last took them
+        if run.train.precision == "fp8":
+            further: list[Any] = list(self.mtp.values()) if last else []
+            within = [*self.layers.values(), *(each.layer for each in further)]
+            for linear in (each for layer in within for each in layer.modules() if isinstance(each, Linear)):
+                linear.in_fp8 = True
+
+    def _make_module(self, parameters: Parameters, run: Run, index: int) -> FurtherTokenModule:
+        """Make the module that predicts the token index + 2 further on; dropout knows its layer by the number behind those of the model."""
+        own = sub_parameters(parameters, f"mtp.{index}")
+        return FurtherTokenModule(own, run.model, self.make_layer(sub_parameters(own, "layer"), run, run.model.layers + index))
 
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
         """Make layer number `index`; a family overrides this to have layers of its own."""
@@ -167,6 +178,7 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         bounds: DocumentBounds | None = None,
         keys: DropoutKeys | None = None,
+        further: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (sum of the losses, number of labels that count) of tokens [B, S] and labels [B, S]; -100 labels do not count.
 
@@ -174,15 +186,40 @@ class Transformer(nn.Module):
         states in place of the loss. `documents` [B, whole sequence] marks each token's document by any number that changes from one
         document to the next: attention and learned positions stay inside a document. Attention's kernel reads their `bounds`; without
         bounds, or where no kernel takes them, it reads a mask. `keys` are those of the whole sequence's tokens; without them there is no
-        dropout.
+        dropout. `further` [D, 2, B, S] are the tokens and labels of the modules that predict further tokens: their losses are in the
+        gradients, not in the loss that is returned. Without them those modules do nothing.
         """
-        x = self.hidden_states(tokens, documents, keys, stream, bounds)
+        inputs = self._layer_inputs(tokens, documents, bounds, keys)
+        x = self._hidden_states(tokens, inputs, stream)
         count = (labels != IGNORED).sum()
         if not self.last:
             return x, count
+        loss = self._head_loss(x, labels)
+        if self.mtp and further is not None:
+            loss = self._add_further_losses(loss, x, further, inputs)
+        return loss, count
+
+    def _head_loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum of the losses of hidden states x [B, S, H]."""
         if self.head.loss_chunks > 1:
-            return self.head(x, labels), count
-        return cross_entropy(self.head(x), labels, self.model.vocab, self.tp, z_loss=self.head.z_loss), count  # of logits [B, S, V]
+            chunked: Tensor = self.head(x, labels)
+            return chunked
+        return cross_entropy(self.head(x), labels, self.model.vocab, self.tp, z_loss=self.head.z_loss)  # of logits [B, S, V]
+
+    def _add_further_losses(self, loss: Tensor, x: Tensor, further: Tensor, inputs: LayerInputs) -> Tensor:
+        """Return the loss, with whose gradient comes that of `model.mtp.weight` times the mean of the modules' losses."""
+        losses = []
+        for name, (tokens, labels) in zip(self.mtp, further, strict=True):
+            x, others = self.mtp[name](x, self.embedding(tokens), lambda layer, joined: self.run_layer(layer, joined, inputs))
+            self.take_outputs(f"mtp.{name}.layer", others)
+            losses.append(self._head_loss(x, labels))
+        mean = torch.stack(losses).mean()
+        if self.training:
+            self.further_losses.append(mean.detach())
+        return add_gradient(loss, mean * self.model.mtp.weight)
+
+    def take_outputs(self, layer: str, outputs: tuple[Tensor | None, ...]) -> None:
+        """Take what a layer, by its logical name, returned besides the hidden states: here there is nothing."""
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, S, V] of the token after each of `tokens`, without vocabulary padding; for a whole model."""
@@ -202,7 +239,9 @@ class Transformer(nn.Module):
         bounds: DocumentBounds | None = None,
     ) -> Tensor:
         """Return the hidden states [B, S, H] after the layers and, in the last part, the final norm."""
-        inputs = self._layer_inputs(tokens, documents, bounds, keys)
+        return self._hidden_states(tokens, self._layer_inputs(tokens, documents, bounds, keys), stream)
+
+    def _hidden_states(self, tokens: Tensor, inputs: LayerInputs, stream: Tensor | None) -> Tensor:
         x = self._embed(tokens, inputs) if stream is None else stream
         x = self.run_layers(x, inputs)
         return self.norm(x) if self.last else x

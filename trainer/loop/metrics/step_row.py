@@ -24,6 +24,8 @@ def step_row(progress: TrainProgress, result: StepResult, lr: float, meter: Thro
     }
     if result.near_ties is not None:
         row["near_ties"] = result.near_ties
+    if result.mtp_loss is not None:
+        row["mtp_loss"] = finite_or_none(result.mtp_loss)
     return row | meter.row()
 
 
@@ -37,6 +39,8 @@ def console_line(row: Row, last: int) -> str:
     parts = [f"step {row['step']:>{len(str(last))}}/{last}"]
     if row.get("loss") is not None:
         parts.append(f"loss {row['loss']:.4f}")
+    if row.get("mtp_loss") is not None:
+        parts.append(f"mtp {row['mtp_loss']:.4f}")
     if row.get("validation_loss") is not None:
         parts.append(f"validation {row['validation_loss']:.4f}")
     if row.get("grad_norm") is not None:

@@ -28,12 +28,13 @@ from ...models.build import build_model, load_weights, merged_weights, named_con
 from ...models.families import FAMILIES, family_of, is_made_by_transformers
 from ...models.hf.module import CausalLM, write_causal_lm
 from ...models.hf_format.config import read_hf_config
-from ...models.hf_format.names import hf_model_type
+from ...models.hf_format.names import has_module_tensors, hf_model_type
 from ...models.hf_format.weights import generation_config, read_hf_weights, write_hf_folder, write_json
 from ...models.ops.lora import without_lora
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Model, Run
+from ...spec.sections.mtp import Mtp
 from .exit_status import run_verb, write_stdout
 from .export_tokenizer import run_tokenizer, write_tokenizer
 from .load_run import load_model, load_saved_run
@@ -69,10 +70,11 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
     tokenizer = run_tokenizer(run)
     with _new_folder(destination) as new_folder:
         _write_model(module, run, new_folder, PRECISION_DTYPES[dtype], tokenizer.special)
-        remarks = [*tokenizer.remarks, *write_tokenizer(run, tokenizer, new_folder)]
+        remarks = [*_modules_left_out(run), *tokenizer.remarks, *write_tokenizer(run, tokenizer, new_folder)]
         check = _check_logits(module, run, new_folder, dtype)
         files = sorted(each.name for each in new_folder.iterdir())
-    count = sum(each.numel() for _, each in named_weights(module, run))
+    left_out = bool(_modules_left_out(run))
+    count = sum(each.numel() for name, each in named_weights(module, run) if not (left_out and Mtp.owns(name)))
     lines = [
         f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {check}",
         *remarks,
@@ -101,6 +103,13 @@ def _write_model(module: Transformer | CausalLM, run: Run, folder: Path, dtype: 
         constants = dict(named_constants(module))  # in float32, as transformers keeps them
         weights = ((name, each if name in constants else each.to(dtype)) for name, each in named_weights(module, run))
         write_hf_folder(weights, run, folder, special=special)
+
+
+def _modules_left_out(run: Run) -> list[str]:
+    """Say which weights the folder lacks."""
+    if is_made_by_transformers(run.model) or not run.model.mtp.layers or has_module_tensors(run):
+        return []
+    return [f"left out: model.mtp.layers={run.model.mtp.layers}, for which {hf_model_type(run)} of transformers has no names"]
 
 
 def _next_command(destination: Path, *, has_tokenizer: bool) -> str:

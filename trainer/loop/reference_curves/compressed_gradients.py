@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...layers.counter_rng import dropout_keys, normal_block
 from ...layers.cross_entropy import IGNORED
+from ...layers.transformer.further_tokens import further_arguments
 from ...plan.axes.low_rank import compressed_stack
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.mesh_position import mesh_position
@@ -119,7 +120,8 @@ def simulated_blocks(run: Run) -> list[SimulatedBlock]:
 def _loss_sum(run: Run, module: nn.Module, batch: Batch, step: int) -> Tensor:
     """Return the sum of the losses of a rank's batch."""
     keys = dropout_keys(run.train.seed, step, batch.samples, torch.arange(run.train.seq)) if run.model.dropout else None
-    total: Tensor = module(batch.tokens, batch.labels, documents=batch.documents, keys=keys)[0]
+    further = further_arguments(run.model, batch.tokens, batch.labels, batch.documents)
+    total: Tensor = module(batch.tokens, batch.labels, documents=batch.documents, keys=keys, **further)[0]
     return total
 
 

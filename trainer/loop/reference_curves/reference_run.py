@@ -18,6 +18,7 @@ from torch.func import functional_call
 from ...layers.counter_rng import dropout_keys
 from ...layers.cross_entropy import IGNORED
 from ...layers.stochastic_rounding import column_words, random_words, rounded, row_words, tensor_key
+from ...layers.transformer.further_tokens import further_arguments
 from ...models.build import build_model, named_constants
 from ...rundir.changes import moment_kinds
 from ...spec.run import Parallel, Run
@@ -88,11 +89,14 @@ def read_batches(run: Run, split: Any) -> Batches:
 
 
 def mean_loss(run: Run, module: nn.Module, weights: Weights, batch: Batch, step: int | None) -> Tensor:
-    """Return the mean loss over a batch's labels; without a step there is no dropout."""
+    """Return the mean loss over a batch's labels; without a step there is no dropout, and no further token."""
     keys = None
     if run.model.dropout and step is not None:
         keys = dropout_keys(run.train.seed, step, batch.samples, torch.arange(run.train.seq))
-    total, labels = functional_call(module, dict(weights), (batch.tokens, batch.labels), {"documents": batch.documents, "keys": keys})
+    given: dict[str, Any] = {"documents": batch.documents, "keys": keys}
+    if step is not None:
+        given |= further_arguments(run.model, batch.tokens, batch.labels, batch.documents)
+    total, labels = functional_call(module, dict(weights), (batch.tokens, batch.labels), given)
     assert int(labels) == int((batch.labels != IGNORED).sum())
     loss: Tensor = total / labels
     return loss

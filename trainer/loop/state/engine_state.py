@@ -79,7 +79,7 @@ def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
 
 def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress) -> None:
     """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that. LoRA's own
-    weights keep their initial values.
+    weights keep their initial values, and so do modules for further tokens that the folder lacks.
 
     Files are memory-mapped: each rank reads only its own slices. Raises Unreadable where they hold another model.
     """
@@ -95,4 +95,5 @@ def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgres
 
     engine.restore(partial(read_range, read=read), UNTRAINED, there.__contains__)
     for name, constant in engine.constants():
-        constant.copy_(there[name])
+        if name in there:  # a module that the folder lacks has zeros
+            constant.copy_(there[name])

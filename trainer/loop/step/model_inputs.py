@@ -12,6 +12,7 @@ from torch import Tensor
 from ...layers.counter_rng import dropout_keys
 from ...layers.cross_entropy import IGNORED
 from ...layers.transformer.document_bounds import document_bounds
+from ...layers.transformer.further_tokens import further_arguments
 from ...models.families import has_experts
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import context_parallel_of
@@ -20,7 +21,8 @@ from ..data.samples.batches import Batch
 
 
 def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return tokens, labels and keyword arguments of a model's forward, on the rank's device; without a step there is no dropout.
+    """Return tokens, labels and keyword arguments of a model's forward, on the rank's device; without a step there is no dropout,
+    and no module predicts further tokens.
 
     Under context parallelism tokens and labels are this rank's part of the sequence. Documents and dropout keys stay whole: attention
     may need those of other ranks' tokens. So do the labels that an auxiliary loss of experts weighs each sequence by.
@@ -35,6 +37,10 @@ def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[
         further["keys"] = dropout_keys(run.train.seed, step, batch.samples.to(device), torch.arange(seq, device=device))
     if context is not None and has_experts(run.model) and run.model.aux_loss:
         further["label_counts"] = (batch.labels != IGNORED).sum(1).to(device, non_blocking=True)
+    if step is not None and (shifted := further_arguments(run.model, batch.tokens, batch.labels, batch.documents)):
+        rows = shifted["further"]
+        own = rows if context is None else context.shard(rows.flatten(0, 2)).view(*rows.shape[:3], -1)
+        further["further"] = own.to(device, non_blocking=True)
     tokens, labels = (each if context is None else context.shard(each) for each in (batch.tokens, batch.labels))
     return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True), further
 

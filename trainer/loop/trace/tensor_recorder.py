@@ -47,7 +47,7 @@ class Recorder:
             current = _CurrentMicrobatch()
             hooks += [module.register_forward_pre_hook(current.begin), module.register_forward_hook(current.end)]
             for name, part in module.named_modules():
-                if is_traced(name, part):
+                if is_traced(name, part) and (name != "embedding" or module.first):  # another part has a copy for further tokens
                     hooks.append(part.register_forward_hook(partial(self._on_output, current, name)))
         try:
             yield
@@ -56,8 +56,9 @@ class Recorder:
                 hook.remove()
 
     def _on_output(self, current: _CurrentMicrobatch, name: str, module: nn.Module, given: Any, output: Any) -> None:
-        if not current.in_forward:  # a recomputation in backward
+        if not current.in_forward or name in current.recorded:  # a recomputation in backward; a use for further tokens
             return
+        current.recorded.add(name)
         tensor = output[0] if isinstance(output, tuple) else output
         if not tensor.dim():  # the loss, of a head that returns no logits
             return
@@ -80,9 +81,11 @@ class _CurrentMicrobatch:
 
     def __init__(self) -> None:
         self.micro, self.in_forward = -1, False
+        self.recorded: set[str] = set()  # modules in this micro-batch
 
     def begin(self, *_: Any) -> None:
         self.micro, self.in_forward = self.micro + 1, True
+        self.recorded.clear()
 
     def end(self, *_: Any) -> None:
         self.in_forward = False

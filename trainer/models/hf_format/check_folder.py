@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
     tensors, table = tensors_of(run), op_table(without_lora(run))
     layers = range(run.model.layers)
     ours = {each.name: each.shape(table.sizes) for each in (*model_parameters(table, layers), *model_constants(table, layers))}
+    missing = [f"mtp.{index}." for index in range(run.model.mtp.layers) if not _holds_module(index, tensors, shapes)]
+    ours = {name: shape for name, shape in ours.items() if not name.startswith(tuple(missing))}
     weights = tuple(
         FolderWeight(name=name, shape=shape, tensor=tensor, columns=columns_in_tensor(name, tensor, ours, run.model.heads))
         for name, shape in ours.items()
@@ -60,6 +62,12 @@ def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
     if problems:
         raise Unreadable(problems)
     return weights
+
+
+def _holds_module(index: int, tensors: Mapping[str, HfTensor], shapes: Container[str]) -> bool:
+    """Whether files that hold these names have a module that predicts a further token."""
+    join = tensors.get(f"mtp.{index}.join")
+    return join is not None and f"{join.name}.weight" in shapes
 
 
 def check_same_config(folder: Path, run: Run) -> None:

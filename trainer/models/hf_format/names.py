@@ -125,7 +125,14 @@ QUERY_LATENT_TENSORS = {
     "attention.query_latent_norm": HfTensor("model.layers.#.self_attn.q_a_layernorm"),
     "attention.query":             HfTensor("model.layers.#.self_attn.q_b_proj",           transposed=True),
 }
+MODULE_TENSORS = {
+    "embedding_norm":              HfTensor("model.layers.#.enorm"),
+    "hidden_norm":                 HfTensor("model.layers.#.hnorm"),
+    "join":                        HfTensor("model.layers.#.eh_proj",                      transposed=True),
+    "norm":                        HfTensor("model.layers.#.shared_head.norm"),
+}
 # fmt: on
+HAVE_MODULES = ("deepseek_v3", "glm4_moe")  # whose files hold modules that predict further tokens, as layers behind the model's
 HF_TENSORS = {
     "gpt2": GPT2_TENSORS,
     "llama": LLAMA_TENSORS,
@@ -147,8 +154,36 @@ HF_TENSORS = {
 
 def tensors_of(run: Run) -> Mapping[str, HfTensor]:
     """Return the tensor of each layer of a run's model by the layer's name; raises Unreadable where transformers has no such model."""
-    tensors = HF_TENSORS[hf_model_type(run)]
-    return tensors | QUERY_LATENT_TENSORS if run.model.q_lora_rank and run.model.family == "mla" else tensors
+    model_type = hf_model_type(run)
+    tensors = HF_TENSORS[model_type]
+    tensors = tensors | QUERY_LATENT_TENSORS if run.model.q_lora_rank and run.model.family == "mla" else tensors
+    modules = run.model.mtp.layers if model_type in HAVE_MODULES else 0
+    return tensors | {
+        name: tensor for index in range(modules) for name, tensor in _module_tensors(tensors, index, run.model.layers + index)
+    }
+
+
+def _module_tensors(tensors: Mapping[str, HfTensor], index: int, layer: int) -> Iterator[tuple[str, HfTensor]]:
+    """Yield the tensors of a module that predicts a further token, whose folder has it as layer number `layer`."""
+    for name, tensor in MODULE_TENSORS.items():
+        yield f"mtp.{index}.{name}", replace(tensor, name=tensor.name.replace("#", str(layer)))
+    for name, tensor in tensors.items():
+        if "#" in tensor.name:
+            beside = tuple(f"mtp.{index}.layer.{each}" for each in tensor.beside)
+            yield f"mtp.{index}.layer.{name}", replace(tensor, name=tensor.name.replace("#", str(layer)), beside=beside)
+
+
+def has_module_tensors(run: Run) -> bool:
+    """Whether Hugging Face's files of a run's model hold the modules that predict further tokens."""
+    return run.model.mtp.layers > 0 and hf_model_type(run) in HAVE_MODULES
+
+
+def copies_in_modules(weight: str, run: Run) -> list[str]:
+    """Return the names of the copies of one of our weights that each module has in a folder: of the embedding, and of the head."""
+    layers = [f"model.layers.{run.model.layers + index}" for index in range(run.model.mtp.layers)] if has_module_tensors(run) else []
+    of_embedding = [f"{each}.embed_tokens.weight" for each in layers] if weight == "embedding.weight" else []
+    is_head = weight == ("embedding.weight" if run.model.tied else "head.weight")
+    return of_embedding + [f"{each}.shared_head.head.weight" for each in layers if is_head]
 
 
 def hf_tensor(weight: str, tensors: Mapping[str, HfTensor]) -> HfTensor:

@@ -15,10 +15,21 @@ from torch import Tensor
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
+from ...spec.sections.mtp import Mtp
 from .check_folder import INDEX, WHOLE, check_folder, weight_files
 from .config_kinds import CONFIG_KINDS
 from .dense_layers import write_dense_layers
-from .names import Columns, HfTensor, architecture_keys, expert_tensors, hf_model_type, hf_tensor, tensors_of
+from .names import (
+    Columns,
+    HfTensor,
+    architecture_keys,
+    copies_in_modules,
+    expert_tensors,
+    has_module_tensors,
+    hf_model_type,
+    hf_tensor,
+    tensors_of,
+)
 from .rope import write_rope
 from .window import write_window
 
@@ -28,7 +39,8 @@ TEMPERATURE = 0.8  # the default of `distrain generate`
 
 
 def read_hf_weights(folder: str | Path, run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight and constant of a run's model by logical name, in its logical shape, reading one at a time.
+    """Yield each weight and constant of a run's model by logical name, in its logical shape, reading one at a time; of modules that predict
+    further tokens, those that the folder holds.
 
     Raises Unreadable, before the first, with every difference between the folder and the model.
     """
@@ -96,13 +108,17 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _hf_tensors(weights: Iterable[tuple[str, Tensor]], model_type: str, run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face's names and tensors. In some of them several of our weights lie side by side, and in GPT-2 a bias that our model
-    lacks is 0."""
+    """Yield Hugging Face's names and tensors; those of modules that predict further tokens where its model_type has them. In some of them
+    several of our weights lie side by side, and in GPT-2 a bias that our model lacks is 0."""
     parts: dict[str, dict[int, Tensor]] = {}
     tensors = tensors_of(run)
     for name, weight in weights:
+        if Mtp.owns(name) and not has_module_tensors(run):
+            continue
         tensor = hf_tensor(name, tensors)
         whole = weight.detach().cpu()
+        for copied in copies_in_modules(name, run):
+            yield copied, (whole.t() if name == "head.weight" else whole).clone(memory_format=torch.contiguous_format)
         if tensor.beside:
             held = parts.setdefault(tensor.name, {})
             held[tensor.place] = whole
@@ -146,7 +162,8 @@ def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
         config |= write_window(run.model, kind.window)
     if kind.dense:
         config |= write_dense_layers(run.model.dense_layers, ours["ffn"], kind.dense)
-    return {**config, kind.act: act, **sizes, **kind.written}
+    modules = {"num_nextn_predict_layers": run.model.mtp.layers} if has_module_tensors(run) else {}
+    return {**config, kind.act: act, **sizes, **kind.written, **modules}
 
 
 def generation_config(run: Run, special: Mapping[str, int | None]) -> dict[str, object]:

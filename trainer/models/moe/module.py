@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...layers.add_gradient import add_gradient
 from ...layers.counter_rng import DropoutKeys
 from ...layers.cross_entropy import IGNORED
 from ...layers.dtypes import at_least_float32
@@ -162,6 +163,7 @@ class MoETransformer(Transformer):
         documents: Tensor | None = None,
         bounds: DocumentBounds | None = None,
         keys: DropoutKeys | None = None,
+        further: Tensor | None = None,
         label_counts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Transformer.forward`; under context parallelism `label_counts` [B] are the labels of each whole sequence.
@@ -169,13 +171,14 @@ class MoETransformer(Transformer):
         The gradient is of the sum of losses plus aux_loss times the sum, over sequences, of the routing imbalance summed over layers times
         the sequence's labels that count: over labels, the mean of each.
         """
-        out, count = super().forward(tokens, labels, stream=stream, documents=documents, bounds=bounds, keys=keys)
+        given: dict[str, Any] = {"stream": stream, "documents": documents, "bounds": bounds, "keys": keys, "further": further}
+        out, count = super().forward(tokens, labels, **given)
         imbalances, self.imbalances = self.imbalances, []
         if imbalances:
             ranks = self.tp.group.size if self.tp else 1  # each computes all of it, and their gradients add up
             counts = (labels != IGNORED).sum(1) if label_counts is None else label_counts
             aux_loss = (torch.stack(imbalances).sum(0) * counts).sum() * (self.model.aux_loss / ranks)
-            out = _AddGradient.apply(out, aux_loss, None if self.last else self.loss_gradient)  # type: ignore[no-untyped-call]
+            out = add_gradient(out, aux_loss, None if self.last else self.loss_gradient)
         return out, count
 
     def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
@@ -184,27 +187,16 @@ class MoETransformer(Transformer):
             if not isinstance(layer, MoELayer):
                 x = self.run_layer(layer, x, inputs)
                 continue
-            x, imbalances, near_ties, load = self.run_layer(layer, x, inputs)
-            if self.training:
-                self.near_ties.append(near_ties)
-                if load is not None:
-                    self.loads[name] = self.loads.get(name, 0) + load
-            if imbalances is not None:
-                self.imbalances.append(imbalances)
+            x, *outputs = self.run_layer(layer, x, inputs)
+            self.take_outputs(f"layers.{name}", tuple(outputs))
         return x
 
-
-class _AddGradient(torch.autograd.Function):
-    """Return the loss, or a part's hidden states, unchanged; backward also gives the auxiliary loss the gradient of the loss, or
-    `loss_gradient` where that is not None."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, aux_loss: Tensor, loss_gradient: float | None) -> Tensor:
-        ctx.loss_gradient, ctx.dtype = loss_gradient, aux_loss.dtype
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        given = ctx.loss_gradient
-        aux_grad = grad.to(ctx.dtype) if given is None else grad.new_full((), given, dtype=ctx.dtype)
-        return grad, aux_grad, None
+    def take_outputs(self, layer: str, outputs: tuple[Tensor | None, ...]) -> None:
+        imbalances, near_ties, load = outputs
+        if self.training:
+            assert near_ties is not None
+            self.near_ties.append(near_ties)
+            if load is not None:
+                self.loads[layer] = self.loads.get(layer, 0) + load
+        if imbalances is not None:
+            self.imbalances.append(imbalances)

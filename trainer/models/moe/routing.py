@@ -166,8 +166,8 @@ def take_loads(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return (bias, tokens that chose each expert) [E] of each layer, over all training forwards since they were last taken; none where no
     bias is stepped."""
     loads: dict[str, Tensor] = getattr(module, "loads", {})
-    layers: Any = module
-    taken = [(layers.layers[name].router.constants["bias"], load) for name, load in loads.items()]
+    layers: dict[str, Any] = {name: module.get_submodule(name) for name in loads}
+    taken = [(layers[name].router.constants["bias"], load) for name, load in loads.items()]
     loads.clear()
     return taken
 

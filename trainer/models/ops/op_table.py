@@ -21,12 +21,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter by its name inside its block, and its logical dims; a `frozen` one is not trained, a `flat` one is a vector."""
+    """A parameter by its name inside its block, and its logical dims; a `frozen` one is not trained, a `flat` one is a vector, and a
+    `lent` one is another block's."""
 
     name: str
     dims: Dims
     frozen: bool = False
     flat: bool = False
+    lent: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ class Op:
 class OpTable:
     """A model as blocks of ops: those before the layers, those of one layer, and those after the layers.
 
-    The first `dense_layers` layers are `dense_layer`: their feed-forward is not a mixture of experts.
+    The first `dense_layers` layers are `dense_layer`: their feed-forward is not a mixture of experts. Behind the head come `modules` that
+    predict further tokens: each is the ops `join`, a layer, and the ops `further`.
     """
 
     sizes: Mapping[str, int]
@@ -131,15 +134,26 @@ class OpTable:
     tied: bool  # `head.weight` is the embedding's `embedding.weight`
     dense_layer: tuple[Op, ...] = ()
     dense_layers: int = 0
+    modules: int = 0
+    join: tuple[Op, ...] = ()
+    further: tuple[Op, ...] = ()
     has_costs: bool = True  # False: only the weights are stated, in one block; computation and activations are unknown
     largest_layer: int | None = None  # elements of the largest layer or other module, where all weights are stated in one block
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether a part of the model that has the head, but not the embedding, has a copy of the embedding's weight."""
+        return self.tied or self.modules > 0
 
     def blocks(self, layers: int) -> Iterator[tuple[int, tuple[Op, ...]]]:
         """Yield (number of such blocks, ops) for each kind of block in a model of so many layers."""
         yield 1, self.embedding
         yield self.dense_layers, self.dense_layer
-        yield layers - self.dense_layers, self.layer
+        yield layers - self.dense_layers + self.modules, self.layer
         yield 1, self.head
+        if self.modules:
+            yield self.modules, self.join
+            yield self.modules, self.further
 
     def layer_ops(self, index: int) -> tuple[Op, ...]:
         """Return the ops of layer number `index`."""
@@ -219,32 +233,54 @@ def parameter_count(table: OpTable, layers: int, *, active: bool = False, traine
 
 
 def block_weights(ops: tuple[Op, ...]) -> Iterator[Weight]:
-    """Yield every weight of a block."""
+    """Yield every weight of a block that is its own."""
     for op in ops:
-        yield from op.weights
+        yield from (weight for weight in op.weights if not weight.lent)
 
 
 def model_parameters(table: OpTable, layers: range, *, first: bool = True, last: bool = True) -> Iterator[Parameter]:
     """Yield every parameter of a model, or of a part with these layers; `first`: with the embedding, `last`: with the head.
 
-    A tied head has no parameter of its own; in a part without the embedding it is a parameter with the embedding's name.
+    A tied head has no parameter of its own. A part without the embedding has one with the embedding's name, if its head is tied or has
+    modules behind it.
     """
     blocks = [(f"layers.{index}.", table.layer_ops(index)) for index in layers]
-    for prefix, ops in (("", table.embedding),) * first + (*blocks,) + (("", table.head),) * last:
+    if last and table.modules and not (table.tied or first):
+        blocks.append(("", _ops_of_embedding(table)))
+    blocks += [("", table.head), *_module_blocks(table)] * last
+    for prefix, ops in (("", table.embedding),) * first + tuple(blocks):
         for op in ops:
             for weight in op.weights:
+                if weight.lent:
+                    continue
                 if not (table.tied and weight.name == "head.weight"):
-                    is_matrix = bool(prefix) and is_hidden_matrix(op, weight)
+                    is_matrix = prefix.startswith("layers.") and is_hidden_matrix(op, weight)
                     yield Parameter(prefix + weight.name, _flattened_dims(op, weight), weight.frozen, is_matrix)
                 elif not first:
                     yield Parameter("embedding.weight", (("vocab",), ("hidden",)), weight.frozen)
 
 
-def model_constants(table: OpTable, layers: range) -> Iterator[Parameter]:
-    """Yield every constant of these layers of a model."""
-    for index in layers:
-        for weight in (each for op in table.layer_ops(index) for each in op.constants):
-            yield Parameter(f"layers.{index}.{weight.name}", tuple((dim,) for dim in weight.dims), weight.frozen)
+def _ops_of_embedding(table: OpTable) -> tuple[Op, ...]:
+    """The embedding's op with the table of tokens alone."""
+    (op,) = (each for each in table.embedding if any(weight.name == "embedding.weight" for weight in each.weights))
+    return (replace(op, weights=tuple(weight for weight in op.weights if weight.name == "embedding.weight")),)
+
+
+def _module_blocks(table: OpTable) -> list[tuple[str, tuple[Op, ...]]]:
+    """The blocks of the modules behind the head, with the prefixes of their weights' names."""
+    return [
+        (prefix, ops)
+        for index in range(table.modules)
+        for prefix, ops in ((f"mtp.{index}.", table.join), (f"mtp.{index}.layer.", table.layer), (f"mtp.{index}.", table.further))
+    ]
+
+
+def model_constants(table: OpTable, layers: range, *, last: bool = True) -> Iterator[Parameter]:
+    """Yield every constant of these layers of a model, and with `last` of the modules behind its head."""
+    blocks = [(f"layers.{index}.", table.layer_ops(index)) for index in layers] + _module_blocks(table) * last
+    for prefix, ops in blocks:
+        for weight in (each for op in ops for each in op.constants):
+            yield Parameter(f"{prefix}{weight.name}", tuple((dim,) for dim in weight.dims), weight.frozen)
 
 
 def _flattened_dims(op: Op, weight: Weight) -> tuple[Dims, ...]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from ...models.ops.op_table import Op, OpTable, is_hidden_matrix
+from ...models.ops.op_table import Op, OpTable, block_weights, is_hidden_matrix
 from ...models.ops.shared_ops import LOG_SUMS, STREAM
 from ...spec.derived.document_kernel import has_document_kernel
 from ...spec.run import Run
@@ -15,7 +15,7 @@ from ..axes.axis import ActivationForm
 from ..axes.message import AxisMessage
 from ..axes.weight_slices import HeadShards
 from ..layout.mesh import Wires
-from .block_temporary_bytes import OpBytes, block_temporary_bytes, op_bytes
+from .block_temporary_bytes import OpBytes, block_temporary_bytes, later_backward_bytes, op_bytes
 from .local_tensors import BlockSplit, LocalTensors, logits_bytes
 from .number_or_array import for_each, is_number, larger
 from .op_seconds import OpSeconds, op_kernels, op_seconds
@@ -65,14 +65,16 @@ BLOCK_COST_NAMES = tuple(field.name for field in fields(BlockCost))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCosts:
     """The costs of a model's blocks under one split. `first` are those before the layers that all stages have: the embedding, and the
-    model's dense layers (`dense_layer` each) where it has some."""
+    model's dense layers (`dense_layer` each) where it has some. `head` are those after them: the head, and the modules that predict further
+    tokens where the model has some."""
 
     embedding: BlockCost
     dense_layer: BlockCost | None
     first: BlockCost
     layer: BlockCost
     head: BlockCost
-    tied: int  # elements of the weight that embedding and head share, on one rank
+    tied: int  # elements of the weight that embedding and head, or modules behind it, share, on one rank
+    module: int  # parameters of one module behind the head, on one rank
     stream: int  # bytes of the hidden states that a rank sends to the next stage
     saved_once: int  # bytes of rotary positions and masks that each part of the model saves once for all of its layers
     elements: tuple[int, ...]  # all counts of parameters: blocks with the same counts hold the same states
@@ -137,7 +139,8 @@ class SplitCosts:
         self._cost_of_ends: dict[int, list[BlockCost]] = {}  # by hooks
         saves = [tensor for op in table.embedding for tensor in op.saves_torch] if split.form == "torch" else []
         once = [tensor for tensor in saves if {"rotary_dim", "window", "keys"} & set(tensor.dims)]
-        self.tied = self.local.count(("vocab", "hidden")) if table.tied else 0
+        self.further = [self._ops(ops, outside) for ops in (table.join, table.further)] if table.modules else []
+        self.tied = self.local.count(("vocab", "hidden")) if table.shares_embedding else 0
         self.saved_once = sum(map(self.local.bytes, once))
         dense = self.dense_layer.elements if self.dense_layer else ()
         self.elements = (self.tied, *self.ends[0].elements, *dense, *self.layer.elements, *self.ends[1].elements)
@@ -148,18 +151,37 @@ class SplitCosts:
         if ends is None:
             ends = self._cost_of_ends[hooks] = [_block_cost(self, each, "none", hooks) for each in self.ends]
         (embedding, head), layer = ends, _block_cost(self, self.layer, recompute, hooks)
+        module = self._module_costs(layer, hooks)
         dense = _block_cost(self, self.dense_layer, recompute, hooks) if self.dense_layer else None
         return BlockCosts(
             embedding=embedding,
             dense_layer=dense,
             first=_cost_sum(embedding, dense, self.table.dense_layers) if dense else embedding,
             layer=layer,
-            head=head,
+            head=self._head_with_modules(head, module) if module else head,
             tied=self.tied,
+            module=sum([each.dense + each.experts for each in module]),
             stream=self.stream,
             saved_once=self.saved_once,
             elements=self.elements,
         )
+
+    def _module_costs(self, layer: BlockCost, hooks: int) -> tuple[BlockCost, ...]:
+        """The blocks of a module that predicts a further token, in their order; none where the model has no such modules."""
+        if not self.further:
+            return ()
+        join, further = (_block_cost(self, each, "none", hooks) for each in self.further)
+        return join, layer, further
+
+    def _head_with_modules(self, head: BlockCost, module: tuple[BlockCost, ...]) -> BlockCost:
+        """The costs of the head and of the modules behind it, with this part's own copy of the embedding."""
+        whole, weight = head, self.local.activation * self.local.count(("vocab", "hidden"))
+        for each in module:
+            whole = _cost_sum(whole, each, self.table.modules)
+        held = [(each.temporary, each.saved + each.logits) for each in (head, *module)]
+        most = later_backward_bytes(self.table.modules, held, weight, tied=self.table.tied)
+        own = 0 if self.table.tied else self.tied
+        return replace(whole, dense=whole.dense + own, temporary=most, recomputed=head.recomputed)
 
     def _ops(self, ops: tuple[Op, ...], local: LocalTensors) -> OpCosts:
         times = [self._op_seconds(op, local, self.device) for op in ops] if self.device else []
@@ -225,7 +247,7 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
         expert_matrices=elements.expert_matrices,
         saved=saved,
         recomputed=every - saved,
-        temporary=block_temporary_bytes(row.bytes, repeats, stream, residual=row not in costs.ends),
+        temporary=block_temporary_bytes(row.bytes, repeats, stream, residual=row not in (*costs.ends, *costs.further)),
         logits=row.logits,
         forward=seconds.forward,
         backward=seconds.backward,
@@ -268,7 +290,7 @@ def _cost_sum(block: BlockCost, other: BlockCost, many: int) -> BlockCost:
 
 
 def _elements(ops: tuple[Op, ...], local: LocalTensors, split: BlockSplit) -> BlockElements:
-    weights = [(weight, local.count(weight.dims)) for op in ops for weight in op.weights]
+    weights = [(weight, local.count(weight.dims)) for weight in block_weights(ops)]
     trained = [(tp.AXIS.split_dim(weight.dims), count) for weight, count in weights if not weight.frozen]
     matrices = [weight for op in ops for weight in op.weights if is_hidden_matrix(op, weight) and not weight.frozen]
     heads, kv_heads = local.sizes["heads"], local.sizes["kv_heads"]

@@ -57,6 +57,27 @@ def block_temporary_bytes(ops: list[OpBytes], again: list[bool], stream: int, *,
     return most
 
 
+def later_backward_bytes(modules: int, blocks: list[tuple[int, int]], weight: int, *, tied: bool) -> int:
+    """The most bytes that the passes of the head and of the modules behind it hold beside all that they save; `blocks` are what the head
+    and each block of a module hold for a moment, and what they save. `weight`: bytes of the head's weight, and of the embedding's, which
+    may be `tied`.
+
+    Backward runs the last module first. From then on the gradient of the head's weight waits for those of the other uses, and so does that
+    of the embedding's; each further one and its sum with those before are two more.
+    """
+    head, *of_module = blocks
+    freed = waiting = most = 0
+    for at in range(modules):
+        for place, (temporary, saved) in enumerate(reversed(of_module)):
+            most, freed = larger(most, temporary + waiting - freed), freed + saved
+            if place == 0:
+                most, waiting = larger(most, waiting + 2 * weight * (at > 0) - freed), waiting + weight * (at == 0)
+        most = larger(most, waiting + weight * (1 + (tied or at > 0)) - freed)
+        waiting += weight * (at == 0 and not tied)
+    most, freed = larger(most, head[0] + waiting - freed), freed + head[1]
+    return larger(most, waiting + 2 * weight - freed)
+
+
 def _backward_bytes(op: Op, local: LocalTensors, device: str) -> int:
     """Bytes of the gradients that an op's backward reads and makes."""
     product, width = op.product, local.activation

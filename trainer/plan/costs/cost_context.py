@@ -98,6 +98,10 @@ class CostContext:
         """The layers of a kind of stage, dense ones included."""
         return kind.layers + kind.first * self.dense_layers
 
+    def constants_of(self, kind: StageKind) -> int:
+        """Bytes of the constants of a kind of stage: of its layers, and of the modules behind the head."""
+        return (kind.layers + kind.last * self.table.modules) * self.layer_constants
+
     def stage_parameters(self, kind: StageKind) -> Iterator[Parameter]:
         """Yield the parameters of a kind of stage."""
         layers = range(0 if kind.first else self.dense_layers, self.dense_layers + kind.layers)
@@ -161,6 +165,7 @@ class CostContext:
             return layer_partition(parts, chunks=chunks, folded=folded, dense_layers=self.dense_layers)
         table, dense = self.table, self.dense_layers
         layer, first, last = (self._load(ops) for ops in (table.layer, table.embedding, table.head))
+        last += table.modules * (layer + self._load(table.join) + self._load(table.further))
         if dense:
             first += dense * self._load(table.dense_layer)
         return split_layers(self.layers, stages, layer, first, last, chunks=chunks, folded=folded, dense_layers=dense)

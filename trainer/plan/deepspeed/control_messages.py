@@ -37,7 +37,8 @@ def _loop_messages(run: Run, mesh: Mesh) -> Iterator[Row]:
     """What the loop and our engines send."""
     is_parallel = int(mesh.world > 1)
     yield "all_reduce", FLOAT32_BYTES, is_parallel, "finite check"
-    yield "all_reduce", FLOAT32_BYTES, is_parallel if _is_pipe(run, mesh) else int(mesh.size("data") > 1), "loss"
+    losses = 1 + (run.model.mtp.layers > 0)
+    yield "all_reduce", losses * FLOAT32_BYTES, is_parallel if _is_pipe(run, mesh) else int(mesh.size("data") > 1), "loss"
     if run.data.documents:
         yield "all_reduce", WIDE_BYTES, is_parallel, "label count"
     if has_experts(run.model):

@@ -134,6 +134,9 @@ def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel, schedule: Sched
         elif schedule.folded and run.model.tied:
             says = f"3 with parallel.schedule={parallel.schedule} and model.tied=true"
             yield EngineLimit(row.name, "parallel.zero", says, (less, whole))
+        elif schedule.folded and run.model.mtp.layers:
+            says = f"3 with parallel.schedule={parallel.schedule} and model.mtp.layers={run.model.mtp.layers}"
+            yield EngineLimit(row.name, "parallel.zero", says, (less, whole))
     if parallel.gather == "step" and not row.gathers_once:
         yield EngineLimit(row.name, "parallel.gather", "step", (*_any_engine(run), (("parallel.gather", "micro"),)))
     if not row.shards_hf and is_made_by_transformers(run.model):
@@ -209,6 +212,8 @@ def _delay_limits(row: EngineRow, run: Run, parallel: Parallel, *, each_micro_ba
     schedule, flushed = f" with parallel.schedule={parallel.schedule}", _change_to_flush(parallel)
     if run.model.tied:
         yield EngineLimit(row.name, "model.tied", f"true{schedule}", ((("model.tied", False),), flushed))
+    if modules := run.model.mtp.layers:
+        yield EngineLimit(row.name, "model.mtp.layers", f"{modules}{schedule}", ((("model.mtp.layers", 0),), flushed))
     if run.train.precision in NOT_LATE:
         yield EngineLimit(row.name, "train.precision", f"{run.train.precision}{schedule}", ((("train.precision", "bf16"),), flushed))
     if has_compiled_layers(run.train, parallel):
@@ -247,6 +252,7 @@ def _muon_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool)
     conflicts: tuple[Conflict, ...] = (
         (is_made_by_transformers(run.model), "model.family", run.model.family, ()),
         (run.model.lora.rank > 0, "model.lora.rank", run.model.lora.rank, ()),
+        (run.model.mtp.layers > 0, "model.mtp.layers", run.model.mtp.layers, (("model.mtp.layers", 0),)),
         (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
         (parallel.staleness > 0, "parallel.staleness", parallel.staleness, (("parallel.staleness", 0),)),
         (parallel.sync.every > 1, "parallel.sync.every", parallel.sync.every, (("parallel.sync.every", 1),)),

@@ -94,8 +94,8 @@ def _kind(run: Run, mesh: Mesh, shard: WeightShard) -> BucketKind:
 
 
 def is_tied_over_stages(run: Run, mesh: Mesh, name: str) -> bool:
-    """Whether a weight is the embedding's and the head's, and the two are on different stages."""
-    return run.model.tied and name == "embedding.weight" and mesh.pp > 1 and not schedule_of(run.parallel).folded
+    """Whether a weight is the embedding's, and the last stage has a copy of it."""
+    return run.model.shares_embedding and name == "embedding.weight" and mesh.pp > 1 and not schedule_of(run.parallel).folded
 
 
 Row = tuple[int, BucketKind, WeightShard]

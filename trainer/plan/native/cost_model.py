@@ -34,7 +34,7 @@ from ..layout.workers import outer_state_bytes, worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
 from .dim0_shards import gathers_once, padded_elements, rows_of_size, stage_rows
-from .optimizer_step import bucket_host_bytes, bucket_work, part_bytes, step_moves, steps_in_one_kernel
+from .optimizer_step import bucket_host_bytes, bucket_work, cast_bytes, step_moves, steps_in_one_kernel
 from .receives import receives_ahead
 
 COPIED_SHARD = "gradients of the shard, which other ranks own too"
@@ -82,7 +82,7 @@ class NativeCosts(CostModel):
             buffers=width.gradient * (held_elements(context, layout, kind) + _route_elements(layout, whole, stepped)),
             passes=2 * bucket * width.gradient if often else 0,
             step=scattered * width.gradient
-            + (0 if on_host else _cast_bytes(context.run, bucket, stepped, casts=width.gradient < MASTER_BYTES))
+            + (0 if on_host else cast_bytes(context.run, bucket, stepped, casts=width.gradient < MASTER_BYTES))
             + step_bytes(context, layout, kind, width.gradient),
             host=bucket_host_bytes(context, optimizer, stepped) if on_host else HostBytes(),
         )
@@ -101,8 +101,9 @@ class NativeCosts(CostModel):
             gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained_parameters
         else:
             layer, dense = blocks.layer.dense + blocks.layer.experts, blocks.dense_layer.dense * kind.first if blocks.dense_layer else 0
-            ends = held.dense + held.experts - kind.layers * layer - context.dense_layers * dense
-            layer = max(layer, dense)
+            modules = kind.last * context.table.modules
+            ends = held.dense + held.experts - kind.layers * layer - context.dense_layers * dense - modules * blocks.module
+            layer = max(layer, dense, kind.last * blocks.module)
             gathered = (ends + 2 * layer) * width.weight + max(ends, layer) * (width.weight + width.gradient)
         offload, weights = layout.parallel.offload, MASTER_BYTES * own
         optimizer = (context.states + _outer_bytes(layout)) * stepped - context.spared * matrices
@@ -112,7 +113,7 @@ class NativeCosts(CostModel):
             optimizer=0 if offload.optimizer else optimizer,
             buffers=gathered,
             step=(min(layout.parallel.bucket, stepped) * MASTER_BYTES if _steps_alone(layout) else 0)
-            + _cast_bytes(context.run, 0, stepped, casts=False)
+            + cast_bytes(context.run, 0, stepped, casts=False)
             + step_bytes(context, layout, kind, MASTER_BYTES),
             host=HostBytes(weights=weights if offload.parameters else 0, optimizer=optimizer if offload.optimizer else 0),
         )
@@ -227,10 +228,9 @@ class NativeCosts(CostModel):
         """One message a step sums the loss, the squares of gradients and near ties over all ranks. Without a flush the ranks of a stage
         sum theirs before each update."""
         rows: list[tuple[str, int, int, str]] = []
-        is_parallel, experts = int(mesh.world > 1), has_experts(run.model)
-        rows.append(
-            ("all_reduce", (3 if experts else 2) * FLOAT64_BYTES, is_parallel, "loss, squares of gradients" + ", near ties" * experts)
-        )
+        is_parallel, experts, further = int(mesh.world > 1), has_experts(run.model), run.model.mtp.layers > 0
+        says = "loss, squares of gradients" + ", near ties" * experts + ", loss of further tokens" * further
+        rows.append(("all_reduce", (2 + experts + further) * FLOAT64_BYTES, is_parallel, says))
         if delay_of(run.parallel):
             updates = _updates(run, run.train.batch // (mesh.dp * run.train.microbatch))
             rows.append(("all_reduce", FLOAT64_BYTES, updates * (mesh.world > mesh.pp), "squares of a stage's gradients"))
@@ -240,14 +240,6 @@ class NativeCosts(CostModel):
             rows.append(("all_reduce", INT64_BYTES, is_parallel, "label count"))
         own = (ControlMessage(verb=verb, payload=payload, count=count, says=says) for verb, payload, count, says in rows if count)
         return (*own, *routing_messages(run, mesh, layers))
-
-
-def _cast_bytes(run: Run, bucket: int, stepped: int, *, casts: bool) -> int:
-    """Return the bytes that a step of `stepped` elements holds for a moment in float32: gradients of a bucket, where it `casts` them, or a
-    part of moments in bf16."""
-    if run.optim.moments != "fp32":
-        return part_bytes(run, stepped, casts=casts)
-    return min(bucket, stepped) * MASTER_BYTES if casts and not steps_in_one_kernel(run) else 0
 
 
 def _matrix_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], data: int) -> Iterator[TrafficTerm]:
@@ -332,7 +324,9 @@ def _stage3_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], rounds: i
     for expert in sorted({each.expert for each in shards}):
         ranks, copies = sharing_ranks(run, mesh, expert=expert)
         some = [each for each in shards if each.expert == expert]
-        sizes = [(padded_elements(each.size, ranks), each.name.startswith("layers."), run.model.is_trained(each.name)) for each in some]
+        sizes = [
+            (padded_elements(each.size, ranks), each.name.startswith(("layers.", "mtp.")), run.model.is_trained(each.name)) for each in some
+        ]
         layers, whole = sum(size for size, layer, _ in sizes if layer), sum(size for size, *_ in sizes)
         trained = sum(size for size, _, is_trained in sizes if is_trained)
         again = 0 if gathers_once(run.parallel) else layers

@@ -35,6 +35,14 @@ def part_bytes(run: Run, stepped: int, *, casts: bool) -> int:
     return tensors * MASTER_BYTES * min(stepped_at_once(run.cluster.device.kind), stepped)
 
 
+def cast_bytes(run: Run, bucket: int, stepped: int, *, casts: bool) -> int:
+    """Return the bytes that a step of `stepped` elements holds for a moment in float32: gradients of a bucket, where it `casts` them, or a
+    part of moments in bf16."""
+    if run.optim.moments != "fp32":
+        return part_bytes(run, stepped, casts=casts)
+    return min(bucket, stepped) * MASTER_BYTES if casts and not steps_in_one_kernel(run) else 0
+
+
 def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> int:
     """Return the bytes that a step reads and writes for each element, with weights, gradients and optimizer states of these bytes.
 

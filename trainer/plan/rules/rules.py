@@ -22,6 +22,7 @@ from ..layout.mesh import replica_degrees
 from .broken_rule import BrokenRule, Rule
 from .degrees import nearest_divisors, replicas
 from .fp8_rule import fp8_rule
+from .further_tokens_rule import further_tokens_rule
 from .gradient_sum_rules import servers_rule, staleness_rule
 from .latent_rule import latent_rule
 from .lora_rule import lora_rule
@@ -286,8 +287,9 @@ def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (
-    names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, router_rule, lora_rule, hugging_face_rule,
-    mup_rule, pairs_rule, rampup_rule, length_rule, rates_rule, step_windows_rule, precision_rule, device_rule, agreement_rule,
+    names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, router_rule, lora_rule, further_tokens_rule,
+    hugging_face_rule, mup_rule, pairs_rule, rampup_rule, length_rule, rates_rule, step_windows_rule, precision_rule, device_rule,
+    agreement_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,

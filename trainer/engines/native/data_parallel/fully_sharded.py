@@ -14,8 +14,8 @@ from .sharded_weights import local_rows
 
 
 def shard_module(module: nn.Module, groups: RowGroups, compute: torch.dtype, reduced: torch.dtype, device: torch.device) -> None:
-    """Shard the parameters of a module, which `keep_own_rows` made, by rows: each layer alone, its experts apart, embedding and head
-    together.
+    """Shard the parameters of a module, which `keep_own_rows` made, by rows: each layer alone, and each module that predicts a further
+    token, their experts apart, embedding and head together.
 
     They are gathered in the type `compute`; gradients are summed in the type `reduced`.
     """
@@ -23,11 +23,12 @@ def shard_module(module: nn.Module, groups: RowGroups, compute: torch.dtype, red
     mesh = _device_mesh(groups[False], device.type)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced, cast_forward_inputs=False)
     layers: Any = module.layers
-    for layer in layers.values():
+    modules: Any = getattr(module, "mtp", {})
+    for unit, layer in (*((each, each) for each in layers.values()), *((each, each.layer) for each in modules.values())):
         for part in layer.children():
             if all(getattr(each, "is_expert", False) for each in part.parameters()) and any(True for _ in part.parameters()):
                 fully_shard(part, mesh=_device_mesh(groups[True], device.type), mp_policy=policy)
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
     module.to_empty(device=device)
     for name, parameter in module.named_parameters():
