@@ -19,7 +19,7 @@ from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.loop.data.tokenize.tokenizer import load_tokenizer
 from distrain.trainer.loop.offline.export import export
 from distrain.trainer.loop.offline.export_tokenizer import TEXTS, TOKENIZER_FILES, bytes_tokenizer_json, run_tokenizer, write_tokenizer
-from distrain.trainer.models.hf_format.names import hf_model_type
+from distrain.trainer.models.hf_format.model_type import hf_model_type
 from distrain.trainer.models.hf_format.weights import generation_config, hf_config
 from distrain.trainer.spec.run import Run
 

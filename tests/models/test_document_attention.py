@@ -17,7 +17,7 @@ from distrain.trainer.layers.transformer import document_kernels  # noqa: E402
 from distrain.trainer.layers.transformer.core_attention import attention_weights, weighted_values, window_mask  # noqa: E402
 from distrain.trainer.layers.transformer.document_attention import document_attention, takes_documents  # noqa: E402
 from distrain.trainer.layers.transformer.document_bounds import document_bounds, document_chunks  # noqa: E402
-from distrain.trainer.layers.transformer.transformer import document_mask, document_starts  # noqa: E402
+from distrain.trainer.layers.transformer.document_mask import document_mask, document_starts  # noqa: E402
 from distrain.trainer.parallel.saved_bytes import count_saved_tensors  # noqa: E402
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.derived.document_kernel import has_document_kernel, widest_head  # noqa: E402

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 
 from distrain.tests.fakes.small_models import MODELS, S, batch_of, gradients, keys_of, module_of, run_of  # noqa: E402
 from distrain.trainer.layers.transformer.core_attention import attention_weights, flash_attention, weighted_values  # noqa: E402
+from distrain.trainer.layers.transformer.document_mask import document_mask, document_starts  # noqa: E402
 from distrain.trainer.layers.transformer.rotary import rotary_angles  # noqa: E402
-from distrain.trainer.layers.transformer.transformer import document_mask, document_starts  # noqa: E402
 from distrain.trainer.spec.run import Model  # noqa: E402
 from distrain.trainer.spec.sections.rope import Rope  # noqa: E402
 

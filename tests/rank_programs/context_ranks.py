@@ -30,7 +30,8 @@ from distrain.trainer.layers.transformer.core_attention import (
 )
 from distrain.trainer.layers.transformer.document_attention import DocumentCore
 from distrain.trainer.layers.transformer.document_bounds import document_bounds
-from distrain.trainer.layers.transformer.transformer import Transformer, document_mask, document_starts
+from distrain.trainer.layers.transformer.document_mask import document_mask, document_starts
+from distrain.trainer.layers.transformer.transformer import Transformer
 from distrain.trainer.models.build import build_model, build_module
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train

@@ -26,6 +26,7 @@ from .context_parallel import ContextParallel
 from .core_attention import window_band
 from .document_attention import takes_documents
 from .document_bounds import DocumentBounds
+from .document_mask import document_mask, document_starts
 from .embedding_and_head import Embedding, LMHead, VocabEmbedding
 from .feed_forward import FeedForward
 from .further_tokens import FurtherTokenModule
@@ -331,21 +332,3 @@ def _call_layer(layer: nn.Module, x: Tensor, inputs: LayerInputs, *tensors: Tens
     """Call a layer. `tensors` are those of `inputs`, named again so that recomputation saves them and they are counted as saved."""
     output: Tensor = layer(x, inputs)
     return output
-
-
-def document_starts(documents: Tensor) -> Tensor:
-    """Return the position at which each token's document starts in its sequence, [B, S]."""
-    positions = torch.arange(documents.shape[1], device=documents.device)  # [S]
-    is_first = torch.ones_like(documents, dtype=torch.bool)
-    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return torch.cummax(torch.where(is_first, positions, 0), dim=1).values
-
-
-def document_mask(starts: Tensor, positions: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
-    """Return the mask of 0 and -inf, [B, 1, S, keys], under which a token sees itself and the earlier tokens of its document.
-
-    The tokens are at `positions` [S]; their documents start at `starts` [B, S].
-    """
-    key_positions = torch.arange(keys, device=starts.device)
-    is_seen = (positions[:, None] >= key_positions) & (starts[:, :, None] <= key_positions)  # [B, S, keys]
-    return torch.zeros(is_seen.shape, dtype=dtype, device=starts.device).masked_fill_(~is_seen, -torch.inf).unsqueeze(1)

@@ -28,7 +28,8 @@ from ...models.build import build_model, load_weights, merged_weights, named_con
 from ...models.families import FAMILIES, family_of, is_made_by_transformers
 from ...models.hf.module import CausalLM, write_causal_lm
 from ...models.hf_format.config import read_hf_config
-from ...models.hf_format.names import has_module_tensors, hf_model_type
+from ...models.hf_format.model_type import hf_model_type
+from ...models.hf_format.names import has_module_tensors
 from ...models.hf_format.weights import generation_config, read_hf_weights, write_hf_folder, write_json
 from ...models.ops.lora import without_lora
 from ...spec.problem import Problem, Unreadable

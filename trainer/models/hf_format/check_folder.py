@@ -17,7 +17,8 @@ from ..ops.lora import without_lora
 from ..ops.op_table import model_constants, model_parameters
 from .config import config_file, read_hf_config, read_json
 from .harmless_keys import is_harmless
-from .names import Columns, HfTensor, architecture_keys, columns_in_tensor, expert_tensors, find_hf_tensor, tensors_of
+from .model_type import architecture_keys
+from .names import Columns, HfTensor, columns_in_tensor, expert_tensors, find_hf_tensor, tensors_of
 from .rope import json_text
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -1,15 +1,12 @@
-"""The tensor of a Hugging Face folder that holds each of our weights, and the model_type whose class computes a model."""
+"""The tensor of a Hugging Face folder that holds each of our weights."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-from ...spec.problem import Problem, Unreadable
-from ...spec.run import Model, Run
-from ...spec.sections.router import Router
-from ..mla.ops import LATENT
-from .config_kinds import CONFIG_KINDS
+from ...spec.run import Run
+from .model_type import hf_model_type
 
 
 @dataclass(frozen=True)
@@ -228,146 +225,3 @@ def expert_tensors(tensor: HfTensor, shape: tuple[int, ...]) -> Iterator[tuple[H
         return
     for expert in range(shape[0]):
         yield replace(tensor, name=tensor.name.replace("@", str(expert))), shape[1:]
-
-
-def architecture_keys(model: Model, run: Run) -> dict[str, object]:
-    """Return the keys that decide a model's logits, with every default filled in."""
-    share = {} if model.family == "mla" else {"rope_share": model.rope_share}
-    local = model.rope_local_base if model.has_local_rope else None
-    rotary: dict[str, object] = {"rope_base": model.rope_base, "rope_local_base": local, **share, "rope": model.rope.values}
-    positions: dict[str, object] = rotary if model.positions == "rope" else {"context": model.context or run.train.seq}
-    ffn, head_dim = model.ffn or 4 * model.hidden, model.head_dim or model.hidden // model.heads
-    mixture = {
-        "experts": model.experts,
-        "top_k": model.top_k,
-        "expert_ffn": model.expert_ffn or ffn,
-        "shared_experts": model.shared_experts,
-        "capacity": model.capacity,
-        "dense_layers": model.dense_layers,
-        **{f"router.{row.name}": getattr(model.router, row.name) for row in fields(model.router) if row.name != "bias_rate"},
-    }
-    window = model.effective_window(run.train.seq)
-    positions |= {"window": window, "layer_types": model.types_of_layers if window or local else None}
-    latent = {key: getattr(model, key) for key in LATENT} if model.family == "mla" else {}
-    return (
-        latent
-        | (positions | mixture if model.experts else positions)
-        | {
-            "layers": model.layers,
-            "hidden": model.hidden,
-            "heads": model.heads,
-            "kv_heads": model.kv_heads or model.heads,
-            "head_dim": head_dim,
-            "ffn": mixture["expert_ffn"] if model.experts and not model.dense_layers else ffn,
-            "vocab": model.vocab,
-            "tied": model.tied,
-            "bias": model.bias,
-            "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
-            "expert_bias": model.expert_bias,
-            "sinks": model.sinks,
-            "qk_norm": model.qk_norm,
-            "qk_norm_over": model.qk_norm_over if model.qk_norm else None,
-            "norm": model.norm,
-            "norm_place": model.norm_place,
-            "norm_eps": model.norm_eps,
-            "act": model.act,
-            "scale_embedding": model.scale_embedding,
-            "query_pre_attn_scalar": model.score_scalar,
-            "positions": model.positions,
-        }
-    )
-
-
-def hf_model_type(run: Run) -> str:
-    """Return the model_type, of those with known tensors, whose class computes the run's model; raises Unreadable where there is none."""
-    keys = architecture_keys(run.model, run)
-    plain_heads = keys["kv_heads"] == keys["heads"] and run.model.heads * int(str(keys["head_dim"])) == run.model.hidden
-    same_bias = keys["bias"] == keys["qkv_bias"]
-    form = (keys["norm"], keys["positions"])
-    if keys["act"] == "swiglu_clamped" or keys["sinks"] or keys["expert_bias"]:
-        model_type = _sink_model_type(run.model) if form == ("rmsnorm", "rope") and same_bias else ""
-    elif keys["scale_embedding"] or keys["query_pre_attn_scalar"] != keys["head_dim"]:
-        model_type = _gemma_model_type(run.model) if form == ("rmsnorm1p", "rope") and same_bias else ""
-    elif run.model.family == "mla":
-        model_type = _latent_model_type(run.model) if form == ("rmsnorm", "rope") and keys["act"] == "swiglu" else ""
-    elif form == ("layernorm", "learned") and plain_heads and same_bias and keys["act"] in CONFIG_KINDS["gpt2"].acts.values():
-        model_type = "" if run.model.windowed_layers or run.model.qk_norm or run.model.norm_place != "before" else "gpt2"
-    elif form == ("rmsnorm", "rope") and keys["act"] == "swiglu":
-        model_type = _rotary_model_type(run.model, bias=bool(keys["bias"]), qkv_bias=bool(keys["qkv_bias"]))
-    else:
-        model_type = ""
-    if model_type:
-        return model_type
-    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek and gpt-oss computes this model"
-    fix = (
-        "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
-        "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window; GLM-4.5 and "
-        "DeepSeek have shared experts and sigmoid scores with a bias, DeepSeek-V2 softmax scores that are not normalized; GLM-4.5 "
-        "alone rotates a part of each head; OLMo alone norms all heads together; Gemma 3 and OLMo 3 alone have a base of rope in "
-        "layers with a window; gpt-oss alone has sinks and biases of experts"
-    )
-    raise Unreadable([Problem(rule="weights", says=says, mend=fix)])
-
-
-def _gemma_model_type(model: Model) -> str:
-    """Return the model_type of a model with RMSNorm of a scale of 1 + weight and rope; "" where there is none."""
-    norms = model.norm_place == "both" and model.qk_norm and model.qk_norm_over == "head"
-    others = model.bias or model.experts or model.rope_share != 1 or not _has_ropes_by_type(model) or not model.scale_embedding
-    return "gemma3_text" if norms and not others and model.act == "geglu_tanh" else ""
-
-
-def _sink_model_type(model: Model) -> str:
-    """Return the model_type of a model with sinks, biases of experts or their clamped gate; "" where there is none."""
-    own = model.sinks and model.expert_bias and model.act == "swiglu_clamped" and model.windowed_layers > 0 and not model.has_local_rope
-    others = model.shared_experts or model.dense_layers or model.capacity or model.rope_share != 1 or model.scale_embedding
-    plain = model.norm_place == "before" and not model.qk_norm and model.score_scalar == (model.head_dim or model.hidden // model.heads)
-    return "gpt_oss" if own and plain and not others and replace(model.router, bias_rate=0.0) == Router() else ""
-
-
-def _has_ropes_by_type(model: Model) -> bool:
-    """Whether a file that states a rotary embedding for each type of layers, that of a window unscaled, states the model's."""
-    return model.windowed_layers > 0 and (model.has_local_rope or model.rope.type == "default")
-
-
-def _latent_model_type(model: Model) -> str:
-    """Return the model_type of a model with latent attention, RMSNorm, rope and swiglu; "" where there is none."""
-    if model.windowed_layers or model.capacity or not model.shared_experts or model.norm_place != "before":
-        return ""
-    router = model.router
-    if router.score == "sigmoid":
-        return "deepseek_v3" if router.bias else ""
-    return "" if router.normalize or router.bias else "deepseek_v2"
-
-
-def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:
-    """Return the model_type of a model with RMSNorm, rope and swiglu; "" where there is none."""
-    some_windowed, all_windowed = model.windowed_layers > 0, model.windowed_layers == model.layers
-    norms = (model.norm_place, model.qk_norm_over if model.qk_norm else "")
-    if norms == ("after", "all"):
-        if model.experts or bias or qkv_bias or model.rope_share != 1:
-            return ""
-        return "olmo2" if not some_windowed else "olmo3" if _has_ropes_by_type(model) else ""
-    if norms not in (("before", ""), ("before", "head")) or model.has_local_rope:
-        return ""
-    if model.experts:
-        return "" if bias or model.capacity or some_windowed != all_windowed else _mixture_model_type(model, qkv_bias=qkv_bias)
-    if model.rope_share != 1:
-        return ""
-    if model.qk_norm:
-        return "" if bias or qkv_bias else "qwen3"
-    if bias:
-        return "llama" if qkv_bias and not some_windowed else ""
-    if qkv_bias:
-        return "qwen2"
-    return "mistral" if all_windowed else "ministral" if some_windowed else "llama"
-
-
-def _mixture_model_type(model: Model, *, qkv_bias: bool) -> str:
-    """Return the model_type of a mixture with RMSNorm, rope, swiglu, no other biases and no capacity; "" where there is none."""
-    router = model.router
-    if router.score == "sigmoid":
-        return "glm4_moe" if router.bias and model.shared_experts and not model.windowed_layers else ""
-    form = Router(normalize=router.normalize or not model.qk_norm)  # Mixtral always normalizes
-    if qkv_bias or model.shared_experts or model.rope_share != 1 or replace(router, bias_rate=0.0) != form:
-        return ""
-    return "qwen3_moe" if model.qk_norm else "" if model.dense_layers else "mixtral"

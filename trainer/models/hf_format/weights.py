@@ -19,14 +19,13 @@ from ...spec.sections.mtp import Mtp
 from .check_folder import INDEX, WHOLE, check_folder, weight_files
 from .config_kinds import CONFIG_KINDS
 from .dense_layers import write_dense_layers
+from .model_type import architecture_keys, hf_model_type
 from .names import (
     Columns,
     HfTensor,
-    architecture_keys,
     copies_in_modules,
     expert_tensors,
     has_module_tensors,
-    hf_model_type,
     hf_tensor,
     tensors_of,
 )
