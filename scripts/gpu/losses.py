@@ -17,6 +17,7 @@ FAMILIES = {
     "gpt": ("model=tiny",),
     "llama": ("model=tiny_llama",),
     "moe": ("model=tiny_moe",),
+    "gpt-oss": ("model=tiny_gpt_oss",),
     "llama with LoRA": ("model=tiny_llama", "model.lora.rank=4"),
 }
 
@@ -36,6 +37,9 @@ OTHER_CURVES: dict[str, tuple[str, ...]] = {
     "documents and windows": ("data.documents=true", "model.window=16"),
     "windows": ("model.window=16",),
     "latent attention": ("model=tiny_mla",),
+    "attention sinks": ("model.sinks=true",),
+    "multi-token prediction": ("model.mtp.layers=1",),
+    "moments in bf16": ("optim.moments=bf16",),
     "muon": ("optim.name=muon",),
 }
 

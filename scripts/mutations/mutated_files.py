@@ -37,6 +37,8 @@ FILES = (
     "trainer/plan/layout/layout.py",
     "trainer/plan/layout/schedules.py",
     "trainer/plan/mesh_position.py",
+    "trainer/spec/derived/batch_levels.py",
+    "trainer/spec/derived/width_scaling.py",
     "trainer/spec/sections/lr_schedule.py",
 )
 
