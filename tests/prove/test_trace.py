@@ -144,7 +144,7 @@ class Stack(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Linear(3, 3)
+        self.first, self.embedding = True, nn.Linear(3, 3)
         self.layers = nn.ModuleDict({"4": nn.Linear(3, 3), "5": nn.Linear(3, 3)})
 
     def forward(self, x: Tensor) -> Tensor:
