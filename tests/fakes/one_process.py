@@ -106,7 +106,8 @@ def _mup_groups(run: Run, module: nn.Module) -> Iterator[dict[str, Any]]:
     """arXiv:2203.03466 table 3: all matrices but the tables of tokens and positions have Adam's rate over the width; rate x decay stays."""
     wider = run.model.hidden / (run.optim.mup or 0)
     for name, each in module.named_parameters():
-        rate = 1 / wider if each.dim() > 1 and name not in ("embedding.weight", "positions.weight") else 1.0
+        is_matrix = each.dim() > 1 and name.endswith(".weight")
+        rate = 1 / wider if is_matrix and name not in ("embedding.weight", "positions.weight") else 1.0
         yield {"params": [each], "rate": rate, "weight_decay": run.optim.weight_decay / rate if each.dim() > 1 else 0.0}
 
 

@@ -186,6 +186,14 @@ def test_limits_are_deviations_above_recent_medians() -> None:
     assert equal.limits() == pytest.approx((3 + 5 * 0.015, 2 + 5 * 0.1))
 
 
+def test_norms_may_be_zero() -> None:
+    anomalies = Anomalies(load_recipe("quickstart", ["train.skip_spikes=5"]))
+    for done in range(1, 20):
+        anomalies.add_step(StepResult(loss=3.0, grad_norm=0.0, skipped=False), done)
+    row = anomalies.add_step(StepResult(loss=3.0, grad_norm=0.1, skipped=True, beyond_limits=True), 20)
+    assert row["norm_spike"] > 5
+
+
 def test_a_step_over_the_limits_is_counted_and_remembered() -> None:
     anomalies, spike = spiky("train.skip_spikes=6", "train.skip=1")
     row = anomalies.add_step(spike, 21)

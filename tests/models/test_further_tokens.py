@@ -282,6 +282,13 @@ def test_a_llamas_folder_holds_no_modules(tmp_path: Path, transformers: Any) -> 
         torch.testing.assert_close(loaded.eval()(tokens).logits, module.logits(tokens), rtol=0, atol=1e-5)
 
 
+def test_labels_of_another_document_do_not_count_where_a_number_comes_back() -> None:
+    """Documents are marked by any number that changes from one to the next."""
+    tokens, labels = torch.arange(5)[None], torch.arange(1, 6)[None]
+    there_and_back, apart = (torch.tensor([row]) for row in ([0, 1, 0, 0, 0], [0, 1, 2, 2, 2]))
+    assert torch.equal(further_tokens(tokens, labels, there_and_back, 2), further_tokens(tokens, labels, apart, 2))
+
+
 def test_without_further_tokens_modules_do_nothing() -> None:
     """As in evaluation and in generation."""
     run = mtp_run("llama")

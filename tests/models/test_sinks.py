@@ -108,8 +108,8 @@ def test_a_gpus_kernel_is_given_windows_and_log_sums_as_it_reads_them(
     """A head of 6 elements is padded to 8."""
     gradients: Any = sinks_of._gpu_gradients
     shorter = window if window is not None and window < S else None
-    monkeypatch.setattr(sinks_of, "_GPU_FLASH", flash_of_a_gpu)
-    monkeypatch.setattr(sinks_of, "_GPU_FLASH_BACKWARD", flash_gradients_of_a_gpu)
+    monkeypatch.setattr(sinks_of, "_GPU_FORWARD", flash_of_a_gpu)
+    monkeypatch.setattr(sinks_of, "_GPU_BACKWARD", flash_gradients_of_a_gpu)
     monkeypatch.setattr(sinks_of, "_cpu_values", sinks_of._gpu_values)
     monkeypatch.setattr(sinks_of, "_cpu_gradients", lambda *given: gradients(*given[:6], shorter, given[-1]))
     monkeypatch.setattr(core_attention, "padded_heads", eights)

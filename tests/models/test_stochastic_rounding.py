@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from distrain.tests.fakes.rounded_states import random_bits  # noqa: E402
 from distrain.trainer.engines.native.data_parallel.weight_buckets import Piece  # noqa: E402
 from distrain.trainer.engines.native.shard_rows import ShardRows  # noqa: E402
-from distrain.trainer.layers.stochastic_rounding import column_words, random_words, rounded, row_words, tensor_key, words_at  # noqa: E402
+from distrain.trainer.layers.stochastic_rounding import column_words, random_words, round_at_random, row_words, tensor_key, words_at  # noqa: E402
 from distrain.trainer.plan.axes.weight_slices import WeightShard  # noqa: E402
 
 NAME, SEED = "layers.1.mlp.up.weight", 7
@@ -43,7 +43,7 @@ def test_bits_depend_on_the_seed_the_name_the_step_and_the_place() -> None:
 def test_a_value_goes_to_a_neighbour_and_stays_on_average(value: float, half: int) -> None:
     """The mean of 2^18 values is within five of its standard errors, in parts of the neighbours' distance."""
     values = torch.full((512, 512), value)
-    found = rounded(values, words(torch.arange(512), torch.arange(512)), half).double()
+    found = round_at_random(values, words(torch.arange(512), torch.arange(512)), half).double()
     exact = values[0, 0].view(torch.int32).item()
     lower, upper = (
         torch.tensor(each, dtype=torch.int32).view(torch.float32).double() for each in (exact >> 16 << 16, (exact >> 16 << 16) + 65536)
@@ -57,7 +57,7 @@ def test_a_number_that_bfloat16_has_stays() -> None:
     kept = torch.tensor([[0.0, -0.0, 1.0, -3.140625, 1e30, 2**-126, float("inf"), -float("inf")]]).bfloat16()
     for step in range(50):
         bits = words(torch.arange(1), torch.arange(8), step=step)
-        assert all(torch.equal(rounded(kept.float(), bits, half), kept) for half in (0, 1))
+        assert all(torch.equal(round_at_random(kept.float(), bits, half), kept) for half in (0, 1))
 
 
 def shard(shape: tuple[int, ...], offset: tuple[int, ...], length: tuple[int, ...], size: tuple[int, ...]) -> WeightShard:
@@ -93,6 +93,6 @@ def test_a_second_moment_decays_only_where_it_is_rounded_at_random() -> None:
         square = torch.randn(sizes, generator=draw).mul_(1 if step < 500 else 0.1).square_()
         wide, nearest, found = (0.999 * each + 0.001 * square for each in (wide, nearest, found))
         nearest = nearest.bfloat16().float()
-        found = rounded(found, words(torch.arange(8), torch.arange(64), step=step), 0).float()
+        found = round_at_random(found, words(torch.arange(8), torch.arange(64), step=step), 0).float()
     assert found.mean() / wide.mean() == pytest.approx(1, abs=0.03)
     assert nearest.mean() / wide.mean() > 4

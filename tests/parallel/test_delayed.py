@@ -49,6 +49,8 @@ def check_steps(job: PoolJob) -> None:
     assert [row["lr"] for row in rows] == [learning_rate(run.optim, step, steps) for step in range(steps)]
 
 
+MUP = ("optim.mup=16", "optim.moments=bf16", "model.tied=false")
+
 # fmt: off
 LAYOUTS: list[tuple[Words, float]] = [  # the layout and what else differs, the largest difference of a loss
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=2", "model.dropout=0.1", "train.evaluate.every=4", "checkpoint.every=3"),  1e-5),
@@ -59,7 +61,7 @@ LAYOUTS: list[tuple[Words, float]] = [  # the layout and what else differs, the 
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=4", "parallel.zero=1", "parallel.recompute=full", SHORT),                   1e-5),
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=4", "parallel.ep=2", *MOE, SHORT),                                          1e-5),
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=2", *HALF, SHORT),                                                          2e-3),
-    ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=4", "parallel.zero=1", "optim.moments=bf16", SHORT),                        1e-5),
+    ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=4", "parallel.zero=1", *MUP, SHORT),                        1e-5),
     ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=2", *SGD, "train.evaluate.every=4", "checkpoint.every=3"),                  1e-5),
     ((TWO_VERSIONS, "parallel.pp=3", "cluster.gpus=3", "model.dropout=0.1", SHORT),                                            1e-5),
     ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=4", "parallel.cp=2", SHORT),                                                1e-5),

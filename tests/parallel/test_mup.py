@@ -29,7 +29,7 @@ LAYOUTS = [
     (LLAMA,  2, ("parallel.zero=2",)),
     (UNTIED, 4, ("parallel.tp=2", "parallel.sequence=true", "parallel.zero=1")),
     (LLAMA,  4, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_h1")),
-    (MOE,    2, ("parallel.ep=2", "parallel.zero=1", "model.tied=false")),
+    (MOE,    2, ("parallel.ep=2", "parallel.zero=1", "model.tied=false", "model.expert_bias=true")),
     (LLAMA,  2, ("parallel.zero=1", "parallel.offload.optimizer=true")),
 ]
 # fmt: on

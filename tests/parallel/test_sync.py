@@ -35,6 +35,7 @@ TWO, THREE, NODE = "parallel.sync.every=2", "parallel.sync.every=3", "parallel.s
 HEAVY = ("parallel.sync.outer.lr=0.7", "parallel.sync.outer.momentum=0.9")
 NESTEROV = (*HEAVY, "parallel.sync.outer.nesterov=true")
 NODES = ("cluster.nodes=2", "cluster.gpus=2", NODE)
+MUP = ("optim.mup=16", "optim.moments=bf16", "model.tied=false")
 HALF = ("train.precision=bf16", "train.gradients=fp32")
 
 
@@ -57,7 +58,7 @@ LAYOUTS: list[tuple[Words, float]] = [  # the layout and what else differs, the 
     ((TWO,   *NODES, "parallel.zero=3", *NESTEROV),                                                                      1e-5),
     ((TWO,   *NODES, "cluster.gpus=4", "parallel.tp=2", "parallel.sequence=true", "parallel.zero=3", "train.steps=5"), 1e-5),
     ((TWO,   "cluster.gpus=4", "parallel.pp=2", "parallel.schedule=zb_h1", *HEAVY),                                    1e-5),
-    ((TWO,   "cluster.gpus=2", "parallel.tp=1", "optim.moments=bf16", "checkpoint.every=4", *NESTEROV),                1e-5),
+    ((TWO,   "cluster.gpus=2", "parallel.tp=1", *MUP, "checkpoint.every=4", *NESTEROV),                1e-5),
     ((THREE, *NODES, "parallel.ep=2", "parallel.zero=1", "model=tiny_moe", *NESTEROV),                                  1e-5),
 ]
 # fmt: on

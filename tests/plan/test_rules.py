@@ -40,6 +40,8 @@ BROKEN: list[tuple[Keys, str]] = [
         "parallel.cp=2: ranks that gather keys have no model.sinks: set parallel.cp_comm=all_to_all or parallel.cp=1"),
     ({"model.sinks": True, "train.precision": "fp32"},
         "model.sinks=true: the fused kernel of a GPU takes no train.precision=fp32: set train.attention=math or train.precision=bf16"),
+    ({"model.sinks": True, "train.precision": "fp16", "cluster.device.peak": {"fp32": 15.7e12, "fp16": 125e12}},
+        "model.sinks=true: A100 has no fused kernel for it: set train.attention=math"),
     ({"model.sinks": True, "data.documents": True},
         "model.sinks=true: the fused kernel of a GPU keeps no data.documents=true apart: set train.attention=math"),
     ({"model.sinks": True, "model.heads": 2},

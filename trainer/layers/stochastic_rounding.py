@@ -45,7 +45,7 @@ def words_at(rows: Tensor, columns: Tensor, places: Tensor) -> Tensor:
     return mixed_words(rows[row, 0], rows[row, 1], columns[places - row * len(columns)])
 
 
-def rounded(values: Tensor, words: Tensor, half: int) -> Tensor:
+def round_at_random(values: Tensor, words: Tensor, half: int) -> Tensor:
     """Return finite float32 values [R, C] as bfloat16, with half 0 or 1 of the random bits of `words` [R, C].
 
     The bits below bfloat16's are a share of the distance to the next number away from zero: with that probability the sum carries into

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layers.stochastic_rounding import rounded, words_at
+from ...layers.stochastic_rounding import round_at_random, words_at
 from ..rank_parameter import optimizer_state
 from .rounded_moments import MOMENT_DTYPE, MomentPart, MomentRounding
 
@@ -55,7 +55,7 @@ def adamw(
     if rows is not None and columns is not None:
         place = torch.arange(weight.numel(), device=weight.device)
         bits = words_at(rows, columns, place)
-        m, v = rounded(m, bits, 0), rounded(v, bits, 1)
+        m, v = round_at_random(m, bits, 0), round_at_random(v, bits, 1)
     mean.copy_(m)
     square.copy_(v)
     weight.copy_(stepped)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ...layers.stochastic_rounding import column_words, random_words, rounded
+from ...layers.stochastic_rounding import column_words, random_words, round_at_random
 from ...spec.run import Run
 from .data_parallel.sharded_weights import ShardedWeight
 from .data_parallel.weight_buckets import MASTER_DTYPE, WeightBucket
@@ -40,7 +40,7 @@ class MomentPart(NamedTuple):
         bits = random_words(*self.words) if self.words else None
         for half, (held, value) in enumerate(moments):
             kept = held[self.place]
-            kept.copy_(value if bits is None else rounded(value.view(bits.shape), bits, half).view(-1))
+            kept.copy_(value if bits is None else round_at_random(value.view(bits.shape), bits, half).view(-1))
 
 
 class MomentRounding:

@@ -21,8 +21,8 @@ from .core_attention import KeyBlock, attention_scores
 
 # B batch, S sequence, A heads, N key and value heads, D head_dim, W window
 
-_GPU_FLASH = torch.ops.aten._flash_attention_forward
-_GPU_FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
+_GPU_FORWARD = torch.ops.aten._flash_attention_forward
+_GPU_BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 class HeadSinks(NamedTuple):
@@ -167,7 +167,7 @@ def _gpu_values(
     size, scale = query.shape[2], core_attention.score_scale(query, scale)
     padded = (each.transpose(1, 2) for each in core_attention.padded_heads(query, key, value))
     left, right = (None, None) if window is None else (window - 1, 0)
-    values, log_sums = _GPU_FLASH(
+    values, log_sums = _GPU_FORWARD(
         *padded, None, None, size, size, 0.0, True, False, scale=scale, window_size_left=left, window_size_right=right
     )[:2]
     return values[..., : value.shape[-1]].contiguous(), log_sums
@@ -183,7 +183,7 @@ def _gpu_gradients(
     left, right = (None, None) if window is None else (window - 1, 0)
     undrawn = query.new_empty(0, dtype=torch.int64)  # the state of dropout, which is not read
     sizes = None, None, size, size  # no sequences apart
-    grads = _GPU_FLASH_BACKWARD(
+    grads = _GPU_BACKWARD(
         *padded, log_sums, *sizes, 0.0, True, undrawn, undrawn, scale=scale, window_size_left=left, window_size_right=right
     )
     return tuple(each[..., : query.shape[-1]].transpose(1, 2) for each in grads)

@@ -13,6 +13,7 @@ from ..cross_entropy import IGNORED
 from ..norms import make_norm
 from ..parameters_by_prefix import Parameters, sub_parameters
 from ..tensor_parallel import Linear
+from .document_mask import document_starts
 
 # B batch, S sequence, s this rank's part of it under sequence parallelism, H hidden, D modules
 
@@ -45,12 +46,12 @@ def further_tokens(tokens: Tensor, labels: Tensor, documents: Tensor | None, mod
     Module k (from 1) reads at position i the token at i + k, and its label is the model's own at i + k. Past the row's end there is none,
     and where the token at i + k is of another document the label does not count.
     """
-    rows = []
+    rows, starts = [], None if documents is None else document_starts(documents)
     for far in range(1, modules + 1):
         read, wanted = torch.zeros_like(tokens), torch.full_like(labels, IGNORED)
         read[:, :-far], wanted[:, :-far] = tokens[:, far:], labels[:, far:]
-        if documents is not None:
-            wanted[:, :-far].masked_fill_(documents[:, far:] != documents[:, :-far], IGNORED)
+        if starts is not None:
+            wanted[:, :-far].masked_fill_(starts[:, far:] != starts[:, :-far], IGNORED)
         rows.append(torch.stack((read, wanted)))
     return torch.stack(rows)
 

@@ -14,7 +14,7 @@ from .recent_values import RecentValues
 
 SPIKE_SCORE = 6.0  # deviations above recent losses from which a loss is a spike
 LOSS_SPREAD, LEAST_LOSS = 0.005, 0.1  # a loss (nats) may fall to almost 0
-NORM_SPREAD = 0.05
+NORM_SPREAD, LEAST_NORM = 0.05, 1e-6  # a norm may be 0
 
 
 class TooManySkippedSteps(AllRanksFailed):
@@ -31,7 +31,7 @@ class Anomalies:
         self._skipped = 0
         recent = recent or {}
         self._losses = RecentValues(LOSS_SPREAD, LEAST_LOSS, recent.get("losses", ()))
-        self._norms = RecentValues(NORM_SPREAD, 0.0, recent.get("norms", ()))
+        self._norms = RecentValues(NORM_SPREAD, LEAST_NORM, recent.get("norms", ()))
 
     def record(self) -> dict[str, list[float]]:
         """Return what a checkpoint keeps, so that a run that resumes skips the same steps; nothing where none is skipped as a spike."""

@@ -25,7 +25,7 @@ from ...spec.run import Run
 from ...spec.sections.lr_schedule import learning_rate
 from ..data.samples.batches import Batch
 from ..train import is_due
-from .reference_run import ReferenceCurve, compare_with_run, evaluation_loss, plain_optimizer, read_batches, whole_model
+from .reference_run import ReferenceCurve, compare_with_run, evaluation_loss, plain_optimizer, read_batches, set_rate, whole_model
 
 
 @dataclass(kw_only=True)
@@ -93,8 +93,7 @@ def compressed_curve(run: Run) -> ReferenceCurve:
             name = block.shard.name
             block.of(weights[name].grad).copy_(block.sum([block.of(each[name]) for each in parts]))  # type: ignore[arg-type]
         norms.append(float(nn.utils.clip_grad_norm_(weights.values(), train.clip or torch.inf)))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(run.optim, step, steps)
+        set_rate(optimizer, learning_rate(run.optim, step, steps))
         optimizer.step()
         losses.append(total)
         if is_due(run.checkpoint.every, step + 1):

@@ -23,6 +23,7 @@ from .reference_run import (
     mean_loss,
     plain_optimizer,
     read_batches,
+    set_rate,
     whole_model,
 )
 
@@ -53,8 +54,7 @@ def delayed_curve(run: Run) -> ReferenceCurve:
                 for name in names:
                     newest[name].grad = gradients[name]
                 squares.append(float(nn.utils.clip_grad_norm_([newest[name] for name in names], train.clip or torch.inf)) ** 2)
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(run.optim, step, steps)
+                set_rate(optimizer, learning_rate(run.optim, step, steps))
                 optimizer.step()
             history.append(copy_weights(newest))
             totals.append(loss.item())

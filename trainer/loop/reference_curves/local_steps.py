@@ -23,6 +23,7 @@ from .reference_run import (
     mean_loss,
     plain_optimizer,
     read_batches,
+    set_rate,
     whole_model,
 )
 
@@ -66,8 +67,7 @@ def _step_alone(run: Run, module: nn.Module, worker: _Worker, batch: Batch, step
     worker.optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     norm = float(nn.utils.clip_grad_norm_(worker.weights.values(), run.train.clip or torch.inf))
-    for group in worker.optimizer.param_groups:
-        group["lr"] = learning_rate(run.optim, step, run.train.steps or 0)
+    set_rate(worker.optimizer, learning_rate(run.optim, step, run.train.steps or 0))
     worker.optimizer.step()
     return loss.item(), norm
 

@@ -17,10 +17,11 @@ from torch.func import functional_call
 
 from ...layers.counter_rng import dropout_keys
 from ...layers.cross_entropy import IGNORED
-from ...layers.stochastic_rounding import column_words, random_words, rounded, row_words, tensor_key
+from ...layers.stochastic_rounding import column_words, random_words, round_at_random, row_words, tensor_key
 from ...layers.transformer.further_tokens import further_arguments
 from ...models.build import build_model, named_constants
 from ...rundir.changes import moment_kinds
+from ...spec.derived.width_scaling import is_rate_divided, width_factor
 from ...spec.run import Parallel, Run
 from ..checkpoint import LoadFailed
 from ..data.prepare import cache_folder, prepare_corpus
@@ -53,20 +54,27 @@ def copy_weights(weights: Weights) -> dict[str, Tensor]:
 
 
 def plain_optimizer(run: Run, weights: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the run's optimizer of some weights, by logical name: matrices decay. After each step moments that the run keeps in bf16 are
-    rounded, and stay float32."""
-    parameters = list(weights.values())
-    matrices = {"params": [each for each in parameters if each.dim() > 1], "weight_decay": run.optim.weight_decay}
-    vectors = {"params": [each for each in parameters if each.dim() == 1], "weight_decay": 0.0}
+    """Return the run's optimizer of some weights, by logical name: matrices decay, and optim.mup divides the rates of some. After each step
+    moments that the run keeps in bf16 are round_at_random, and stay float32."""
+    groups = []
+    for name, each in weights.items():
+        divisor = width_factor(run) if is_rate_divided(run, name, each.dim()) else 1.0
+        groups.append({"params": [each], "weight_decay": run.optim.weight_decay * divisor if each.dim() > 1 else 0.0, "divisor": divisor})
     made: torch.optim.Optimizer
     if run.optim.name == "sgd":
-        made = torch.optim.SGD([matrices, vectors], lr=run.optim.lr, momentum=run.optim.momentum)
+        made = torch.optim.SGD(groups, lr=run.optim.lr, momentum=run.optim.momentum)
     else:
-        made = torch.optim.AdamW([matrices, vectors], lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
+        made = torch.optim.AdamW(groups, lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
     if run.optim.moments == "bf16":
         taken = torch.zeros((), dtype=torch.int64)
         made.register_step_post_hook(lambda *_: _round_moments(run, weights, made, taken.add_(1)))
     return made
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step of a `plain_optimizer`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr / group["divisor"]
 
 
 @torch.no_grad()
@@ -79,7 +87,7 @@ def _round_moments(run: Run, weights: Mapping[str, nn.Parameter], optimizer: tor
         state = optimizer.state[weight]
         for half, held in enumerate(state[kind] for kind in moment_kinds(run.optim) if kind in state):
             near = run.optim.rounding == "nearest"
-            held.copy_(held.to(torch.bfloat16) if near else rounded(held.view(words.shape), words, half).view(held.shape))
+            held.copy_(held.to(torch.bfloat16) if near else round_at_random(held.view(words.shape), words, half).view(held.shape))
 
 
 def read_batches(run: Run, split: Any) -> Batches:

@@ -6,6 +6,7 @@ from ...spec.run import PAPERS_NAME as PAPERS_NAME
 from ...spec.run import Parallel, Run
 from ..costs.cost_model import CostModel
 from ..costs.muon import MUON
+from ..costs.precision import has_moments
 from ..deepspeed.cost_model import DeepSpeedCosts
 from ..layout.schedule_of_run import delay_of
 from ..native.cost_model import NativeCosts
@@ -118,7 +119,7 @@ def _key_of_native(run: Run, parallel: Parallel) -> str:
         return f"parallel.reduce={parallel.reduce}"
     if run.train.precision == "fp8":
         return "train.precision=fp8"
-    if run.optim.moments != "fp32":
+    if run.optim.moments != "fp32" and has_moments(run.optim):
         return f"optim.moments={run.optim.moments}"
     if run.train.skip_spikes:
         return f"train.skip_spikes={run.train.skip_spikes:g}"

@@ -11,6 +11,7 @@ from ...spec.derived.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
 from ..axes import AXES
 from ..costs.muon import MUON
+from ..costs.precision import has_moments
 from ..layout.schedule_of_run import legal_schedule
 from ..layout.schedules import Schedule
 from .engine_row import EngineRow
@@ -102,8 +103,9 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield EngineLimit(row.name, "optim.mup", run.optim.mup, (*_any_engine(run), (("engine", "native"),), (("optim.mup", None),)))
     if run.optim.name == MUON:
         yield from _muon_limits(row, run, parallel, delayed=delay is not None)
-    if run.optim.moments != "fp32" and not row.rounds_moments:
-        yield EngineLimit(row.name, "optim.moments", run.optim.moments, ((("engine", "native"),), (("optim.moments", "fp32"),)))
+    if run.optim.moments != "fp32" and has_moments(run.optim) and not row.rounds_moments:
+        without: Change = (("optim.moments", "fp32"),)
+        yield EngineLimit(row.name, "optim.moments", run.optim.moments, (*_any_engine(run), (("engine", "native"),), without))
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
         plain: Change = (("parallel.scatter", False),)
         yield EngineLimit(row.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...models.families import is_made_by_transformers
 from ...models.ops.shared_ops import has_fused_core
-from ...spec.derived.document_kernel import MOST_HEAD_DIM
+from ...spec.derived.document_kernel import MOST_HEAD_DIM, has_flash_attention_2
 from ...spec.run import Parallel, Run
 from .broken_rule import BrokenRule
 
@@ -22,6 +22,9 @@ def sinks_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken
     if run.cluster.device.kind == "cpu" or not has_fused_core(model, run.train):
         return
     apart = (("train.attention", "math"),)
+    if not has_flash_attention_2(run.cluster.device):
+        yield BrokenRule("sinks", f"model.sinks=true: {run.cluster.device.name} has no fused kernel for it", (apart,))
+        return
     if run.train.precision == "fp32":
         says = "model.sinks=true: the fused kernel of a GPU takes no train.precision=fp32"
         yield BrokenRule("sinks", says, (apart, (("train.precision", "bf16"),)))

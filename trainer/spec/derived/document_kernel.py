@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..run import Model, Run
+from ..run import Device, Model, Run
 from .compiled_layers import has_compiled_layers
 
 MOST_HEAD_DIM = 256  # elements of a query, key or value that FlashAttention-2 takes
@@ -15,8 +15,13 @@ def has_document_kernel(run: Run) -> bool:
     device = run.cluster.device
     if not run.data.documents or run.train.attention != "flash" or run.model.dropout or run.model.sinks:
         return False
-    takes_heads = run.train.precision != "fp32" and "bf16" in device.peak and widest_head(run.model) <= MOST_HEAD_DIM
+    takes_heads = run.train.precision != "fp32" and has_flash_attention_2(device) and widest_head(run.model) <= MOST_HEAD_DIM
     return device.kind == "cpu" or (takes_heads and not gathers_in_graphs(run))
+
+
+def has_flash_attention_2(device: Device) -> bool:
+    """Return whether a GPU runs FlashAttention-2: from compute capability 8 on, which is the first with bf16."""
+    return "bf16" in device.peak
 
 
 def gathers_in_graphs(run: Run) -> bool:

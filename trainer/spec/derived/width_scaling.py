@@ -20,8 +20,8 @@ def width_factor(run: Run) -> float:
 
 def is_rate_divided(run: Run, name: str, dims: int) -> bool:
     """Return whether the learning rate of a weight of some dims, by its logical name, is divided by `width_factor`: that of a matrix that
-    sums over the width."""
-    return run.optim.mup is not None and dims > 1 and name not in INPUT_TABLES
+    sums over the width. Biases of experts, which have a row for each, are none."""
+    return run.optim.mup is not None and dims > 1 and name not in INPUT_TABLES and not name.endswith(".bias")
 
 
 def initial_divisor(run: Run, name: str) -> float:
