@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,6 +161,10 @@ def test_all_ranks_skip_a_spike(faulty: RankPool, tmp_path: Path, fault: str, la
     assert skipped[name] > 6
     assert not {"spike", "norm_spike"} - {name} & set(skipped)
     assert skipped["grad_norm"] > 6 * norms[20] if fault == "gradient" else skipped["loss"] == pytest.approx(3 * losses[20], rel=1e-3)
+    if "fp16" in layout:  # a spike is no overflow: the loss scale stays
+        manifests = (folder / "checkpoints" / f"step_{step}" / "manifest.json" for step in (19, 24))
+        before, after = (json.loads(each.read_text())["extra"]["engine"]["scale"] for each in manifests)
+        assert before | {"cur_iter": 24} == after
     near = 2e-2 if "fp16" in layout else 2e-6
     assert [row["loss"] for row in rows[-3:]] == pytest.approx(losses[21:], abs=near)
     what = "losses" if name == "spike" else "norms"
