@@ -200,7 +200,7 @@ UNRUN: list[tuple[Keys, str]] = [
         ("native does not run parallel.offload.parameters=true: "
          "set parallel.offload.optimizer=false parallel.offload.parameters=false or engine=auto")),
     ({"engine": "zero", "optim.moments": "bf16"},
-        "zero does not run optim.moments=bf16: set engine=native or optim.moments=fp32"),
+        "zero does not run optim.moments=bf16: set engine=auto or engine=native"),
     ({"parallel.zero": 1, "parallel.offload.optimizer": True, "engine": "native", "optim.name": "sgd"},
         ("native does not run parallel.offload.optimizer=true with optim.name=sgd: "
          "set optim.name=adamw or parallel.offload.optimizer=false")),
