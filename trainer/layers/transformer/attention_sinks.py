@@ -95,7 +95,7 @@ class _SinkAttention(torch.autograd.Function):
         query, key, value, sinks, mask, band, values, log_sums = ctx.saved_tensors
         products = (grad * values).sum(-1, dtype=log_sums.dtype)  # [B, S, A]
         shares = torch.exp(_wide_sinks(sinks, ctx.first, query.shape[1]) - log_sums).mT  # of the sinks, [B, S, A]
-        sinks_grad = _placed(-(shares * products).sum((0, 1)), ctx.first, sinks)
+        sinks_grad = _gradient_of_all(-(shares * products).sum((0, 1)), ctx.first, sinks)
         inputs = grad, query, key, value, values, log_sums
         grads = _gpu_gradients(*inputs, ctx.window, ctx.scale) if query.is_cuda else _cpu_gradients(*inputs, mask, band, ctx.scale)
         return *grads, sinks_grad, None, None, None, None, None
@@ -106,7 +106,7 @@ def _wide_sinks(sinks: Tensor, first: int, heads: int) -> Tensor:
     return at_least_float32(sinks[first : first + heads])[:, None]
 
 
-def _placed(grad: Tensor, first: int, sinks: Tensor) -> Tensor:
+def _gradient_of_all(grad: Tensor, first: int, sinks: Tensor) -> Tensor:
     """Return the gradient [A] of the sinks of the heads from number `first` as that of all `sinks`."""
     whole = torch.zeros_like(sinks)
     whole[first : first + len(grad)] = grad
@@ -138,14 +138,8 @@ def _cpu_gradients(
     scale: float | None,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value."""
-    grad, values = grad.transpose(1, 2), values.transpose(1, 2)
-    grads = tuple(torch.zeros_like(each) for each in (query, key, value))
-    for rows, keys, causal, seen in _blocks(query.shape[2], mask, band):
-        inputs = grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], values[:, :, rows], log_sums[:, :, rows]
-        block_grads = core_attention.flash_block_gradients(*inputs, causal, seen, scale)
-        for total, where, block_grad in zip(grads, (rows, keys, keys), block_grads, strict=True):
-            total[:, :, where] += block_grad
-    return grads
+    blocks = _blocks(query.shape[2], mask, band)
+    return core_attention.sum_block_gradients(grad, (query, key, value), (values, log_sums), blocks, scale)
 
 
 def _blocks(size: int, mask: Tensor | None, band: Tensor | None) -> Iterator[KeyBlock]:
@@ -215,4 +209,4 @@ class _SinkSoftmax(torch.autograd.Function):
         weights, sinks = ctx.saved_tensors
         scores_grad = torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)
         wide = torch.promote_types(weights.dtype, torch.float32)
-        return scores_grad, _placed(-scores_grad.sum((0, 2, 3), dtype=wide), ctx.first, sinks), None
+        return scores_grad, _gradient_of_all(-scores_grad.sum((0, 2, 3), dtype=wide), ctx.first, sinks), None

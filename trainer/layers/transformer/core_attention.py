@@ -6,7 +6,7 @@ whole sequence, and neither saves them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -213,14 +213,7 @@ class FlashCore:
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, saved: Tensors) -> Tensors:
         """See `AttentionCore`."""
-        grad, values, log_sums = grad.transpose(1, 2), saved[0].transpose(1, 2), saved[1]
-        grads = tuple(torch.zeros_like(each) for each in (query, key, value))
-        for rows, keys, causal, block_mask in self._blocks(key.shape[2], mask):
-            inputs = grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], values[:, :, rows], log_sums[:, :, rows]
-            block_grads = flash_block_gradients(*inputs, causal, block_mask, self.scale)
-            for total, where, block_grad in zip(grads, (rows, keys, keys), block_grads, strict=True):
-                total[:, :, where] += block_grad
-        return grads
+        return sum_block_gradients(grad, (query, key, value), saved, self._blocks(key.shape[2], mask), self.scale)
 
     def _blocks(self, seq: int, mask: Tensor | None) -> Iterator[KeyBlock]:
         for rows, span in self.cp.chunks(seq):
@@ -231,6 +224,20 @@ class FlashCore:
             if span.start:
                 yield KeyBlock(rows, slice(0, span.start), False, None)
             yield KeyBlock(rows, slice(span.start, span.stop), True, None)
+
+
+def sum_block_gradients(grad: Tensor, inputs: Tensors, results: Tensors, blocks: Iterable[KeyBlock], scale: float | None) -> Tensors:
+    """Return the gradients of `inputs` (query [B, A, s, D], key and value [B, N, S, D]) from that of the values, [B, s, A, D], which the
+    blocks add up. `results` are the values [B, s, A, D] and the log-sum-exp of each row [B, A, s]."""
+    (query, key, value), (values, log_sums) = inputs, results
+    grad, values = grad.transpose(1, 2), values.transpose(1, 2)
+    totals = tuple(torch.zeros_like(each) for each in inputs)
+    for rows, keys, causal, mask in blocks:
+        block = grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], values[:, :, rows], log_sums[:, :, rows]
+        block_grads = flash_block_gradients(*block, causal, mask, scale)
+        for total, where, block_grad in zip(totals, (rows, keys, keys), block_grads, strict=True):
+            total[:, :, where] += block_grad
+    return totals
 
 
 def add_block(values: Tensor, log_sums: Tensor, block: Tensor, log_sum: Tensor) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .context_parallel import Tensors
-from .core_attention import add_block, flash_block, flash_block_gradients, padded_heads, window_band
+from .core_attention import KeyBlock, add_block, flash_block, flash_block_gradients, padded_heads, window_band
 from .document_bounds import DocumentChunk
 
 # B batch, S sequence, s those of its tokens that have queries on this rank, A heads, N key and value heads, D head_dim, which values may
@@ -66,16 +65,7 @@ def gradients_on_cpu(
     return totals
 
 
-class DocumentBlock(NamedTuple):
-    """Queries of one document and keys that they see: all of them, those up to the query's own (`causal`), or as a mask says."""
-
-    rows: slice
-    keys: slice
-    causal: bool
-    mask: Tensor | None
-
-
-def _blocks(chunk: DocumentChunk, window: int, query: Tensor) -> Iterator[DocumentBlock]:
+def _blocks(chunk: DocumentChunk, window: int, query: Tensor) -> Iterator[KeyBlock]:
     """Yield each document's queries with the keys before their chunk as one block, and with those in it as another; under a window that is
     shorter than the document, blocks of W queries, which see two blocks of keys."""
     shift = chunk.queries.start - chunk.place  # from a place among the keys to one among the queries
@@ -84,13 +74,13 @@ def _blocks(chunk: DocumentChunk, window: int, query: Tensor) -> Iterator[Docume
         begin = max(first, chunk.place)
         if band is None or end - first <= window:
             if first < begin:
-                yield DocumentBlock(slice(begin + shift, end + shift), slice(first, begin), False, None)
-            yield DocumentBlock(slice(begin + shift, end + shift), slice(begin, end), True, None)
+                yield KeyBlock(slice(begin + shift, end + shift), slice(first, begin), False, None)
+            yield KeyBlock(slice(begin + shift, end + shift), slice(begin, end), True, None)
             continue
         for at in range(begin, end, window):
             stop, key = min(at + window, end), max(first, at - window)
             seen = band[: stop - at, key - at + window : stop - at + window]
-            yield DocumentBlock(slice(at + shift, stop + shift), slice(key, stop), key == at, None if key == at else seen)
+            yield KeyBlock(slice(at + shift, stop + shift), slice(key, stop), key == at, None if key == at else seen)
 
 
 def values_on_gpu(inputs: Tensors, starts: Tensor, chunks: Sequence[DocumentChunk], window: int, scale: float) -> tuple[Tensor, Tensor]:

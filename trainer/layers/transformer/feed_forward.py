@@ -33,10 +33,10 @@ def make_gate(act: str) -> Callable[[Tensor, Tensor], Tensor]:
     """Return what makes a layer's activated products [..., F] of its gates and products, each [..., F]."""
     if act == "swiglu_clamped":
         return clamped_swiglu
-    return partial(_gated, ACTIVATIONS[act])
+    return partial(_gated_product, ACTIVATIONS[act])
 
 
-def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+def _gated_product(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     return activation(gate) * up
 
 
