@@ -25,7 +25,6 @@ from distrain.tests.fakes.quantized_folders import (  # noqa: E402
     dequantize_folder,
     fp8_config,
     pack_float8,
-    pack_mxfp4,
     quantize_folder,
     tensors_in,
 )
@@ -35,7 +34,10 @@ from distrain.trainer.loop.checkpoint.shard_positions import slice_values  # noq
 from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
 from distrain.trainer.models.hf_format.check_folder import check_folder  # noqa: E402
 from distrain.trainer.models.hf_format.config import read_hf_config  # noqa: E402
-from distrain.trainer.models.hf_format.tensor_reader import dequantize_float8, dequantize_mxfp4  # noqa: E402
+from distrain.trainer.models.hf_format.sliced_weight import SlicedWeight  # noqa: E402
+from distrain.trainer.models.hf_format.stored_tensors import StoredTensor  # noqa: E402
+from distrain.trainer.models.hf_format.tensor_reader import Edges, TensorReader, dequantize_float8, dequantize_mxfp4  # noqa: E402
+from distrain.trainer.models.hf_format.weight_files import weight_files  # noqa: E402
 from distrain.trainer.models.hf_format.weights import open_hf_weights, read_hf_weights, write_hf_folder  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 from distrain.trainer.spec.read import read  # noqa: E402
@@ -152,20 +154,54 @@ def test_any_block_of_any_weight_is_that_of_the_whole(folders, name: str) -> Non
         whole = {key: weight.whole() for key, weight in weights.items()}
 
         @given(st.data())
-        @settings(max_examples=60)
+        @settings(max_examples=40)
         def check(data: st.DataObject) -> None:
             key = data.draw(st.sampled_from(sorted(whole)))
-            ends = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in whole[key].shape]
-            edges = [
-                (first, max(last, first + 1)) if first < size else (size - 1, size) for (first, last), size in zip(ends, whole[key].shape)
-            ]
-            offset, sizes = tuple(first for first, _ in edges), tuple(last - first for first, last in edges)
-            part = block_slice(key, "weight", tuple(whole[key].shape), offset, sizes)
-            count = data.draw(st.integers(1, part.count))
-            part = part.part(data.draw(st.integers(0, part.count - count)), count)
+            shape = tuple(whole[key].shape)
+            offset = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+            sizes = tuple(data.draw(st.integers(1, size - first)) for first, size in zip(offset, shape, strict=True))
+            block = block_slice(key, "weight", shape, offset, sizes)
+            first = data.draw(st.integers(0, block.count - 1))
+            part = block.part(first, data.draw(st.integers(1, block.count - first)))
             assert torch.equal(slice_values(weights[key], part), slice_values(whole[key], part))
 
         check()
+
+
+class Recorder(TensorReader):
+    """A reader that keeps what is asked of it, and how many elements it returned."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(weight_files(folder))
+        self.asked: list[tuple[str, Edges, int]] = []
+
+    def read(self, stored: StoredTensor, edges: Edges) -> Any:
+        part = super().read(stored, edges)
+        self.asked.append((stored.values, edges, part.numel()))
+        return part
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "block", "parts"),
+    [
+        ("mxfp4", "layers.1.experts.down.weight", ((2, 4), (48, 96), (0, 64)), [48 * 64] * 2),
+        ("mxfp4", "layers.1.experts.gate.weight", ((1, 3), (0, 64), (10, 20)), [64 * 10] * 2),
+        ("fp8, experts", "layers.1.experts.up.weight", ((0, 2), (0, 48), (20, 40)), [48 * 20] * 2),
+        ("fp8, blocks", "layers.1.attention.value.weight", ((0, 12), (8, 24)), [12 * 2 * 18]),
+    ],
+)
+def test_no_more_than_the_part_of_one_expert_is_dequantized_at_once(folders, name: str, key: str, block, parts: list[int]) -> None:
+    """Of values that lie beside the keys of each head, the keys too: heads of 10 and 8 elements."""
+    folder, run = folders[name]
+    (weight,) = (each for each in check_folder(folder, run) if each.name == key)
+    offset, sizes = tuple(first for first, _ in block), tuple(last - first for first, last in block)
+    with Recorder(folder) as reader:
+        sliced = SlicedWeight(weight=weight, reader=reader)
+        slice_values(sliced, block_slice(key, "weight", weight.shape, offset, sizes))
+        assert [count for _, _, count in reader.asked] == parts
+        reader.asked.clear()
+        sliced.whole()
+        assert max(count for _, _, count in reader.asked) <= torch.Size(weight.shape).numel() * (18 / 8 if name == "fp8, blocks" else 1 / 4)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "fp8, blocks of 128", "fp8, experts", "fp8, whole tensors"])
@@ -185,3 +221,70 @@ def test_logits_are_those_of_transformers_own_dequantized_model(folders, name: s
     tokens = torch.randint(run.model.vocab, (2, 24), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         torch.testing.assert_close(ours.logits(tokens), theirs.eval()(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_weights_that_are_plain_among_quantized_ones_are_read_as_they_are(folders, tmp_path: Path) -> None:
+    """modules_to_not_convert need not be right: the tensors are what counts."""
+    folder, run = quantized_folder(tmp_path, "fp8, experts")
+    key = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    plain = tensors_in(folder.with_name("source"))[key]
+    edit(folder, **{key: plain, f"{key}_scale_inv": None})
+    there, before = dict(read_hf_weights(folder, run)), dict(read_hf_weights(folders["fp8, experts"][0], run))
+    assert torch.equal(there["layers.0.experts.gate.weight"][1], plain.t())
+    assert torch.equal(there["layers.0.experts.gate.weight"][0], before["layers.0.experts.gate.weight"][0])
+
+
+def test_scales_that_are_powers_of_two_are_read_as_8_bits(tmp_path: Path) -> None:
+    """scale_fmt=ue8m0, of DeepSeek-V3.1: transformers keeps such scales in float8_e8m0fnu."""
+    folder, run = quantized_folder(tmp_path, "fp8, blocks of 128")
+    key = "model.layers.0.self_attn.o_proj.weight"
+    edit(folder, **{f"{key}_scale_inv": torch.tensor([[0.25]]).to(torch.float8_e8m0fnu)})
+    found = dict(read_hf_weights(folder, run))["layers.0.attention.out.weight"]
+    assert torch.equal(found, tensors_in(folder)[key].float().t() * 0.25)
+
+
+DOWN = "model.layers.0.mlp.experts.down_proj"
+OUT = "model.layers.0.self_attn.o_proj.weight"
+# fmt: off
+DAMAGES: dict[str, tuple[str, dict[str, Any], str]] = {  # a folder, tensors changed (a shape is zeros of a type), what is said of it
+    "no exponents":     ("mxfp4", {f"{DOWN}_scales": None}, f"the folder has {DOWN}_blocks, and no {DOWN}_scales"),
+    "exponents' shape": ("mxfp4", {f"{DOWN}_scales": ("uint8", 4, 64, 2)}, f"{DOWN}_scales is U8 [4, 64, 2], not U8 [4, 64, 3]"),
+    "exponents' type":  ("mxfp4", {f"{DOWN}_scales": ("float32", 4, 64, 3)}, f"{DOWN}_scales is F32 [4, 64, 3], not U8 [4, 64, 3]"),
+    "blocks of 8":      ("mxfp4", {f"{DOWN}_blocks": ("uint8", 4, 64, 6, 8)}, f"{DOWN}_blocks is [4, 64, 6, 8], not blocks of 16 bytes"),
+    "other blocks":     ("mxfp4", {f"{DOWN}_blocks": ("uint8", 4, 64, 2, 16), f"{DOWN}_scales": ("uint8", 4, 64, 2)},
+                         f"{DOWN}_blocks, as plain values, is [4, 64, 64], not [4, 96, 64]"),
+    "neither":          ("mxfp4", {f"{DOWN}_scales": None, f"{DOWN}_blocks": None}, f"has no {DOWN}, which is layers.0.experts.down"),
+    "no scales":        ("fp8, blocks", {f"{OUT}_scale_inv": None},
+                         f"{OUT} is F8_E4M3, and the folder has neither {OUT}_scale_inv nor {OUT}_scale"),
+    "scales' shape":    ("fp8, blocks", {f"{OUT}_scale_inv": ("float32", 3, 3)}, f"{OUT}_scale_inv is [3, 3], not [3, 4], where"),
+    "scales' type":     ("fp8, blocks", {f"{OUT}_scale_inv": ("int32", 3, 4)}, f"{OUT}_scale_inv is I32, which is not read"),
+    "4-bit integers":   ("fp8, blocks", {OUT: ("int8", 48, 24)}, f"{OUT} is I8, and has {OUT}_scale_inv: of scaled"),
+    "integers":         ("fp8, blocks", {OUT: ("int32", 48, 48), f"{OUT}_scale_inv": None}, f"{OUT} is I32, which is not read"),
+    "another shape":    ("fp8, whole tensors", {OUT: ("float8_e4m3fn", 48, 36)}, f"{OUT} is [48, 36], not [48, 72]"),
+    "no row scales":    ("compressed, rows", {f"{OUT}_scale": ("float32", 1, 1)}, f"{OUT}_scale is [1, 1], not [48, 1], where {OUT} is"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_refused_with_the_tensor(damage: str, tmp_path: Path) -> None:
+    name, tensors, says = DAMAGES[damage]
+    folder, run = quantized_folder(tmp_path, name)
+    edit(folder, **{key: each and torch.zeros(each[1:], dtype=getattr(torch, each[0])) for key, each in tensors.items()})
+    said = problems(folder, run)
+    assert says in said
+    assert "\n" not in said
+
+
+def test_scaled_weights_without_their_quantization_config_are_refused(tmp_path: Path) -> None:
+    folder, run = quantized_folder(tmp_path, "fp8, blocks")
+    edit_config(folder, quantization_config=None)
+    said = problems(folder, run)
+    assert "is F8_E4M3, and config.json has no quantization_config that says of what blocks its scales are" in said
+    assert said.splitlines()[-1].endswith("more tensors are missing or of another shape")
+
+
+def test_a_folder_of_another_method_is_refused_before_its_tensors_are_read(tmp_path: Path) -> None:
+    folder, run = quantized_folder(tmp_path, "fp8, blocks")
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "weights of quant_method=gptq are not read: read are bf16, fp16, fp32, mxfp4, fp8, fbgemm_fp8" in problems(folder, run)

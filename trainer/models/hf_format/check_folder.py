@@ -108,7 +108,8 @@ def published_tensors(folder: Path, run: Run) -> dict[str, StoredTensor]:
     stored = stored_tensors(headers_of(weight_files(folder)), read_quantization(config))
     if any(each.is_quantized for each in stored.values()):
         named = [(name, HfTensor(name), shape) for name, shape in (run.model.parameters or {}).items()]
-        _raise_listed([each for name, tensor, size in named for each in _tensor_problems(name, tensor, size, None, stored, folder)], folder)
+        found = [each for name, tensor, size in named for each in _tensor_problems(name, tensor, size, None, stored, folder)]
+        _raise_listed([replace(each, mend=each.mend or "of family hf, name a folder of plain weights") for each in found], folder)
     return stored
 
 
