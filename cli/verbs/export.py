@@ -16,7 +16,8 @@ def export(
 ) -> int:
     """Write a run's newest checkpoint as a Hugging Face folder: safetensors, config.json, generation_config.json, its tokenizer.
 
-    The folder is loaded back, by transformers where it is installed, and kept only if its logits equal ours.
+    One file is in memory at a time. The folder is kept only if every weight reads back equal, and the logits of transformers, where it is
+    installed, equal ours: of all layers, or of as many as fit into memory.
 
     \b
     distrain export runs/quickstart quickstart-hf

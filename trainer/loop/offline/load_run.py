@@ -88,6 +88,23 @@ def load_model(saved: SavedRun, device: torch.device) -> Transformer | CausalLM:
     if family_of(run.model).module is None:
         known = ", ".join(name for name, family in FAMILIES.items() if family.module)
         raise _refusal(f"model.family={run.model.family} can't be loaded here", f"families {known} can")
+    check_weights(saved)
+    _check_memory(run, device)
+    module: Transformer | CausalLM
+    if is_made_by_transformers(run.model):
+        module = _build_with_transformers(run, checkpoint, device)
+    else:
+        module = build_model(run, device=device, dtype=torch.float32, seed=run.train.seed if run.model.lora.rank else None)
+    if run.model.lora.rank and run.model.weights:
+        load_weights(module, read_hf_weights(Path(run.model.weights), run), partial=True)
+    read = ((name, saved.weights.read(whole_slice(name, "weight", shape))) for name, shape in weight_shapes(run).items())
+    load_weights(module, read, partial=run.model.lora.rank > 0)
+    return module.eval()
+
+
+def check_weights(saved: SavedRun) -> None:
+    """Raise Unreadable where a checkpoint's weights have other names or shapes than those of its run's model."""
+    run, checkpoint = saved.run, saved.checkpoint
     stored = {row.name: row.shape for row in checkpoint.manifest.tensors if row.kind == "weight"}
     if run.model.layers > len(stored):
         raise _refusal(f"the run has {run.model.layers} layers, and {checkpoint.path} has {len(stored)} weights", RESTORE_RUN_JSON)
@@ -96,22 +113,8 @@ def load_model(saved: SavedRun, device: torch.device) -> Transformer | CausalLM:
         if stored.get(name, shape) != shape:
             says = f"{name} has shape {list(stored[name])} in {checkpoint.path}, and {list(shape)} in the model of its run"
             raise _refusal(says, RESTORE_RUN_JSON)
-    _check_memory(run, device)
-    module: Transformer | CausalLM
-    if is_made_by_transformers(run.model):
-        module = _build_with_transformers(run, checkpoint, device)
-    else:
-        module = build_model(run, device=device, dtype=torch.float32, seed=run.train.seed if run.model.lora.rank else None)
     if extra := [name for name in stored if name not in shapes]:
-        raise _refusal(
-            f"{checkpoint.path} holds a weight {extra[0]}, which the model of its run does not have",
-            RESTORE_RUN_JSON,
-        )
-    if run.model.lora.rank and run.model.weights:
-        load_weights(module, read_hf_weights(Path(run.model.weights), run), partial=True)
-    read = ((name, saved.weights.read(whole_slice(name, "weight", shape))) for name, shape in shapes.items())
-    load_weights(module, read, partial=run.model.lora.rank > 0)
-    return module.eval()
+        raise _refusal(f"{checkpoint.path} holds a weight {extra[0]}, which the model of its run does not have", RESTORE_RUN_JSON)
 
 
 def _build_with_transformers(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> CausalLM:
