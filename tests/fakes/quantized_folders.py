@@ -166,7 +166,8 @@ def _write(folder: Path, source: Path, changes: dict[str, Any], tensors: dict[st
     folder.mkdir(parents=True)
     config = json.loads((source / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    names, weight_map = sorted(tensors), {}  # in two files, some values and their scales in different ones
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}  # to two files, some values and their scales in different ones
     for part in range(2):
         file = f"model-{part}.safetensors"
         save_file({name: tensors[name].contiguous() for name in names[part::2]}, folder / file, metadata={"format": "pt"})

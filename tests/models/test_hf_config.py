@@ -289,9 +289,9 @@ def test_gpt_oss_is_read_with_the_defaults_of_its_class(tmp_path: Path) -> None:
     assert "family moe does not have swiglu_limit=10.0: it has 7.0" in refusal(write_config(tmp_path, bare | {"swiglu_limit": 10.0}))
 
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}}
-COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": GROUP}}
+FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GROUP: dict[str, Any] = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}}
+COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": GROUP}}
 AUTO_MAP = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
 
 
@@ -392,7 +392,7 @@ def test_windows_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
         (LLAMA31_8B | {"sliding_window": 4096}, "sliding_window=4096 is not known to family llama, and may change what the model computes"),
         (
             LLAMA31_8B | {"quantization_config": {"bits": 4}},
-            'quantization_config={"bits": 4} names no quant_method: read are bf16, fp16, fp32',
+            "quantization_config={bits:4} names no quant_method: read are bf16, fp16, fp32",
         ),
         (LLAMA31_8B | {"quantization_config": "fp8"}, "quantization_config=fp8 names no quant_method"),
         *(
@@ -411,7 +411,7 @@ def test_windows_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
             "weights of format=pack-quantized are not read",
         ),
         (LLAMA31_8B | {"quantization_config": COMPRESSED | {"format": None}}, "weights of format=null are not read"),
-        (LLAMA31_8B | {"quantization_config": COMPRESSED | {"transform_config": {"a": 1}}}, 'transform_config={"a": 1} is not read'),
+        (LLAMA31_8B | {"quantization_config": COMPRESSED | {"transform_config": {"a": 1}}}, "transform_config={a:1} is not read"),
         (LLAMA31_8B | {"quantization_config": COMPRESSED | {"sparsity_config": {"format": "2:4"}}}, "sparsity_config="),
         (LLAMA31_8B | {"quantization_config": COMPRESSED | {"config_groups": {}}}, "it has no config_groups"),
         (LLAMA31_8B | {"quantization_config": COMPRESSED | {"config_groups": {"a": {"weights": None}}}}, "a names no weights"),

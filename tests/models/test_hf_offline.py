@@ -12,7 +12,8 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.hf_models import NEOX, SIZES, WORDS, words, write_config
 from distrain.tests.fakes.quantized_folders import PER_ROW, dequantized, fp8_config, quantize_folder, tensors_in
-from distrain.trainer.models.hf.inspect_config import inspect_config
+from distrain.trainer.launch.file_checks import weight_problems
+from distrain.trainer.models.hf.inspect_config import inspect_config, load_config
 from distrain.trainer.models.hf_format.check_folder import check_same_config
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.changed_run import with_changes
@@ -149,8 +150,9 @@ def test_quantized_weights_are_read_where_they_have_the_names_of_parameters(conf
     run, module = small_causal_lm("stablelm", tmp_path / "config")
     module.hf.save_pretrained(tmp_path / "plain")
     folder = quantize_folder(tmp_path / "plain", tmp_path / "packed", config)
-    check_same_config(folder, with_changes(run, [("model.hf", str(tmp_path / "plain"))]))
+    run = with_changes(run, [("model.hf", str(tmp_path / "plain"))])
     expected = dequantized(tensors_in(folder), config)
+    assert not [*weight_problems(with_changes(run, [("model.weights", str(folder)), ("log.dir", str(tmp_path / "runs"))]))]
     with open_published_weights(folder, run) as there:
         for name, parameter in module.hf.named_parameters():
             assert torch.equal(there[f"hf.{name}"][(slice(None),) * parameter.dim()].float(), expected[name]), name
@@ -170,7 +172,9 @@ def test_quantized_experts_one_by_one_are_refused_for_family_hf(tmp_path: Path) 
 def test_quantized_weights_of_another_method_are_refused_for_family_hf(tmp_path: Path) -> None:
     folder = write_config(tmp_path, NEOX | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
     assert "weights of quant_method=gptq are not read" in inspect_config(folder / "config.json")["problem"]
-    assert "parameters" in inspect_config(write_config(tmp_path, NEOX | {"quantization_config": fp8_config(None)}) / "config.json")
+    file = write_config(tmp_path, NEOX | {"quantization_config": fp8_config(None)}) / "config.json"
+    assert "parameters" in inspect_config(file)
+    assert "quantization_config" not in load_config(file).to_dict(), "exports are plain"
 
 
 def test_weights_of_another_model_are_refused_key_by_key(neox: Path, tmp_path: Path) -> None:

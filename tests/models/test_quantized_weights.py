@@ -93,8 +93,8 @@ def edit_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
-def full(tensor: Any) -> tuple[slice, ...]:
-    return (slice(None),) * tensor.dim()
+def full(tensor: Any) -> Edges:
+    return tuple(map(slice, tensor.shape))
 
 
 def test_every_4_bit_value_and_every_exponent_is_that_of_transformers(transformers: Any) -> None:
@@ -234,11 +234,12 @@ def test_weights_that_are_plain_among_quantized_ones_are_read_as_they_are(folder
     assert torch.equal(there["layers.0.experts.gate.weight"][0], before["layers.0.experts.gate.weight"][0])
 
 
-def test_scales_that_are_powers_of_two_are_read_as_8_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "suffix"), [("fp8, blocks of 128", "_scale_inv"), ("compressed, tensors", "_scale")])
+def test_scales_that_are_powers_of_two_are_read_as_8_bits(name: str, suffix: str, tmp_path: Path) -> None:
     """scale_fmt=ue8m0, of DeepSeek-V3.1: transformers keeps such scales in float8_e8m0fnu."""
-    folder, run = quantized_folder(tmp_path, "fp8, blocks of 128")
+    folder, run = quantized_folder(tmp_path, name)
     key = "model.layers.0.self_attn.o_proj.weight"
-    edit(folder, **{f"{key}_scale_inv": torch.tensor([[0.25]]).to(torch.float8_e8m0fnu)})
+    edit(folder, **{f"{key}{suffix}": torch.tensor([[0.25]]).to(torch.float8_e8m0fnu)})
     found = dict(read_hf_weights(folder, run))["layers.0.attention.out.weight"]
     assert torch.equal(found, tensors_in(folder)[key].float().t() * 0.25)
 
@@ -288,3 +289,13 @@ def test_a_folder_of_another_method_is_refused_before_its_tensors_are_read(tmp_p
     folder, run = quantized_folder(tmp_path, "fp8, blocks")
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     assert "weights of quant_method=gptq are not read: read are bf16, fp16, fp32, mxfp4, fp8, fbgemm_fp8" in problems(folder, run)
+
+
+def test_factors_of_fp8_folders_are_multiplied_in_float32_whatever_their_type(tmp_path: Path, transformers: Any) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    folder, run = quantized_folder(tmp_path, "fp8, whole tensors")
+    scale = torch.tensor(0.3, dtype=torch.bfloat16)
+    edit(folder, **{f"{OUT}_scale_inv": scale})
+    found = dict(read_hf_weights(folder, run))["layers.0.attention.out.weight"]
+    assert torch.equal(found, Fp8Dequantize(None)._dequantize_one(tensors_in(folder)[OUT], scale.view(1, 1), torch.float32).t())

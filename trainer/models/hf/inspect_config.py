@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..hf_format.quantization import KEY as QUANTIZATION_KEY
-from ..hf_format.quantization import quantization_problems
 from .ops import is_of_experts
+from .quantization import KEY as QUANTIZATION_KEY
+from .quantization import quantization_problems
 
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "moe_topk", "moe_top_k", "top_k_experts")
 

@@ -10,14 +10,14 @@ from ...spec.problem import Problem, Unreadable
 from ...spec.read import read, value_text
 from ...spec.run import Model, Run
 from ..families import op_table
+from ..hf.quantization import KEY as QUANTIZATION_KEY
+from ..hf.quantization import quantization_problems, read_quantization
 from ..ops.lora import without_lora
 from ..ops.op_table import model_constants, model_parameters
 from .config import config_file, read_hf_config, read_json
 from .harmless_keys import is_harmless
 from .model_type import architecture_keys
 from .names import Columns, HfTensor, columns_in_tensor, expert_tensors, find_hf_tensor, tensors_of
-from .quantization import KEY as QUANTIZATION_KEY
-from .quantization import quantization_problems, read_quantization
 from .rope import json_text
 from .stored_tensors import StoredTensor, stored_tensors
 from .weight_files import MAX_LISTED, headers_of, weight_files

@@ -14,12 +14,12 @@ from typing import Any, Final
 from ...spec.problem import Problem, Unreadable, shorten
 from ...system.regular_file import read_plain
 from ..families import FAMILIES
+from ..hf.quantization import KEY as QUANTIZATION_KEY
+from ..hf.quantization import quantization_problems
 from .config_kinds import CONFIG_KINDS, SAME_MODELS, AllowedValues, ConfigKind, is_rotary
 from .config_rows import REQUIRED
 from .dense_layers import dense_problems, read_dense_layers
 from .harmless_keys import is_harmless
-from .quantization import KEY as QUANTIZATION_KEY
-from .quantization import quantization_problems
 from .rope import json_text, local_rope_problems, read_rope, rope_keys, rope_problems, with_one_rope
 from .window import read_window, window_problems
 

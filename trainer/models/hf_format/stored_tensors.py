@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from .quantization import KEY, WHOLE_DIM, Quantization
+from ..hf.quantization import KEY, WHOLE_DIM, Quantization
 from .weight_files import TensorHeader
 
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .quantization import WHOLE_DIM
+from ..hf.quantization import WHOLE_DIM
 from .stored_tensors import MXFP4_BLOCK, StoredTensor, grid_of
 
 # The 16 values of a 4-bit float, e2m1: OCP Microscaling Formats v1.0, table 5; the upper half is negative.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...spec.problem import shorten
-from .rope import json_text
+from ...spec.read import value_text
 
 KEY: Final = "quantization_config"
 READ_FORMATS = ("float-quantized", "naive-quantized")  # of compressed-tensors
@@ -61,24 +61,24 @@ def quantization_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]
         case "fp8":
             block = stated.get("weight_block_size")
             if block and not _is_block(block):
-                yield f"{KEY}: weight_block_size={shorten(json_text(block))} is not two whole numbers above 0", ""
+                yield f"{KEY}: weight_block_size={shorten(value_text(block))} is not two whole numbers above 0", ""
         case "compressed-tensors":
             yield from ((f"{KEY} of compressed-tensors: {says}", WHAT_IS_READ) for says in _compressed_problems(stated))
         case str():
             yield f"{KEY}: weights of quant_method={shorten(method)} are not read", WHAT_IS_READ
         case _:
-            yield f"{KEY}={shorten(json_text(stated))} names no quant_method", WHAT_IS_READ
+            yield f"{KEY}={shorten(value_text(stated))} names no quant_method", WHAT_IS_READ
 
 
 def _compressed_problems(stated: Mapping[str, Any]) -> Iterator[str]:
     """Yield what of a quantization_config of compressed-tensors is not read: all but symmetric 8-bit floats."""
     groups, form = stated.get("config_groups"), stated.get("format")
     if form not in READ_FORMATS:
-        yield f"weights of format={shorten(json_text(form))} are not read"
+        yield f"weights of format={shorten(value_text(form))} are not read"
         return
     for key in ("sparsity_config", "transform_config"):
         if (value := stated.get(key)) and value != {"format": "dense"}:
-            yield f"{key}={shorten(json_text(value))} is not read"
+            yield f"{key}={shorten(value_text(value))} is not read"
     if not isinstance(groups, Mapping) or not groups:
         yield "it has no config_groups"
         return
@@ -89,7 +89,7 @@ def _compressed_problems(stated: Mapping[str, Any]) -> Iterator[str]:
         elif (weights.get("type"), weights.get("num_bits")) != ("float", 8):
             yield f"weights of {name} are {weights.get('type')}s of {weights.get('num_bits')} bits, which are not read"
         elif group.get("format", form) not in READ_FORMATS:
-            yield f"weights of {name} have format={shorten(json_text(group['format']))}, which is not read"
+            yield f"weights of {name} have format={shorten(value_text(group['format']))}, which is not read"
         elif not weights.get("symmetric", True):
             yield f"weights of {name} have zero points, which are not read"
         elif weights.get("strategy", "tensor") not in ("tensor", "channel") and not _is_block(weights.get("block_structure")):
