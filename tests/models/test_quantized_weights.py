@@ -157,6 +157,7 @@ def test_any_block_of_any_weight_is_that_of_the_whole(folders, name: str) -> Non
         @settings(max_examples=40)
         def check(data: st.DataObject) -> None:
             key = data.draw(st.sampled_from(sorted(whole)))
+            assert weights[key].dtype == whole[key].dtype
             shape = tuple(whole[key].shape)
             offset = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
             sizes = tuple(data.draw(st.integers(1, size - first)) for first, size in zip(offset, shape, strict=True))
