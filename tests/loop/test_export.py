@@ -130,6 +130,33 @@ def test_of_a_model_larger_than_memory_the_first_layers_are_compared(runs, kind:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "unchecked", "whole"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_earlier_checkpoint_and_the_mean_of_both_are_exported(runs, kind: str, tmp_path: Path, capsys) -> None:
+    export(runs[kind], tmp_path / "two", "fp32", step=2)
+    export(runs[kind], tmp_path / "four", "fp32", step=4)
+    export(runs[kind], tmp_path / "mean", "fp32", average=2)
+    heads = [line.partition(", ")[0] for line in capsys.readouterr().out.splitlines() if "parameters in fp32" in line]
+    assert heads == ["step 2", "step 4", "mean of steps 2 and 4"]
+    two, four, mean = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "four", "mean"))
+    assert any(not torch.equal(two[name], four[name]) for name in two)
+    for name, each in mean.items():
+        torch.testing.assert_close(each, (two[name] + four[name]) / 2, rtol=0, atol=0)
+
+
+def test_checkpoints_that_are_not_there_are_refused(runs, tmp_path: Path) -> None:
+    with pytest.raises(Unreadable, match=r"checkpoints has no checkpoint of step 3: steps 2, 4 are there$"):
+        export(runs["gpt2"], tmp_path / "out", "fp32", step=3)
+    says = r"of the checkpoints in \S+ up to step 4, 2 can be averaged, not 3: train with checkpoint\.keep=3 and checkpoint\.every, "
+    with pytest.raises(Unreadable, match=says):
+        export(runs["gpt2"], tmp_path / "out", "fp32", average=3)
+    with pytest.raises(Unreadable, match=r"up to step 2, 1 can be averaged, not 2: "):
+        export(runs["gpt2"], tmp_path / "out", "fp32", step=2, average=2)
+    shutil.copytree(runs["gpt2"], tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step_2" / "manifest.json").write_text("")
+    with pytest.raises(Unreadable, match=r"step_2 does not verify: manifest\.json is empty: restore it, or take another step"):
+        export(tmp_path / "run", tmp_path / "out", "fp32", step=2)
+
+
 def test_a_weight_that_is_written_wrong_is_found(runs, tmp_path: Path) -> None:
     export(runs["llama"], tmp_path / "out", "bf16")
     tensors = load_file(tmp_path / "out" / "model.safetensors")

@@ -192,3 +192,12 @@ def test_published_weights_are_tuned_on_pairs_saved_resumed_and_exported(ranks: 
         exported = build_model(plain, device=CPU, dtype=torch.float32)
         load_weights(exported, after.items())
         torch.testing.assert_close(exported.logits(tokens), ours, rtol=0, atol=1e-5)
+
+    steps = sorted(int(each.name.removeprefix("step_")) for each in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    for step in steps:
+        export(tmp_path / "run", tmp_path / f"out_{step}", "fp32", step=step)
+    export(tmp_path / "run", tmp_path / "mean", "fp32", average=len(steps))
+    assert len(steps) > 1
+    each_step = [dict(read_hf_weights(tmp_path / f"out_{step}", plain)) for step in steps]
+    for name, each in read_hf_weights(tmp_path / "mean", plain):
+        torch.testing.assert_close(each, sum(weights[name] for weights in each_step) / len(steps), rtol=1e-6, atol=1e-7)

@@ -1,6 +1,6 @@
-"""Export of a run's newest checkpoint to a Hugging Face folder, checked before it gets its name.
+"""Export of a run's checkpoint to a Hugging Face folder, checked before it gets its name.
 
-Run it as `python -m distrain.trainer.loop.offline.export RUN_DIR DEST DTYPE`.
+Run it as `python -m distrain.trainer.loop.offline.export RUN_DIR DEST OPTIONS`: OPTIONS is JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..checkpoint.shard_positions import weight_shapes
 from .exit_status import run_verb, write_stdout
 from .export_checks import check_export, check_logits
 from .export_tokenizer import run_tokenizer, write_tokenizer
-from .load_run import SavedRun, load_model, load_saved_run
+from .load_run import SavedRun, check_weights, load_model, load_saved_run
 from .progress_line import show_progress
 from .saved_weights import finite_in, saved_weights
 
@@ -41,22 +41,24 @@ CPU = torch.device("cpu")
 
 
 def main() -> int:
-    """Export RUN_DIR to DEST in a dtype: the three arguments of the command line."""
-    source, destination, dtype = sys.argv[1:]
-    return run_verb(lambda: export(Path(source), Path(destination), dtype))
+    """Export RUN_DIR to DEST: the arguments of the command line."""
+    source, destination, options = sys.argv[1:]
+    return run_verb(lambda: export(Path(source), Path(destination), **json.loads(options)))
 
 
-def export(folder: Path, destination: Path, dtype: str, memory: int | None = None) -> None:
+def export(folder: Path, destination: Path, dtype: str, *, step: int | None = None, average: int = 1, memory: int | None = None) -> None:
     """Write the folder under a temporary name, check it, then rename it; raises Unreadable, LoadFailed, OSError.
 
+    The weights are those of the newest checkpoint, or of a step's, or the mean over the `average` checkpoints of which that is the last.
     One file's weights are in memory at a time, unless transformers makes the model. The check takes at most `memory` bytes, by default what
     is free.
     """
-    found = load_saved_run(folder)
+    found = load_saved_run(folder, step=step, average=average)
     run = without_lora(found.run)
     for remark in found.remarks:
         write_stdout(f"{remark}\n")
     _check_exportable(run)
+    check_weights(found)
     tokenizer = run_tokenizer(run)
     with _new_folder(destination) as new_folder:
         if is_made_by_transformers(run.model):
@@ -70,13 +72,19 @@ def export(folder: Path, destination: Path, dtype: str, memory: int | None = Non
     left_out = bool(_modules_left_out(run))
     count = sum(prod(shape) for name, shape in weight_shapes(run).items() if not (left_out and Mtp.owns(name)))
     lines = [
-        f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {check}",
+        f"{_steps_text(found)}, {count:,} parameters in {dtype}; {check}",
         *remarks,
         f"wrote {', '.join(files)}",
         f"done: {destination}",
         f"next: {_next_command(destination, has_tokenizer='tokenizer.json' in files)}",
     ]
     write_stdout("".join(f"{line}\n" for line in lines))
+
+
+def _steps_text(saved: SavedRun) -> str:
+    """Return which checkpoints were written: `step 4`, `mean of steps 2 and 4`."""
+    steps = sorted(reader.step for reader in saved.readers)
+    return f"step {steps[0]}" if len(steps) == 1 else f"mean of steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
 
 
 def _write_with_transformers(saved: SavedRun, folder: Path, dtype: str, special: Mapping[str, int | None]) -> str:

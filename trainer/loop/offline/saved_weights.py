@@ -15,20 +15,18 @@ from ...models.ops.lora import without_lora
 from ...models.ops.op_table import model_constants
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
-from ..checkpoint import whole_slice
 from ..checkpoint.shard_positions import weight_shapes
-from .load_run import SavedRun, check_weights
+from .load_run import SavedRun, mean, read_float
 
 Wanted = Callable[[str], bool]  # whether a weight of this logical name is read
 
 
 def saved_weights(saved: SavedRun, dtype: torch.dtype, wanted: Wanted = lambda name: True) -> Iterator[tuple[str, Tensor]]:
-    """Yield the wanted weights and constants of a saved run by logical name, in logical shape and the op table's order, reading one at a
-    time: LoRA's scale x A B added (arXiv:2106.09685), weights rounded to `dtype`, constants in float32.
+    """Yield the wanted weights and constants of a saved run by logical name, in logical shape and the op table's order, one at a time.
 
-    Raises Unreadable before the first where the run has another model than its checkpoint, and at a weight that is not finite.
+    LoRA's scale x A B is added (arXiv:2106.09685); checkpoints are averaged; weights are rounded to `dtype`, constants are in float32.
+    The model must be that of the checkpoint (`check_weights`). Raises Unreadable at a weight that is not finite.
     """
-    check_weights(saved)
     run = without_lora(saved.run)
     constants = {each.name for each in model_constants(op_table(run), range(run.model.layers))}
     for name, weight in _merged_weights(saved, wanted):
@@ -49,16 +47,16 @@ def _merged_weights(saved: SavedRun, wanted: Wanted) -> Iterator[tuple[str, Tens
     """Yield the wanted weights as they were saved, with LoRA's products added to the frozen ones that they change."""
     run, trained = saved.run, weight_shapes(saved.run)
     if not run.model.lora.rank:
-        yield from ((name, _read(saved, name, shape)) for name, shape in trained.items() if wanted(name))
+        yield from ((name, saved.read(name, shape)) for name, shape in trained.items() if wanted(name))
         return
     for name, weight in _frozen_weights(run, wanted):
         base = name.removesuffix(".weight")
         pair = [f"{base}.lora_a.weight", f"{base}.lora_b.weight"]
         if name in trained:
-            yield name, _read(saved, name, trained[name])
+            yield name, saved.read(name, trained[name])
         elif pair[0] in trained:
-            a, b = (_read(saved, each, trained[each]) for each in pair)
-            yield name, add_lora(weight.float(), a, b, run.model.lora)
+            pairs = ([read_float(reader, each, trained[each]) for each in pair] for reader in saved.readers)
+            yield name, mean(add_lora(weight.float(), a, b, run.model.lora) for a, b in pairs)
         else:
             yield name, weight
 
@@ -73,10 +71,6 @@ def _frozen_weights(run: Run, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
     for name, shape in weight_shapes(plain).items():
         if wanted(name):
             yield name, initial_values(name, shape, (0,) * len(shape), shape, run=run, seed=run.train.seed, device=torch.device("cpu"))
-
-
-def _read(saved: SavedRun, name: str, shape: tuple[int, ...]) -> Tensor:
-    return saved.weights.read(whole_slice(name, "weight", shape)).float()
 
 
 def _refusal(says: str, mend: str) -> Unreadable:
