@@ -47,7 +47,7 @@ V3 = {"model__shared_experts": 1, "model__router__score": "sigmoid", "model__rou
 # fmt: off
 FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a small model, changes of it, its quantization_config
     "mxfp4":                ("gpt-oss", {"model__hidden": 64, "model__expert_ffn": 96}, MXFP4),
-    "fp8, blocks":          ("mla",     V3, fp8_config((16, 12))),
+    "fp8, blocks":          ("mla",     V3 | {"model__mtp__layers": 1}, fp8_config((16, 12))),
     "fp8, blocks of 128":   ("mla",     V3, fp8_config((128, 128))),
     "fp8, experts":         ("moe",     {"model__norm_place": "before"}, fp8_config((8, 8))),
     "fp8, whole tensors":   ("qwen3",   {}, fp8_config(None)),
