@@ -41,7 +41,7 @@ def fp8_config(block: tuple[int, int] | None) -> dict[str, Any]:
 
 MXFP4: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 FBGEMM: dict[str, Any] = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
-PER_TENSOR, PER_ROW = _groups("tensor"), _groups("channel")
+PER_TENSOR, PER_ROW = _groups("tensor", block_structure=None), _groups("channel")
 PER_BLOCK = _groups("block", block_structure=[16, 12])
 
 

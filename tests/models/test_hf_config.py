@@ -309,6 +309,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
         (KIMI_K2, {"quantization_config": FP8, "auto_map": AUTO_MAP}),
         (LLAMA31_8B, {"quantization_config": FP8 | {"weight_block_size": None}}),
         (LLAMA31_8B, {"quantization_config": COMPRESSED | {"kv_cache_scheme": None, "sparsity_config": {"format": "dense"}}}),
+        (LLAMA31_8B, {"quantization_config": COMPRESSED | {"config_groups": {"a": GROUP | {"format": None}}}}),
         (LLAMA31_8B, {"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}}),
     ],
 )
@@ -419,6 +420,12 @@ def test_windows_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
         (compressed(type="int"), "weights of group_0 are ints of 8 bits, which are not read"),
         (compressed(symmetric=False), "weights of group_0 have zero points, which are not read"),
         (compressed(strategy="group", group_size=128), "weights of group_0 have strategy=group, which is not read"),
+        (compressed(strategy="group", block_structure=[128, 128]), "weights of group_0 have strategy=group, which is not read"),
+        (compressed(strategy="block", block_structure="2x4"), "weights of group_0 have strategy=block, which is not read"),
+        (
+            LLAMA31_8B | {"quantization_config": COMPRESSED | {"config_groups": {"a": GROUP | {"format": "pack-quantized"}}}},
+            "weights of a have format=pack-quantized, which is not read",
+        ),
         (KIMI_K2 | {"auto_map": AUTO_MAP | {"AutoModelForCausalLM": "modeling_x.X"}}, "it names code of the model's own"),
         (LLAMA31_8B | {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "it names code of the model's own"),
         (MISTRAL_7B | {"attention_bias": True}, "attention_bias=true is not known to family llama"),

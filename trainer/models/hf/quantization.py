@@ -43,8 +43,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
         case "fbgemm_fp8":
             return Quantization(blocks=(ROW_BLOCK,))
         case "compressed-tensors":
-            blocks = dict.fromkeys(_weight_block(group["weights"]) for group in stated["config_groups"].values())
-            return Quantization(blocks=tuple(blocks), in_scale_dtype=True)
+            found = (_weight_block(group["weights"]) for group in stated["config_groups"].values())
+            return Quantization(blocks=tuple(dict.fromkeys(block for block in found if block)), in_scale_dtype=True)
         case _:
             return Quantization()
 
@@ -88,23 +88,25 @@ def _compressed_problems(stated: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} names no weights"
         elif (weights.get("type"), weights.get("num_bits")) != ("float", 8):
             yield f"weights of {name} are {weights.get('type')}s of {weights.get('num_bits')} bits, which are not read"
-        elif group.get("format", form) not in READ_FORMATS:
-            yield f"weights of {name} have format={shorten(value_text(group['format']))}, which is not read"
+        elif (own := group.get("format") or form) not in READ_FORMATS:
+            yield f"weights of {name} have format={shorten(value_text(own))}, which is not read"
         elif not weights.get("symmetric", True):
             yield f"weights of {name} have zero points, which are not read"
-        elif weights.get("strategy", "tensor") not in ("tensor", "channel") and not _is_block(weights.get("block_structure")):
-            yield f"weights of {name} have strategy={weights['strategy']}, which is not read"
+        elif _weight_block(weights) is None:
+            yield f"weights of {name} have strategy={shorten(value_text(weights['strategy']))}, which is not read"
 
 
-def _weight_block(weights: Mapping[str, Any]) -> tuple[int, int]:
-    match weights.get("strategy", "tensor"):
-        case "tensor":
+def _weight_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the block of a scale of a group's weights; None where it is not read."""
+    match weights.get("strategy") or "tensor", weights.get("block_structure"):
+        case "tensor", _:
             return TENSOR_BLOCK
-        case "channel":
+        case "channel", _:
             return ROW_BLOCK
-        case _:
-            rows, columns = weights["block_structure"]
+        case "block", [int(rows), int(columns)] if min(rows, columns) > 0:
             return rows, columns
+        case _:
+            return None
 
 
 def _is_block(value: object) -> bool:
