@@ -109,7 +109,8 @@ def published_tensors(folder: Path, run: Run) -> dict[str, StoredTensor]:
     if any(each.is_quantized for each in stored.values()):
         named = [(name, HfTensor(name), shape) for name, shape in (run.model.parameters or {}).items()]
         found = [each for name, tensor, size in named for each in _tensor_problems(name, tensor, size, None, stored, folder)]
-        _raise_listed([replace(each, mend=each.mend or "of family hf, name a folder of plain weights") for each in found], folder)
+        fix = "name a folder of plain weights: quantized ones are read by the names of transformers' parameters"
+        _raise_listed([replace(each, mend=each.mend or fix) for each in found], folder)
     return stored
 
 
