@@ -182,6 +182,19 @@ class Recorder(TensorReader):
         return part
 
 
+class Watched:
+    """A weight, and the elements of each part that was asked of it."""
+
+    def __init__(self, weight: SlicedWeight) -> None:
+        self.weight, self.dtype = weight, weight.dtype
+        self.parts: list[int] = []
+
+    def __getitem__(self, edges: Edges) -> Any:
+        part = self.weight[edges]
+        self.parts.append(part.numel())
+        return part
+
+
 @pytest.mark.parametrize(
     ("name", "key", "block", "parts"),
     [
@@ -198,8 +211,10 @@ def test_no_more_than_the_part_of_one_expert_is_dequantized_at_once(folders, nam
     offset, sizes = tuple(first for first, _ in block), tuple(last - first for first, last in block)
     with Recorder(folder) as reader:
         sliced = SlicedWeight(weight=weight, reader=reader)
-        slice_values(sliced, block_slice(key, "weight", weight.shape, offset, sizes))
+        watched = Watched(sliced)
+        slice_values(watched, block_slice(key, "weight", weight.shape, offset, sizes))
         assert [count for _, _, count in reader.asked] == parts
+        assert len(watched.parts) == len(parts), "no part is of two experts"
         reader.asked.clear()
         sliced.whole()
         assert max(count for _, _, count in reader.asked) <= torch.Size(weight.shape).numel() * (18 / 8 if name == "fp8, blocks" else 1 / 4)
