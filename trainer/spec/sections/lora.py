@@ -7,16 +7,26 @@ from typing import Literal
 
 from ..numbers.bounded import Natural, Positive
 
-LoraTarget = Literal["query", "key", "value", "out", "gate", "up", "down"]
+LoraTarget = Literal["query", "key", "value", "out", "gate", "up", "down", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+# Of latent attention DeepSeek's names, as PEFT's users write them -> the last words of our weights' names
+LATENT_TARGETS: dict[str, tuple[str, ...]] = {
+    "q_a_proj": ("query_down",),
+    "q_b_proj": ("query",),
+    "kv_a_proj_with_mqa": ("key_down", "rope_key"),
+    "kv_b_proj": ("key", "value"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank adaptation (arXiv:2106.09685): each target W computes x W + alpha / rank x A B; only A and B are trained. Rank 0: none."""
+    """Low-rank adaptation (arXiv:2106.09685): each target W computes x W + alpha / rank x A B; only A and B are trained. Rank 0: none.
+
+    Without `targets` all linear layers of a layer are targets, but the router.
+    """
 
     rank: Natural = 0
     alpha: Positive = 16.0
-    targets: tuple[LoraTarget, ...] = ("query", "key", "value", "out", "gate", "up", "down")
+    targets: tuple[LoraTarget, ...] | None = None
 
     @staticmethod
     def owns(parameter: str) -> bool:
