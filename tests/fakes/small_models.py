@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,18 +69,6 @@ MODELS = {
         family="llama", layers=2, hidden=48, heads=6, kv_heads=2, ffn=72, vocab=64, **LLAMA | {"act": "swiglu_clamped", "sinks": True}
     ),
     "mla": Model(family="mla", layers=2, hidden=48, heads=6, ffn=40, vocab=64, experts=4, top_k=2, **LATENT, q_lora_rank=20, **LLAMA),
-}
-OF_ATTENTION, OF_EXPERTS = Lora(rank=3, alpha=6.0, targets=("query",)), Lora(rank=3, alpha=6.0, targets=("up", "down"))
-MODELS |= {  # with LoRA, of all linear layers or of some; the shared experts' input is the routed ones' and the router's
-    "nano, lora": replace(MODELS["nano"], lora=OF_ATTENTION),
-    "moe, lora": replace(MODELS["moe"], shared_experts=1, lora=Lora(rank=3, alpha=6.0)),
-    "moe, lora of experts": replace(MODELS["moe"], lora=OF_EXPERTS),
-    "moe, lora of attention": replace(MODELS["moe"], shared_experts=1, lora=OF_ATTENTION),
-    "gpt-oss, lora": replace(MODELS["gpt-oss"], lora=replace(OF_EXPERTS, targets=("gate", "out"))),
-    "mla, lora": replace(MODELS["mla"], shared_experts=1, dense_layers=1, lora=Lora(rank=3, alpha=6.0)),
-    "mla, lora of queries": replace(MODELS["mla"], q_lora_rank=0, lora=OF_ATTENTION),
-    "mla, lora of latents": replace(MODELS["mla"], lora=replace(OF_ATTENTION, targets=("q_a_proj", "kv_b_proj"))),
-    "mla, lora of both": replace(MODELS["mla"], q_lora_rank=0, lora=replace(OF_ATTENTION, targets=("query", "kv_a_proj_with_mqa"))),
 }
 B, S = 3, 24  # sequences, tokens of each
 
