@@ -124,7 +124,7 @@ class DeepSpeedCosts(CostModel):
         width, mesh = context.widths, layout.mesh
         stage = effective_stage(layout.parallel.zero, half=width.weight < MASTER_BYTES, ep=mesh.ep)
         if stage and mesh.pp == 1 and not (stage == 1 and width.gradient > width.weight):
-            return stepped_elements(_stage_parameters(context, kind, mesh), copies, stage, mesh.size("data"), data)
+            return stepped_elements(_stage_parameters(context, kind, mesh), copies, stage, mesh.size("data"), data, mesh.ep)
         return super().summed_elements(context, layout, blocks, kind, copies, data)
 
     def unplanned_size(self, run: Run, parallel: Parallel, layers: int, ranks: int) -> UnplannedSize | None:
