@@ -13,14 +13,17 @@ def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
     dest: Annotated[Path, typer.Argument(metavar="DEST", show_default=False)],
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option("--dtype", help="The data type of the written weights.")] = "fp32",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write LoRA's additions alone, as PEFT's files.")] = False,
 ) -> int:
     """Write a run's newest checkpoint as a Hugging Face folder: safetensors, config.json, generation_config.json, its tokenizer.
 
-    The folder is loaded back, by transformers where it is installed, and kept only if its logits equal ours.
+    The folder is loaded back, by transformers where it is installed, and kept only if its logits equal ours. With --adapter it holds
+    LoRA's additions alone, adapter_config.json and adapter_model.safetensors, which PEFT loads beside model.weights.
 
     \b
     distrain export runs/quickstart quickstart-hf
     distrain export runs/quickstart quickstart-bf16 --dtype bf16
+    distrain export runs/finetune_llama my-adapter --adapter
     """
     from ...trainer.rundir.files import find_run_folder
     from ...trainer.system.regular_file import expand_home
@@ -28,7 +31,8 @@ def export(
 
     folder, destination = find_run_folder(run_dir), expand_home(dest).absolute()
     _check_destination(dest, destination)
-    return run_child("distrain.trainer.loop.offline.export", [str(folder), str(destination), dtype])
+    module = "export_adapter" if adapter else "export"
+    return run_child(f"distrain.trainer.loop.offline.{module}", [str(folder), str(destination), dtype])
 
 
 def _check_destination(given: Path, destination: Path) -> None:

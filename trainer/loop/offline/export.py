@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -63,17 +63,17 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
     run = found.run
     for remark in found.remarks:
         write_stdout(f"{remark}\n")
-    _check_exportable(run)
+    check_exportable(run)
     module = load_model(found, CPU)
     if run.model.lora.rank:
         module, run = _merge_lora(module, run)
-    _round_weights(module, PRECISION_DTYPES[dtype])
+    round_weights(module, PRECISION_DTYPES[dtype])
     tokenizer = run_tokenizer(run)
-    with _new_folder(destination) as new_folder:
-        _write_model(module, run, new_folder, PRECISION_DTYPES[dtype], tokenizer.special)
-        remarks = [*_modules_left_out(run), *tokenizer.remarks, *write_tokenizer(run, tokenizer, new_folder)]
-        check = _check_logits(module, run, new_folder, dtype)
-        files = sorted(each.name for each in new_folder.iterdir())
+    with new_folder(destination) as written:
+        _write_model(module, run, written, PRECISION_DTYPES[dtype], tokenizer.special)
+        remarks = [*_modules_left_out(run), *tokenizer.remarks, *write_tokenizer(run, tokenizer, written)]
+        check = _check_logits(module, run, written, dtype)
+        files = sorted(each.name for each in written.iterdir())
     left_out = bool(_modules_left_out(run))
     count = sum(each.numel() for name, each in named_weights(module, run) if not (left_out and Mtp.owns(name)))
     lines = [
@@ -123,30 +123,32 @@ def _next_command(destination: Path, *, has_tokenizer: bool) -> str:
     return f"{quote(sys.executable)} -c {quote(program)}"
 
 
-def _check_exportable(run: Run) -> None:
+def check_exportable(run: Run) -> None:
     """Raise Unreadable where no class of transformers computes the run's model."""
     if is_made_by_transformers(run.model):
         return
     if not family_of(run.model).model_types:
         says = f"model.family={run.model.family} can't be exported to Hugging Face"
         known = ", ".join(name for name, family in FAMILIES.items() if family.model_types or family.made_by_transformers)
-        raise _refusal(says, f"families {known} can")
+        raise refusal(says, f"families {known} can")
     hf_model_type(run)
 
 
-def _round_weights(module: Transformer | CausalLM, dtype: torch.dtype) -> None:
-    """Round the weights to the exported dtype, so that the check compares the same values."""
+def round_weights(module: Transformer | CausalLM, dtype: torch.dtype, *, rounds: Callable[[str], bool] = lambda name: True) -> None:
+    """Round the weights whose names `rounds` takes to the exported dtype, so that the check compares the same values."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
+            if not rounds(name):
+                continue
             if not parameter.isfinite().all():
-                raise _refusal(f"{name} is not finite: the run has diverged", "use an earlier checkpoint, or train with a smaller optim.lr")
+                raise refusal(f"{name} is not finite: the run has diverged", "use an earlier checkpoint, or train with a smaller optim.lr")
             parameter.copy_(parameter.to(dtype))
             if not parameter.isfinite().all():
-                raise _refusal(f"{name} is not finite as {str(dtype).removeprefix('torch.')}", "use --dtype fp32")
+                raise refusal(f"{name} is not finite as {str(dtype).removeprefix('torch.')}", "use --dtype fp32")
 
 
 @contextmanager
-def _new_folder(destination: Path) -> Iterator[Path]:
+def new_folder(destination: Path) -> Iterator[Path]:
     """Yield a temporary folder next to the destination; it becomes the destination when the block ends, and is removed if it raises."""
     destination = destination.absolute()
     folder = destination.with_name(f".{destination.name}.tmp-{secrets.token_hex(4)}")
@@ -154,14 +156,14 @@ def _new_folder(destination: Path) -> Iterator[Path]:
         destination.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except OSError as error:
-        raise _refusal(f"{destination} can't be created: {error.strerror}", "name another folder") from None
+        raise refusal(f"{destination} can't be created: {error.strerror}", "name another folder") from None
     try:
         yield folder
         for file in folder.iterdir():
             file.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only their owner may read
         folder.rename(destination)
     except SafetensorError as error:
-        raise _refusal(f"{destination} can't be written: {error}", "") from None
+        raise refusal(f"{destination} can't be written: {error}", "") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -171,7 +173,7 @@ def _check_logits(module: Transformer | CausalLM, run: Run, folder: Path, dtype:
 
     Return the result as text; raises Unreadable where they differ.
     """
-    tokens = _random_sequences(run)
+    tokens = random_sequences(run)
     with torch.no_grad():
         ours = module.logits(tokens)
     has_transformers = find_spec("transformers") is not None
@@ -181,7 +183,7 @@ def _check_logits(module: Transformer | CausalLM, run: Run, folder: Path, dtype:
         theirs, reader = _own_logits(run, folder, tokens), "our own reader (transformers is not installed)"
     difference, largest = float((theirs - ours).abs().max()), float(ours.abs().max())
     if not difference <= LOGIT_TOLERANCE * max(1.0, largest):
-        raise _refusal(
+        raise refusal(
             f"the logits of {reader} on the exported folder are {difference:.1e} from ours", "nothing was written; please report it"
         )
     says = f"logits on {SEQUENCES} sequences of {tokens.shape[1]} tokens are {difference:.1e} from those of {reader}"
@@ -191,11 +193,11 @@ def _check_logits(module: Transformer | CausalLM, run: Run, folder: Path, dtype:
     error = float((rounded - ours).square().mean().sqrt() / ours.square().mean().sqrt())
     if not error <= ROUNDED_TOLERANCE:
         problem = f"{reader} computes other logits in {dtype} than in float32: the rms of the difference is {error:.1%} of theirs"
-        raise _refusal(problem, "use --dtype fp32" if dtype == "bf16" else "use --dtype bf16 or fp32")
+        raise refusal(problem, "use --dtype fp32" if dtype == "bf16" else "use --dtype bf16 or fp32")
     return f"{says}; computed in {dtype} they are {error:.1%} from these (rms)"
 
 
-def _random_sequences(run: Run) -> Tensor:
+def random_sequences(run: Run) -> Tensor:
     drawn = torch.Generator().manual_seed(0)
     return torch.randint(run.model.vocab, (SEQUENCES, min(run.train.seq, MAX_TOKENS)), generator=drawn)
 
@@ -210,7 +212,7 @@ def _transformers_logits(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Te
         with torch.no_grad():
             theirs: Tensor = model(tokens).logits
     except Exception as error:  # any exception of any version: it can't read the export
-        raise _refusal(f"transformers can't load the exported folder: {error}", "nothing was written; please report it") from error
+        raise refusal(f"transformers can't load the exported folder: {error}", "nothing was written; please report it") from error
     return theirs.float()
 
 
@@ -223,7 +225,7 @@ def _own_logits(run: Run, folder: Path, tokens: Tensor) -> Tensor:
         return module.logits(tokens)
 
 
-def _refusal(says: str, mend: str) -> Unreadable:
+def refusal(says: str, mend: str) -> Unreadable:
     return Unreadable([Problem(rule="export", says=says, mend=mend)])
 
 
