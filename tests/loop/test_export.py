@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
-from distrain.trainer.loop.offline.export import _check_logits, _new_folder, _round_weights, _write_model, export
+from distrain.trainer.loop.offline.export import _check_logits, _write_model, export, new_folder, round_weights
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.metric_rows import read_step_rows
@@ -103,7 +103,7 @@ def test_a_model_that_overflows_in_half_precision_is_not_exported_in_it(runs, tm
     for dtype, refused in (("bf16", False), ("fp16", True)):
         folder = tmp_path / dtype
         folder.mkdir()
-        _round_weights(module, torch.bfloat16)
+        round_weights(module, torch.bfloat16)
         _write_model(module, found.run, folder, torch.float32 if refused else torch.bfloat16, {})
         with pytest.raises(Unreadable, match="use --dtype bf16 or fp32") if refused else nullcontext():
             assert _check_logits(module, found.run, folder, dtype)
@@ -148,7 +148,7 @@ def test_a_broken_checkpoint_is_passed_over(runs, tmp_path: Path, capsys) -> Non
 
 def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
     def fails() -> None:
-        with _new_folder(tmp_path / "out") as folder:
+        with new_folder(tmp_path / "out") as folder:
             (folder / "model.safetensors").touch()
             raise OSError("the disk is full")
 

@@ -111,9 +111,7 @@ def _place(weight: str, run: Run, shapes: Mapping[str, tuple[int, ...]]) -> tupl
 def _config(targets: list[_Target], run: Run) -> dict[str, object]:
     """Return PEFT's configuration. A target is named by the words that tell it from the other layers; a weight that holds several of ours
     has as many times the rank, and the same scale."""
-    lora, names = run.model.lora, sorted({_suffix(each) for each in targets})
-    modules = sorted({_suffix(each) for each in targets if not each.parameter})
-    parameters = [name for name in names if name not in modules]
+    lora, parameters = run.model.lora, sorted({_suffix(each) for each in targets if each.parameter})
     several = {_suffix(each): len(each.parts) for each in targets if len(each.parts) > 1}
     return {
         "peft_type": "LORA",
@@ -121,7 +119,7 @@ def _config(targets: list[_Target], run: Run) -> dict[str, object]:
         "base_model_name_or_path": run.model.weights,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": modules,
+        "target_modules": sorted(_module_names({_suffix(each) for each in targets if not each.parameter}, run)),
         "target_parameters": parameters or None,
         "rank_pattern": {name: many * lora.rank for name, many in several.items()},
         "alpha_pattern": {name: many * lora.alpha for name, many in several.items()},
@@ -133,6 +131,14 @@ def _config(targets: list[_Target], run: Run) -> dict[str, object]:
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def _module_names(suffixes: set[str], run: Run) -> set[str]:
+    """Return the last words of modules' names, as PEFT's users write them; GPT-2's c_proj is two modules: where one alone is a target, its
+    longer name."""
+    every = {tensor.name.partition("#.")[2] for tensor in tensors_of(run).values()} - suffixes
+    others = {name.rpartition(".")[2] for name in every}
+    return {last if (last := name.rpartition(".")[2]) not in others else name for name in suffixes}
 
 
 def _suffix(target: _Target) -> str:
