@@ -70,6 +70,7 @@ TORCH_MODELS = (
     "trainer.models.moe.routing",
     "trainer.models.hf_format.weights",
     "trainer.models.hf_format.transformers_weights",
+    "trainer.models.hf_format.adapter",
 )
 LIGHT = [
     name

@@ -155,7 +155,8 @@ def test_a_tuned_mixture_is_exported_as_an_adapter_and_merged(
 
 
 def test_a_run_without_additions_or_without_published_weights_has_no_adapter(ranks: RankPool, tmp_path: Path) -> None:
-    common = ("quickstart", "data=synthetic", "train.seq=32", "train.batch=8", "train.evaluate.every=0", "train.steps=1", "cluster.gpus=1")
+    common = ("quickstart", "data=synthetic", "train.seq=32", "train.batch=8", "train.evaluate.every=0", "train.microbatch=2")
+    common += ("train.steps=1", "cluster.gpus=1", "parallel.zero=0")
     ranks.train(tmp_path / "plain", *common, "model=tiny_llama")
     ranks.train(tmp_path / "drawn", *common, "model=tiny_llama", "model.lora.rank=2")
     for folder, says in (("plain", "this run has none"), ("drawn", "drawn from train.seed")):

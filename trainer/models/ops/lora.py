@@ -87,10 +87,11 @@ def _frozen_op(op: Op, model: Model, *, is_target: bool) -> Op:
     if op.name.endswith(".down") and _keeps_result(op, model):
         return op
     own = Tensor(product.rows + product.inner)
+    has_own = op.saves_torch[:1] in ((own,), (replace(own, width=1),))  # in fp8 as bytes
     return replace(
         op,
         saves_megatron=op.saves_megatron[1:] if op.saves_megatron[:1] == (own,) else op.saves_megatron,
-        saves_torch=op.saves_torch[1:] if op.saves_torch[:1] == (own,) else op.saves_torch,
+        saves_torch=op.saves_torch[1:] if has_own else op.saves_torch,
     )
 
 
@@ -106,7 +107,7 @@ def _with_input(op: Op, product: Product, model: Model) -> Op:
         return replace(op, saves_torch=(Tensor((*rows, *product.inner)), *op.saves_torch))
     own = Tensor(product.rows + product.inner)
     is_shared = op.name == "attention.query" and bool(LATENTS & model.lora_layers) and not model.q_lora_rank
-    if own in op.saves_torch or is_shared:
+    if own in op.saves_torch or is_shared or op.in_fp8:
         return op
     assert op.name in (INPUT_SAVED_BY_ROUTER, "attention.query"), op.name
     return replace(op, saves_megatron=(own, *op.saves_megatron), saves_torch=(own, *op.saves_torch))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...models.families import is_made_by_transformers
 from ...spec.run import Model, Parallel, Run
-from ...spec.sections.lora import LATENT_TARGETS
+from ...spec.sections.lora import PEFT_TARGETS
 from .broken_rule import BrokenRule
 
 NONE = (("model.lora.rank", 0),)
@@ -34,9 +34,16 @@ def lora_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenR
 
 
 def _is_there(target: str, model: Model) -> bool:
-    """Whether a model has a linear layer by a target's name. DeepSeek's name of a projection of queries says whether they have a latent."""
-    if target in ("q_a_proj", "q_b_proj"):
-        return model.family == "mla" and bool(model.q_lora_rank)
-    if target in LATENT_TARGETS:
-        return model.family == "mla"
-    return target in model.linear_layers
+    """Whether a model has a linear layer by a target's name. The published name of an attention's projection says which attention it is."""
+    is_latent, has_query_latent = model.family == "mla", model.family == "mla" and bool(model.q_lora_rank)
+    match target:
+        case "q_a_proj" | "q_b_proj":
+            return has_query_latent
+        case "kv_a_proj_with_mqa" | "kv_b_proj":
+            return is_latent
+        case "q_proj":
+            return not has_query_latent
+        case "k_proj" | "v_proj":
+            return not is_latent
+        case _:
+            return set(PEFT_TARGETS.get(target, (target,))) <= model.linear_layers

@@ -7,9 +7,19 @@ from typing import Literal
 
 from ..numbers.bounded import Natural, Positive
 
-LoraTarget = Literal["query", "key", "value", "out", "gate", "up", "down", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-# Of latent attention DeepSeek's names, as PEFT's users write them -> the last words of our weights' names
-LATENT_TARGETS: dict[str, tuple[str, ...]] = {
+LoraTarget = Literal[
+    "query", "key", "value", "out", "gate", "up", "down",
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+]  # fmt: skip
+# Targets as PEFT's users write them, of latent attention by DeepSeek's names -> the last words of our weights' names
+PEFT_TARGETS: dict[str, tuple[str, ...]] = {
+    "q_proj": ("query",),
+    "k_proj": ("key",),
+    "v_proj": ("value",),
+    "o_proj": ("out",),
+    "gate_proj": ("gate",),
+    "up_proj": ("up",),
+    "down_proj": ("down",),
     "q_a_proj": ("query_down",),
     "q_b_proj": ("query",),
     "kv_a_proj_with_mqa": ("key_down", "rope_key"),

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from ..numbers.bounded import Below1, Count, Natural, NotNegative, Positive, PositiveShare
 from .initial_weights import InitialWeights
-from .lora import LATENT_TARGETS, Lora
+from .lora import PEFT_TARGETS, Lora
 from .mtp import Mtp
 from .rope import Rope
 from .router import Router
@@ -90,7 +90,7 @@ class Model:
         """Those of the linear layers to which LoRA adds a product."""
         if self.lora.targets is None:
             return self.linear_layers
-        words = {word for target in self.lora.targets for word in LATENT_TARGETS.get(target, (target,))}
+        words = {word for target in self.lora.targets for word in PEFT_TARGETS.get(target, (target,))}
         return self.linear_layers & words
 
     @property
