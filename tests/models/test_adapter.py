@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.nn.functional as F  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
@@ -36,7 +37,8 @@ MODELS = {  # words; the modules and parameters that PEFT finds, where they are 
     "gpt2":           (("model=tiny",),                                                     "c_attn c_fc c_proj"),
     "gpt2, some":     (("model=tiny", "model.lora.targets=[query,value,down]"),             "c_attn mlp.c_proj"),
     "llama":          (("model=tiny_llama",),             "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"),
-    "mixtral":        (("model=tiny_moe", "model.layers=2"), "k_proj o_proj q_proj v_proj | mlp.experts.down_proj mlp.experts.gate_up_proj"),
+    "mixtral":        (("model=tiny_moe", "model.layers=2"),
+                       "k_proj o_proj q_proj v_proj | mlp.experts.down_proj mlp.experts.gate_up_proj"),
     "mixtral, some":  (("model=tiny_moe", "model.lora.targets=[up,query]"),                 "q_proj | mlp.experts.gate_up_proj"),
     "glm4":           (("model=tiny_moe", "model.qkv_bias=true", *MIXED),                   None),
     "gpt-oss":        (("model=tiny_gpt_oss", "model.lora.targets=[gate,down,out]"),
@@ -125,6 +127,39 @@ def test_peft_itself_reads_an_adapter(name: str, transformers: Any, tmp_path: Pa
     assert (theirs - ours).abs().max() < 1e-5 * max(1, ours.abs().max())
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=tiny_moe", "model.layers=2", "model.lora.targets=[query,key,value,out,down]"),
+        ("model=tiny_mla", *MIXED, "model.lora.targets=[q_a_proj,q_b_proj,o_proj,down_proj]"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_training_follows_peft_where_hugging_face_fuses_no_target(words: tuple[str, ...], transformers: Any, tmp_path: Path) -> None:
+    """The float32 losses of six steps from the same additions; routing is the same in both."""
+    peft = pytest.importorskip("peft", reason="peft, the yardstick, is not installed")
+    run, ours = published_with_lora(words, tmp_path / "published")
+    (tmp_path / "adapter").mkdir()
+    write_adapter(dict(named_weights(ours, run)), run, tmp_path / "adapter", torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "published", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+    sides = [[each for each in module.parameters() if each.requires_grad] for module in (ours, theirs)]
+    assert sum(each.numel() for each in sides[0]) == sum(each.numel() for each in sides[1])
+    steppers = [torch.optim.AdamW(side, lr=0.01, eps=1e-3, weight_decay=0.0) for side in sides]  # eps: rounding decides no step
+    losses: list[list[float]] = [[], []]
+    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(2))
+    for _ in range(6):
+        total, count = ours(tokens[:, :-1], tokens[:, 1:])
+        mean = F.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+        for loss, stepper, told in zip((total / count, mean), steppers, losses, strict=True):
+            loss.backward()
+            told.append(loss.item())
+            stepper.step()
+            stepper.zero_grad()
+    assert losses[0] == pytest.approx(losses[1], abs=6e-6, rel=0)
+    assert losses[0][-1] < losses[0][0] - 0.1
+
+
 TUNED = ("model.hf={0}", "model.weights={0}", "model.lora={{rank: 4, alpha: 8}}", "train.steps=2", "optim.lr=1e-2", "optim.warmup=0")
 
 
@@ -155,8 +190,8 @@ def test_a_tuned_mixture_is_exported_as_an_adapter_and_merged(
 
 
 def test_a_run_without_additions_or_without_published_weights_has_no_adapter(ranks: RankPool, tmp_path: Path) -> None:
-    common = ("quickstart", "data=synthetic", "train.seq=32", "train.batch=8", "train.evaluate.every=0", "train.microbatch=2")
-    common += ("train.steps=1", "cluster.gpus=1", "parallel.zero=0")
+    sizes = ("train.seq=32", "train.batch=8", "train.evaluate.every=0", "train.microbatch=2", "train.steps=1", "optim.warmup=0")
+    common = ("quickstart", "data=synthetic", *sizes, "cluster.gpus=1", "parallel.zero=0")
     ranks.train(tmp_path / "plain", *common, "model=tiny_llama")
     ranks.train(tmp_path / "drawn", *common, "model=tiny_llama", "model.lora.rank=2")
     for folder, says in (("plain", "this run has none"), ("drawn", "drawn from train.seed")):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -72,7 +71,9 @@ def test_a_layout_trains_the_curve_of_one_process(train_ranks: Any, row: tuple[s
     job = train_ranks(row)
     assert len(set(losses)) == 3
     assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
-    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=1e-3)  # Adam enlarges the rounding of A's first gradients, which are 0
+    assert job.figures("grad_norm") == pytest.approx(
+        norms, abs=0, rel=1e-3
+    )  # Adam enlarges the rounding of A's first gradients, which are 0
 
 
 @ROWS
@@ -96,7 +97,7 @@ def test_its_ranks_send_and_hold_what_was_planned(train_ranks: Any, row: tuple[s
 
 def lora_of(name: str) -> Any:
     """Return the run of a small model with LoRA of all linear layers."""
-    return run_of(name, model__lora=Lora(rank=3, alpha=6.0), **({"model__shared_experts": 1, "model__dense_layers": 1}))
+    return run_of(name, model__lora=Lora(rank=3, alpha=6.0), model__shared_experts=1, model__dense_layers=1)
 
 
 @pytest.mark.parametrize("name", ["moe", "gpt-oss", "mla"])
@@ -110,8 +111,8 @@ def test_the_gradients_of_a_and_b_follow_from_those_of_the_weights_that_they_are
     expected, of_plain = gradients(plain, *batch)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     targets = [each.removesuffix(".lora_a.weight") for each in of_lora if each.endswith(".lora_a.weight")]
-    assert len(of_lora) == 2 * len(targets) == 2 * sum(each.rpartition(".")[0].rpartition(".")[2] in run.model.lora_layers for each in of_plain
-                                                       if each.endswith(".weight"))  # fmt: skip
+    last_words = [each.split(".")[-2] for each in of_plain if each.endswith(".weight")]
+    assert len(of_lora) == 2 * len(targets) == 2 * sum(each in run.model.lora_layers for each in last_words)
     for each in targets:
         a, b, gradient = weights[f"{each}.lora_a.weight"], weights[f"{each}.lora_b.weight"], of_plain[f"{each}.weight"]
         torch.testing.assert_close(of_lora[f"{each}.lora_a.weight"], 2 * gradient @ b.mT, rtol=1e-9, atol=1e-12)

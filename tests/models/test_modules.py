@@ -244,7 +244,7 @@ def test_torch_saves_the_bytes_of_the_op_table_for_every_router(router: Router, 
 
 
 # fmt: off
-FROZEN = (  # model, targets: None, all linear layers; other keys
+FROZEN: tuple[tuple[str, Any, dict[str, Any]], ...] = (  # model, targets: None, all linear layers; other keys
     ("moe",     None,                       {"shared_experts": 1, "dense_layers": 1}),
     ("moe",     ("query",),                 {"shared_experts": 1}),
     ("moe",     ("gate",),                  {"shared_experts": 1, "aux_loss": 0.1}),

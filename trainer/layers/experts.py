@@ -46,8 +46,8 @@ class ExpertLinear(nn.Module):
 class LoraExpertLinear(ExpertLinear):
     """An ExpertLinear that adds scale x A B, with A [I, R] and B [R, O] of each row's expert, where it has LoRA's parameters.
 
-    Of the ranks of a tensor-parallel group that have columns of W each, all have A whole and their own columns of B; of those that have rows
-    of it, which add up their outputs, all have their own rows of A and B whole: what each makes of A B is its terms of the same sum.
+    The ranks of `columns` have columns of W each: all have A whole and their own columns of B. Those of `rows` have rows of it and add up
+    their outputs: all have their own rows of A, and B whole, and what each makes of A B is its terms of the same sum.
     """
 
     def __init__(

@@ -106,10 +106,9 @@ def _peft_logits(run: Run, folder: Path, tokens: Tensor) -> Tensor:
 
 def _next_command(run: Run, destination: Path) -> str:
     """Return a command that loads the model with the adapter."""
-    program = (
-        "from peft import PeftModel; from transformers import AutoModelForCausalLM; "
-        f"print(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({json.dumps(run.model.weights)}), {json.dumps(str(destination))}))"
-    )
+    base, adapter = json.dumps(run.model.weights), json.dumps(str(destination))
+    imports = "from peft import PeftModel; from transformers import AutoModelForCausalLM"
+    program = f"{imports}; print(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), {adapter}))"
     return f"{quote(sys.executable)} -c {quote(program)}"
 
 

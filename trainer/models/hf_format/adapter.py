@@ -23,7 +23,7 @@ FUSED_EXPERTS = ("gate", "up")  # whose matrices lie side by side in the paramet
 
 @dataclass(frozen=True)
 class _Part:
-    """A weight with its A [I, R] and B [R, O], or [E, I, R] and [E, R, O], and its columns in a tensor of several; None: it is the whole."""
+    """A weight's A [I, R] and B [R, O], or [E, I, R] and [E, R, O], and its columns in a tensor of several; None: it is the whole."""
 
     a: Tensor
     b: Tensor
@@ -70,7 +70,9 @@ def write_adapter(weights: Mapping[str, Tensor], run: Run, folder: Path, dtype: 
     for target in targets:
         by_module.setdefault(target.module, []).append(target)
     for module, found in by_module.items():
-        for target, inner in zip(found, reversed(range(len(found))), strict=True):  # PEFT wraps the parameters of a module one around another
+        for target, inner in zip(
+            found, reversed(range(len(found))), strict=True
+        ):  # PEFT wraps the parameters of a module one around another
             key = f"{PREFIX}{module}{'.base_layer' * inner}"
             a, b = target.matrices()
             tensors |= {f"{key}.lora_A.weight": a.to(dtype), f"{key}.lora_B.weight": b.to(dtype)}

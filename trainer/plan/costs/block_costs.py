@@ -32,8 +32,9 @@ EXCHANGE_MOVES, EXCHANGE_KERNELS = 5, 4
 class BlockCost:
     """One block on one rank: parameters; bytes and seconds of a micro-batch (seconds None: the device's peak is unknown).
 
-    `frozen` counts those of `dense` that are not trained, `frozen_experts` those of `experts`. `saved` are the activations kept for backward, `recomputed` those that
-    recomputation adds while it runs, `temporary` the most that the passes hold beside `saved` (block_temporary_bytes.py).
+    `frozen` counts those of `dense` that are not trained, `frozen_experts` those of `experts`. `saved` are the activations kept for
+    backward, `recomputed` those that recomputation adds while it runs, `temporary` the most that the passes hold beside `saved`
+    (block_temporary_bytes.py).
     `replicated` counts the trained parameters that every tensor-parallel rank holds, `shared` those that several hold together, `matrices`
     and `expert_matrices` those of products' weights, of `dense` and of `experts`.
     `weight_gradients` is the part of `backward` that computes weight gradients. `message_forward` and `message_backward` are exposed

@@ -22,7 +22,7 @@ def lora_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenR
         yield BrokenRule("lora", says, (NONE,))
         return
     has = [each for each in targets or () if _is_there(each, model)]
-    if targets is not None and len(has) < len(targets) or not model.lora_layers:
+    if (targets is not None and len(has) < len(targets)) or not model.lora_layers:
         lacks = [each for each in targets or () if each not in has]
         says = f"model.lora.targets=[{','.join(targets or ())}] names "
         says += f"{', '.join(lacks)}, which this model does not have" if lacks else "no layer, so nothing would be trained"
