@@ -256,7 +256,7 @@ FROZEN: tuple[tuple[str, Any, dict[str, Any]], ...] = (  # model, targets: None,
     ("mla",     ("kv_a_proj_with_mqa",),    {"q_lora_rank": 0}),
     ("mla",     ("query", "kv_a_proj_with_mqa"), {"q_lora_rank": 0}),
     ("nano",    ("query",),                 {}),
-    ("gemma3",  ("down",),                  {}),
+    ("gemma3",  ("down",),                  {"window": 8}),
 )
 # fmt: on
 
