@@ -60,6 +60,10 @@ def published_with_lora(words: tuple[str, ...], folder: Path) -> tuple[Run, Any]
     return replace(run, model=replace(run.model, weights=str(folder))), module
 
 
+def additions_of(module: Any, run: Run) -> dict[str, Any]:
+    return {name: each for name, each in named_weights(module, run) if Lora.owns(name)}
+
+
 def add_as_peft(model: Any, folder: Path) -> None:
     """Add an adapter to a model of transformers, as PEFT's layer.py does: `ParamWrapper` numbers the columns of B rank by rank, the rows of
     A expert by expert."""
@@ -101,7 +105,7 @@ def test_an_adapter_added_to_the_published_weights_makes_our_logits(name: str, t
     words, names = MODELS[name]
     run, module = published_with_lora(words, tmp_path / "published")
     (tmp_path / "adapter").mkdir()
-    write_adapter(dict(named_weights(module, run)), run, tmp_path / "adapter", torch.float32)
+    write_adapter(additions_of(module, run), run, tmp_path / "adapter")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "published", dtype=torch.float32).eval()
     with torch.no_grad():
         ours, before = module.logits(tokens_of(run)), model(tokens_of(run)).logits
@@ -119,7 +123,7 @@ def test_peft_itself_reads_an_adapter(name: str, transformers: Any, tmp_path: Pa
     peft = pytest.importorskip("peft", reason="peft, the yardstick, is not installed")
     run, module = published_with_lora(MODELS[name][0], tmp_path / "published")
     (tmp_path / "adapter").mkdir()
-    write_adapter(dict(named_weights(module, run)), run, tmp_path / "adapter", torch.float32)
+    write_adapter(additions_of(module, run), run, tmp_path / "adapter")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "published", dtype=torch.float32)
     with torch.no_grad():
         theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(tokens_of(run)).logits
@@ -140,7 +144,7 @@ def test_training_follows_peft_where_hugging_face_fuses_no_target(words: tuple[s
     peft = pytest.importorskip("peft", reason="peft, the yardstick, is not installed")
     run, ours = published_with_lora(words, tmp_path / "published")
     (tmp_path / "adapter").mkdir()
-    write_adapter(dict(named_weights(ours, run)), run, tmp_path / "adapter", torch.float32)
+    write_adapter(additions_of(ours, run), run, tmp_path / "adapter")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "published", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
     sides = [[each for each in module.parameters() if each.requires_grad] for module in (ours, theirs)]

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.tests.fakes.small_models import CPU, batch_of, gradients, module_of, run_of  # noqa: E402
-from distrain.trainer.models.build import build_model, load_weights, merged_weights, named_weights  # noqa: E402
+from distrain.trainer.models.build import add_lora, build_model, load_weights, named_weights  # noqa: E402
 from distrain.trainer.models.ops.lora import without_lora  # noqa: E402
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
 from distrain.trainer.plan.mesh_position import mesh_position  # noqa: E402
@@ -105,8 +105,13 @@ def test_the_gradients_of_a_and_b_follow_from_those_of_the_weights_that_they_are
     """Of W + 2 A B, whose gradient is G, A's is 2 G B^T and B's is 2 A^T G, of each expert too."""
     run = lora_of(name)
     module, plain = module_of(run), build_model(without_lora(run), device=CPU, dtype=torch.float64)
-    load_weights(plain, merged_weights(module, run))
     weights, batch = dict(named_weights(module, run)), batch_of(run)
+    for name, each in weights.items():
+        if Lora.owns(name):
+            continue
+        base = name.removesuffix(".weight")
+        a, b = (weights.get(f"{base}.lora_{matrix}.weight") for matrix in "ab")
+        load_weights(plain, [(name, each if a is None or b is None else add_lora(each, a, b, run.model.lora))], partial=True)
     loss, of_lora = gradients(module, *batch)
     expected, of_plain = gradients(plain, *batch)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)

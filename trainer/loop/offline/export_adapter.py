@@ -1,6 +1,6 @@
-"""Export of LoRA's additions in a run's newest checkpoint as PEFT's files, checked before the folder gets its name.
+"""Export of LoRA's additions in a run's checkpoint as PEFT's files, checked before the folder gets its name.
 
-Run it as `python -m distrain.trainer.loop.offline.export_adapter RUN_DIR DEST DTYPE`.
+Run it as `python -m distrain.trainer.loop.offline.export_adapter RUN_DIR DEST OPTIONS`: OPTIONS is JSON.
 """
 
 from __future__ import annotations
@@ -8,53 +8,62 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...layers.dtypes import PRECISION_DTYPES
-from ...models.build import named_weights
-from ...models.families import is_made_by_transformers
+from ...machine.checks import free_memory
+from ...models.build import load_weights
+from ...models.families import is_made_by_transformers, op_table
 from ...models.hf_format.adapter import write_adapter
+from ...models.ops.op_table import parameter_count
 from ...spec.run import Run
 from ...spec.sections.lora import Lora
+from ..checkpoint.shard_positions import weight_shapes
 from .exit_status import run_verb, write_stdout
-from .export import CPU, LOGIT_TOLERANCE, SEQUENCES, check_exportable, new_folder, random_sequences, refusal, round_weights
-from .load_run import load_model, load_saved_run
+from .export import check_exportable, new_folder, refusal, steps_text
+from .export_checks import CHECK_BYTES, CPU, LOGIT_TOLERANCE, SEQUENCES, random_sequences
+from .load_run import SavedRun, check_weights, load_model, load_saved_run
+from .saved_weights import finite_in
 
-if TYPE_CHECKING:
-    from ...layers.transformer.transformer import Transformer
+MERGE = "leave out --adapter: then the additions are merged into the weights"
 
 
 def main() -> int:
-    """Export RUN_DIR to DEST in a dtype: the three arguments of the command line."""
-    source, destination, dtype = sys.argv[1:]
-    return run_verb(lambda: export_adapter(Path(source), Path(destination), dtype))
+    """Export RUN_DIR to DEST: the arguments of the command line."""
+    source, destination, options = sys.argv[1:]
+    return run_verb(lambda: export_adapter(Path(source), Path(destination), **json.loads(options)))
 
 
-def export_adapter(folder: Path, destination: Path, dtype: str) -> None:
-    """Write the folder under a temporary name, check it, then rename it; raises Unreadable, LoadFailed, OSError."""
-    found = load_saved_run(folder)
+def export_adapter(
+    folder: Path, destination: Path, dtype: str, *, step: int | None = None, average: int = 1, memory: int | None = None
+) -> None:
+    """Write the folder under a temporary name, check it, then rename it; raises Unreadable, LoadFailed, OSError. The check takes at most
+    `memory` bytes, by default what is free."""
+    if average > 1:
+        raise refusal("--adapter writes one checkpoint: a mean of products A B is no product", MERGE)
+    found = load_saved_run(folder, step=step)
     run = found.run
     for remark in found.remarks:
         write_stdout(f"{remark}\n")
     _check_has_adapter(run)
     check_exportable(run)
-    module: Any = load_model(found, CPU)
-    round_weights(module, PRECISION_DTYPES[dtype], rounds=Lora.owns)
+    check_weights(found)
+    shapes = {name: shape for name, shape in weight_shapes(run).items() if Lora.owns(name)}
+    additions = {name: finite_in(PRECISION_DTYPES[dtype], name, found.read(name, shape)) for name, shape in shapes.items()}
     with new_folder(destination) as written:
-        weights = dict(named_weights(module, run))
-        write_adapter(weights, run, written, PRECISION_DTYPES[dtype])
-        check = _check_logits(module, run, written)
+        write_adapter(additions, run, written)
+        check = _check_logits(found, additions, written, memory or free_memory())
         files = sorted(each.name for each in written.iterdir())
-    count = sum(each.numel() for name, each in weights.items() if Lora.owns(name))
     lines = [
-        f"step {found.checkpoint.step}, {count:,} trained parameters in {dtype}; {check}",
+        f"{steps_text(found)}, {sum(each.numel() for each in additions.values()):,} trained parameters in {dtype}; {check}",
         f"wrote {', '.join(files)}",
         f"done: {destination}",
         f"next: {_next_command(run, destination)}",
@@ -67,23 +76,26 @@ def _check_has_adapter(run: Run) -> None:
     if not run.model.lora.rank or is_made_by_transformers(run.model):
         raise refusal("--adapter writes LoRA's additions, and this run has none (model.lora.rank=0)", "leave out --adapter")
     if not run.model.weights:
-        says = "the run's frozen weights were drawn from train.seed, so that no folder has them for PEFT to load"
-        raise refusal(says, "leave out --adapter: then the additions are merged into the weights")
+        raise refusal("the run's frozen weights were drawn from train.seed, so that no folder has them for PEFT to load", MERGE)
 
 
-def _check_logits(module: Transformer, run: Run, folder: Path) -> str:
-    """Compare the logits of PEFT's model with those of our module, in float32; return the result as text; raises Unreadable where they
-    differ."""
+def _check_logits(saved: SavedRun, additions: Mapping[str, Tensor], folder: Path, memory: int) -> str:
+    """Compare the logits of PEFT's model with those of our module with the same additions, in float32, where both fit into `memory` bytes;
+    return the result as text; raises Unreadable where they differ."""
+    run = saved.run
     if find_spec("peft") is None or find_spec("transformers") is None:
-        return "not checked: peft is not installed"
+        return "logits are not compared: peft is not installed"
+    if CHECK_BYTES * parameter_count(op_table(run), run.model.layers) > memory:
+        return f"logits are not compared: the model takes more than the {memory / 1e9:.1f} GB that are free"
+    module: Any = load_model(saved, CPU)
+    load_weights(module, additions.items(), partial=True)
     tokens = random_sequences(run)
     with torch.no_grad():
         ours = module.logits(tokens)
     theirs, reader = _peft_logits(run, folder, tokens), f"peft {import_module('peft').__version__}"
     difference, largest = float((theirs - ours).abs().max()), float(ours.abs().max())
     if not difference <= LOGIT_TOLERANCE * max(1.0, largest):
-        says = f"the logits of {reader} with the exported adapter are {difference:.1e} from ours"
-        raise refusal(says, "leave out --adapter: then the additions are merged into the weights")
+        raise refusal(f"the logits of {reader} with the exported adapter are {difference:.1e} from ours", MERGE)
     return f"logits on {SEQUENCES} sequences of {tokens.shape[1]} tokens are {difference:.1e} from those of {reader}"
 
 
@@ -98,9 +110,7 @@ def _peft_logits(run: Run, folder: Path, tokens: Tensor) -> Tensor:
         with torch.no_grad():
             theirs: Tensor = model(tokens).logits
     except Exception as error:  # any exception of any version: it can't read the adapter
-        raise refusal(
-            f"peft can't load the exported adapter: {error}", "leave out --adapter: then the additions are merged into the weights"
-        ) from error
+        raise refusal(f"peft can't load the exported adapter: {error}", MERGE) from error
     return theirs
 
 

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...spec.run import Run
+from ..families import op_table
+from ..ops.op_table import model_parameters
 from .model_type import hf_model_type
 from .names import Columns, HfTensor, columns_in_tensor, hf_tensor, tensors_of
 from .weights import write_json
@@ -62,9 +64,9 @@ def _placed(b: Tensor, columns: Columns | None) -> Tensor:
     return whole.flatten(-2)
 
 
-def write_adapter(weights: Mapping[str, Tensor], run: Run, folder: Path, dtype: torch.dtype) -> None:
+def write_adapter(additions: Mapping[str, Tensor], run: Run, folder: Path) -> None:
     """Write the A and B of a run's LoRA, by logical name, as a folder that `peft.PeftModel.from_pretrained` loads on `model.weights`."""
-    targets = _targets(weights, run)
+    targets = _targets(additions, run)
     tensors: dict[str, Tensor] = {}
     by_module: dict[str, list[_Target]] = {}
     for target in targets:
@@ -75,22 +77,23 @@ def write_adapter(weights: Mapping[str, Tensor], run: Run, folder: Path, dtype: 
         ):  # PEFT wraps the parameters of a module one around another
             key = f"{PREFIX}{module}{'.base_layer' * inner}"
             a, b = target.matrices()
-            tensors |= {f"{key}.lora_A.weight": a.to(dtype), f"{key}.lora_B.weight": b.to(dtype)}
+            tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     write_json(folder / "adapter_config.json", _config(targets, run))
 
 
-def _targets(weights: Mapping[str, Tensor], run: Run) -> list[_Target]:
+def _targets(additions: Mapping[str, Tensor], run: Run) -> list[_Target]:
     """Return Hugging Face's weights that LoRA changes, in the order of ours."""
     found: dict[str, _Target] = {}
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    for name in weights:
+    table = op_table(run)
+    shapes = {each.name: each.shape(table.sizes) for each in model_parameters(table, range(run.model.layers))}
+    for name in additions:
         base = name.removesuffix(".lora_a.weight")
         if base == name:
             continue
         module, parameter, columns = _place(f"{base}.weight", run, shapes)
         target = found.setdefault(f"{module}.{parameter}", _Target(module, parameter))
-        target.parts.append(_Part(weights[name], weights[f"{base}.lora_b.weight"], columns))
+        target.parts.append(_Part(additions[name], additions[f"{base}.lora_b.weight"], columns))
     return list(found.values())
 
 
