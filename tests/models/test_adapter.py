@@ -202,3 +202,5 @@ def test_a_run_without_additions_or_without_published_weights_has_no_adapter(ran
         with pytest.raises(Unreadable, match=says):
             export_adapter(tmp_path / folder, tmp_path / "out", "fp32")
         assert not (tmp_path / "out").exists()
+    with pytest.raises(Unreadable, match="a mean of products"):
+        export_adapter(tmp_path / "drawn", tmp_path / "out", "fp32", average=2)

@@ -118,10 +118,10 @@ def test_the_gradients_of_a_and_b_follow_from_those_of_the_weights_that_they_are
     targets = [each.removesuffix(".lora_a.weight") for each in of_lora if each.endswith(".lora_a.weight")]
     last_words = [each.split(".")[-2] for each in of_plain if each.endswith(".weight")]
     assert len(of_lora) == 2 * len(targets) == 2 * sum(each in run.model.lora_layers for each in last_words)
-    for each in targets:
-        a, b, gradient = weights[f"{each}.lora_a.weight"], weights[f"{each}.lora_b.weight"], of_plain[f"{each}.weight"]
-        torch.testing.assert_close(of_lora[f"{each}.lora_a.weight"], 2 * gradient @ b.mT, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(of_lora[f"{each}.lora_b.weight"], 2 * a.mT @ gradient, rtol=1e-9, atol=1e-12)
+    for target in targets:
+        a, b, gradient = weights[f"{target}.lora_a.weight"], weights[f"{target}.lora_b.weight"], of_plain[f"{target}.weight"]
+        torch.testing.assert_close(of_lora[f"{target}.lora_a.weight"], 2 * gradient @ b.mT, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(of_lora[f"{target}.lora_b.weight"], 2 * a.mT @ gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_an_expert_has_a_and_b_of_its_own_that_begin_as_pefts() -> None:
