@@ -19,8 +19,9 @@ from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
 from distrain.trainer.loop.offline.export import export, new_folder
-from distrain.trainer.loop.offline.export_checks import CHECK_BYTES, check_export, check_logits
+from distrain.trainer.loop.offline.export_checks import CHECK_BYTES, check_export, check_logits, layers_in
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
+from distrain.trainer.loop.offline.saved_weights import finite_in
 from distrain.trainer.models.build import named_weights
 from distrain.trainer.models.families import op_table
 from distrain.trainer.models.hf_format.weights import write_hf_folder
@@ -37,7 +38,8 @@ KINDS = {
     "gpt2 as it fits": ("model=tiny", "model.bias=false", "model.tied=false", "model.vocab_multiple=192", "train.precision=bf16"),
     "llama":           ("model=tiny_llama", "parallel.zero=3"),
     "qwen2":           ("model=tiny_llama", "model.qkv_bias=true", "model.tied=true", "model.vocab=250", "model.vocab_multiple=8"),
-    "deepseek_v2":     ("model=tiny_mla",),
+    "deepseek_v3":     ("model=tiny_mla", "model.router.score=sigmoid", "model.router.bias=true", "model.router.bias_rate=0.003",
+                        "model.mtp.layers=1"),
 }
 # fmt: on
 
@@ -98,6 +100,12 @@ def test_weights_are_written_in_the_requested_dtype_and_checked_in_it(
         assert 0 <= float(rounded[2]) < 2
 
 
+def test_a_weight_that_a_dtype_can_not_hold_is_refused() -> None:
+    assert finite_in(torch.bfloat16, "head.weight", torch.tensor([7e4])).dtype == torch.bfloat16
+    with pytest.raises(Unreadable, match=r"^head\.weight is not finite as float16: use --dtype fp32$"):
+        finite_in(torch.float16, "head.weight", torch.tensor([1.0, 7e4]))
+
+
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_model_that_overflows_in_half_precision_is_not_exported_in_it(runs, tmp_path: Path) -> None:
     found = load_saved_run(runs["gpt2"])
@@ -125,6 +133,8 @@ def test_of_a_model_larger_than_memory_the_first_layers_are_compared(runs, kind:
     assert {each.name: each.read_bytes() for each in (tmp_path / "out").iterdir()} == {
         each.name: each.read_bytes() for each in (tmp_path / "whole").iterdir()
     }
+    for name, each in load_file(tmp_path / "out" / "model.safetensors").items():  # transformers keeps the router's bias in float32
+        assert each.dtype == (torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16), name
     export(runs[kind], tmp_path / "unchecked", "bf16", memory=1000)
     assert "; read back equal; logits are not compared: one layer and the embedding take more than" in capsys.readouterr().out
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "unchecked", "whole"]
@@ -161,13 +171,27 @@ def test_checkpoints_that_are_not_there_are_refused(runs, tmp_path: Path) -> Non
         export(tmp_path / "run", tmp_path / "out", "fp32", step=2)
 
 
-def test_a_weight_that_is_written_wrong_is_found(runs, tmp_path: Path) -> None:
-    export(runs["llama"], tmp_path / "out", "bf16")
+@pytest.mark.parametrize(
+    ("kind", "tensor", "ours"),
+    [
+        ("llama", "model.layers.1.mlp.down_proj.weight", r"layers\.1\.mlp\.down\.weight"),
+        ("deepseek_v3", "model.layers.2.eh_proj.weight", r"mtp\.0\.join\.weight"),
+    ],
+)
+def test_a_weight_that_is_written_wrong_is_found(runs, kind: str, tensor: str, ours: str, tmp_path: Path) -> None:
+    export(runs[kind], tmp_path / "out", "bf16")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight"][5, 7] += 2**-9
+    tensors[tensor][5, 7] += 2**-9
     save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(Unreadable, match=r"layers\.1\.mlp\.down\.weight is another one in the written folder than in .*step_4"):
-        check_export(load_saved_run(runs["llama"]), tmp_path / "out", "bf16", memory=1000)
+    with pytest.raises(Unreadable, match=rf"{ours} is another one in the written folder than in .*step_4"):
+        check_export(load_saved_run(runs[kind]), tmp_path / "out", "bf16", memory=1000)
+
+
+def test_layers_are_compared_only_with_one_of_experts_among_them() -> None:
+    run = load_recipe("quickstart", ["model=tiny_mla", "model.dense_layers=2"])
+    table = op_table(run)
+    for layers, compared in ((1, 0), (2, 0), (3, 3), (4, 4)):
+        assert layers_in(CHECK_BYTES * parameter_count(table, layers), run) == compared
 
 
 def test_the_verb_writes_the_export_and_nothing_else(runs, tmp_path: Path) -> None:
