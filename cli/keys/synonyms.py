@@ -190,7 +190,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("lora_rank lora_r lora_dim", "model.lora.rank", "0: no LoRA"),
     _row("lora_alpha", "model.lora.alpha"),
     _row("lora_target_modules target_modules lora_target lora_layers", "model.lora.targets",
-         "a list of query, key, value, out, gate, up, down", {}),
+         "a list of query, key, value, out, gate, up, down, or of PEFT's names; null: all", {"all-linear": "null", "all": "null"}),
     _row("flavor model_type model_size", "model", "an option: `distrain ls model` lists them", {}),
     # data
     _row("dataset dataset_name dataset_path data_path train_file train_data data_dir data_files datasets dataset_folder",

@@ -16,17 +16,20 @@ def export(
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option("--dtype", help="The data type of the written weights.")] = "fp32",
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="The step of the checkpoint, not the newest.")] = None,
     average: Annotated[int, typer.Option("--average", metavar="N", min=1, help="The mean over N checkpoints, up to that one.")] = 1,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write LoRA's additions alone, as PEFT's files.")] = False,
 ) -> int:
     """Write a run's newest checkpoint, another or the mean of several, as a Hugging Face folder.
 
     It holds safetensors, config.json, generation_config.json and the run's tokenizer. One file is in memory at a time. The folder is
     kept only if every weight reads back equal, and the logits of transformers, where it is installed, equal ours: of all layers, or of
-    as many as fit into memory.
+    as many as fit into memory. With --adapter it holds LoRA's additions alone, adapter_config.json and adapter_model.safetensors, which
+    PEFT loads beside model.weights.
 
     \b
     distrain export runs/quickstart quickstart-hf
     distrain export runs/quickstart quickstart-bf16 --dtype bf16
     distrain export runs/quickstart quickstart-mean --average 2
+    distrain export runs/finetune_llama my-adapter --adapter
     """
     from ...trainer.rundir.files import find_run_folder
     from ...trainer.system.regular_file import expand_home
@@ -35,7 +38,8 @@ def export(
     folder, destination = find_run_folder(run_dir), expand_home(dest).absolute()
     _check_destination(dest, destination)
     options = {"dtype": dtype, "step": step, "average": average}
-    return run_child("distrain.trainer.loop.offline.export", [str(folder), str(destination), json.dumps(options)])
+    module = "export_adapter" if adapter else "export"
+    return run_child(f"distrain.trainer.loop.offline.{module}", [str(folder), str(destination), json.dumps(options)])
 
 
 def _check_destination(given: Path, destination: Path) -> None:

@@ -126,6 +126,13 @@ def test_another_rate_of_a_routers_bias_is_reported() -> None:
     assert (found.problems, [each.text for each in found.reported]) == ((), ["model.router.bias_rate 0.0 -> 0.001"])
 
 
+def test_targets_of_lora_cannot_change_but_their_names_can() -> None:
+    before = load_recipe("quickstart", ["model=tiny_mla", "model.lora.rank=4"])
+    every = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "out", "gate", "up", "down_proj")
+    assert changes(before, ("model.lora.targets", every)) == Changes()
+    assert changes(before, ("model.lora.targets", every[1:])).problems
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -72,6 +72,7 @@ TORCH_MODELS = (
     "trainer.models.hf_format.sliced_weight",
     "trainer.models.hf_format.tensor_reader",
     "trainer.models.hf_format.transformers_weights",
+    "trainer.models.hf_format.adapter",
 )
 LIGHT = [
     name

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
-from distrain.trainer.loop.offline.export import _new_folder, export
+from distrain.trainer.loop.offline.export import export, new_folder
 from distrain.trainer.loop.offline.export_checks import CHECK_BYTES, check_export, check_logits, layers_in
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
 from distrain.trainer.loop.offline.saved_weights import finite_in
@@ -233,7 +233,7 @@ def test_a_broken_checkpoint_is_passed_over(runs, tmp_path: Path, capsys) -> Non
 
 def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
     def fails() -> None:
-        with _new_folder(tmp_path / "out") as folder:
+        with new_folder(tmp_path / "out") as folder:
             (folder / "model.safetensors").touch()
             raise OSError("the disk is full")
 

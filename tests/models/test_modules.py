@@ -31,6 +31,7 @@ from distrain.trainer.models.ops.op_table import (  # noqa: E402
 from distrain.trainer.parallel.saved_bytes import count_saved_tensors  # noqa: E402
 from distrain.trainer.plan.costs.cost_context import CostContext  # noqa: E402
 from distrain.trainer.spec.run import Model, Run, Train  # noqa: E402
+from distrain.trainer.spec.sections.lora import Lora  # noqa: E402
 from distrain.trainer.spec.sections.router import Router  # noqa: E402
 
 LOGITS = ("seq", "batch", "vocab")
@@ -115,6 +116,11 @@ FUSED = {
 @pytest.mark.parametrize("attention", ["math", "flash"])
 def test_torch_counts_the_flops_of_the_op_table(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention, model__vocab_multiple=1)
+    assert counted_flops(run) == planned_flops(run)
+
+
+def planned_flops(run: Run) -> float:
+    """Return the FLOPs of a forward and a backward pass without recomputation, by the op table."""
     table = table_of(run)
     expected = sum(
         many * forward_flops(op, table.sizes) * (op.product.backward if is_frozen(op) else 1 + op.product.backward)
@@ -122,7 +128,7 @@ def test_torch_counts_the_flops_of_the_op_table(name: str, attention: str) -> No
         for op in ops
         if op.product
     )
-    assert counted_flops(run) == expected + flops_with_padding(table, run)
+    return expected + flops_with_padding(table, run)
 
 
 def counted_flops(run: Run) -> int:
@@ -235,6 +241,35 @@ def test_torch_saves_the_bytes_of_the_op_table_for_every_router(router: Router, 
     run = run_of("moe", model__router=router, model__aux_loss=aux_loss, train__precision="bf16")
     counts = 8 * run.train.microbatch if aux_loss else 0  # labels of each sequence
     assert measured_saved_bytes(run) == planned_saved_bytes(run) + counts
+
+
+# fmt: off
+FROZEN: tuple[tuple[str, Any, dict[str, Any]], ...] = (  # model, targets: None, all linear layers; other keys
+    ("moe",     None,                       {"shared_experts": 1, "dense_layers": 1}),
+    ("moe",     ("query",),                 {"shared_experts": 1}),
+    ("moe",     ("gate",),                  {"shared_experts": 1, "aux_loss": 0.1}),
+    ("moe",     ("up", "down"),             {"act": "relu"}),
+    ("gpt-oss", ("gate", "out"),            {}),
+    ("mla",     None,                       {"shared_experts": 1}),
+    ("mla",     ("q_a_proj", "kv_b_proj"),  {}),
+    ("mla",     ("query",),                 {"q_lora_rank": 0}),
+    ("mla",     ("kv_a_proj_with_mqa",),    {"q_lora_rank": 0}),
+    ("mla",     ("query", "kv_a_proj_with_mqa"), {"q_lora_rank": 0}),
+    ("nano",    ("query",),                 {}),
+    ("gemma3",  ("down",),                  {"window": 8}),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "targets", "keys"), FROZEN, ids=str)
+def test_a_frozen_product_saves_its_input_for_a_alone_or_as_what_another_op_returned(name: str, targets: Any, keys: Any) -> None:
+    changes: dict[str, Any] = {f"model__{key}": value for key, value in keys.items()}
+    for recompute in ("none", "selective"):
+        run = run_of(name, model__lora=Lora(rank=3, targets=targets), **changes, parallel__recompute=recompute)
+        counts = 8 * run.train.microbatch if run.model.aux_loss else 0
+        assert measured_saved_bytes(run) == planned_saved_bytes(run) + counts, recompute
+    whole = run_of(name, model__lora=Lora(rank=3, targets=targets), **changes)
+    assert counted_flops(whole) == planned_flops(whole)
 
 
 @EVERY_MODEL

@@ -62,12 +62,17 @@ BROKEN: list[tuple[Keys, str]] = [
         "optim.mup=256 does not work with optim.name=sgd: its rates are those of Adam: set optim.name=adamw or optim.mup=null"),
     ({"optim.mup": 256, "model.tied": False, "model.lora.rank": 4},
         "optim.mup=256 does not work with model.lora.rank=4: LoRA's factors are not of the model's width: set optim.mup=null"),
-    (MOE | {"model.lora.rank": 4},
-        "model.lora.rank=4 does not apply to family moe: LoRA changes our own dense layers: set model.lora.rank=0"),
     ({"model.lora.rank": 4, "model.lora.targets": ("gate",)},
-        "model.lora.targets=[gate] names no layer of this model, so nothing would be trained: set model.lora.targets=[query,value]"),
+        ("model.lora.targets=[gate] names gate, which this model does not have: "
+         "set model.lora.targets=[query,value] or model.lora.targets=null")),
+    (MOE | {"model.lora.rank": 4, "model.lora.targets": ("gate", "q_a_proj", "kv_b_proj")},
+        ("model.lora.targets=[gate,q_a_proj,kv_b_proj] names q_a_proj, kv_b_proj, which this model does not have: "
+         "set model.lora.targets=[gate] or model.lora.targets=null")),
     ({"model.lora.rank": 4, "model.lora.targets": ()},
-        "model.lora.targets=[] names no layer of this model, so nothing would be trained: set model.lora.targets=[query,value]"),
+        ("model.lora.targets=[] names no layer, so nothing would be trained: "
+         "set model.lora.targets=[query,value] or model.lora.targets=null")),
+    (MOE | {"model.lora.rank": 4, "model.router.bias": True, "model.router.bias_rate": 0.001},
+        "model.router.bias_rate=0.001 does not go with model.lora.rank=4, which freezes the router: set model.router.bias_rate=0.0"),
     ({"model.mtp.layers": 1, "model.family": "bert"},
         "model.mtp.layers=1 does not apply to family bert: its modules are made of our own causal layers: set model.mtp.layers=0"),
     ({"model.mtp.layers": 1, "model.lora.rank": 4},

@@ -208,6 +208,14 @@ FURTHER_JOBS = (
         )
     ]
 )
+LORA = ("model.lora.rank=16", "train.precision=bf16", "model.dropout=0")
+LORA_JOBS = [  # of experts: of all linear layers, or where no expert needs what it is sent
+    TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *sizes, *LAYOUTS[layout], *LORA, *words))
+    for sizes, layout, words in (
+        (MODELS["moe"][1:], "sequence", ("parallel.recompute=none",)),
+        (GLM, "tp", ("parallel.recompute=none", "model.lora.targets=[query,value]")),
+    )
+]
 JOBS = [
     TraceJob(recipe="gpt2_124m_1gpu", words=("model.layers=3", "model.dropout=0.1")),
     TraceJob(recipe="gpt2_124m", words=(*GPU, *PLAIN, "model.layers=4", *LAYOUTS["tp"], *DROPOUT_AGAIN)),
@@ -216,6 +224,7 @@ JOBS = [
     *COMPILED,
     *LATENT_JOBS,
     *GLM_JOBS,
+    *LORA_JOBS,
     *OLMO_JOBS,
     *GEMMA_JOBS,
     *SINK_JOBS,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .group import Group
-from .parameters_by_prefix import Parameters
+from .group_messages import all_reduce
+from .parameters_by_prefix import Parameters, sub_parameters
 from .tensor_parallel import TensorParallel
 from .weight_gradients import open_weight_gradients
 
@@ -24,30 +25,61 @@ class ExpertLinear(nn.Module):
     """x W + b, with W the matrix and b the bias, where there is one, of each row's expert.
 
     `tp` are the ranks that add up their outputs: each has a bias whole and adds its part of it. Its gradient is the same on each; under
-    sequence parallelism they add it up once a step, and each has its part.
+    sequence parallelism they add it up once a step, and each has its part. `partial`: the ranks that have W whole, and of its gradient the
+    part of their own columns or rows. They add these up in backward; under sequence parallelism they do so once a step.
     """
 
-    def __init__(self, parameters: Parameters, tp: TensorParallel | None = None) -> None:
+    def __init__(self, parameters: Parameters, tp: TensorParallel | None = None, *, partial: TensorParallel | None = None) -> None:
         super().__init__()
         self.weight, self.bias = parameters["weight"], parameters.get("bias")
         self.ranks = 1 if tp is None else tp.group.size
         self.sums = 1 if tp is None or not tp.sequence else tp.group.size
+        self.summed = None if partial is None or partial.sequence else partial.group
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [C, I] -> [C, O]; the rows of expert e end at `ends[e]`."""
-        output: Tensor = _GroupedMatmul.apply(x, self.weight, self.bias, ends, self.ranks, self.sums)  # type: ignore[no-untyped-call]
+        given = (x, self.weight, self.bias, ends, self.ranks, self.sums, self.summed)
+        output: Tensor = _GroupedMatmul.apply(*given)  # type: ignore[no-untyped-call]
         return output
 
 
+class LoraExpertLinear(ExpertLinear):
+    """An ExpertLinear that adds scale x A B, with A [I, R] and B [R, O] of each row's expert, where it has LoRA's parameters.
+
+    The ranks of `columns` have columns of W each: all have A whole and their own columns of B. Those of `rows` have rows of it and add up
+    their outputs: all have their own rows of A, and B whole, and what each makes of A B is its terms of the same sum.
+    """
+
+    def __init__(
+        self, parameters: Parameters, lora_scale: float, *, columns: TensorParallel | None = None, rows: TensorParallel | None = None
+    ) -> None:
+        super().__init__(parameters, rows)
+        self.lora_scale = lora_scale
+        self.lora_a: ExpertLinear | None = None
+        self.lora_b: ExpertLinear | None = None
+        if "lora_a.weight" in parameters:
+            self.lora_a = ExpertLinear(sub_parameters(parameters, "lora_a"), partial=columns)
+            self.lora_b = ExpertLinear(sub_parameters(parameters, "lora_b"), partial=rows)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [C, I] -> [C, O]; the rows of expert e end at `ends[e]`."""
+        output = super().forward(x, ends)
+        if self.lora_a is None or self.lora_b is None:
+            return output
+        return torch.add(output, self.lora_b(self.lora_a(x, ends), ends), alpha=self.lora_scale)
+
+
 class _GroupedMatmul(torch.autograd.Function):
-    """x W + b / ranks. Saves the rows and the parameter itself. The gradient of an expert without rows is zeros; that of b is divided by
-    `sums`."""
+    """x W + b / ranks. Saves the rows, where W is trained, and the parameter itself. The gradient of an expert without rows is zeros; that
+    of b is divided by `sums`; the ranks of `summed` add up that of W."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, ranks: int, sums: int) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, ranks: int, sums: int, summed: Group | None
+    ) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight, ends)
         ctx.gradients, ctx.parameter = open_weight_gradients(weight), weight
-        ctx.has_bias, ctx.sums = bias is not None, sums
+        ctx.sums, ctx.summed = sums, summed
         output = grouped_matmul(x, weight, ends)
         if bias is not None:
             experts = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)  # [C]
@@ -59,11 +91,19 @@ class _GroupedMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
-        bias_grad = grouped_sum(grad, ends) / ctx.sums if ctx.has_bias else None
+        bias_grad = grouped_sum(grad, ends) / ctx.sums if ctx.needs_input_grad[2] else None
+        weight_grad, summed = None, ctx.summed
         if ctx.gradients is not None:
-            ctx.gradients.defer([ctx.parameter], lambda: [grouped_weight_gradient(x, grad, ends)])
-            return grouped_matmul(grad, weight.mT, ends), None, bias_grad, None, None, None
-        return grouped_matmul(grad, weight.mT, ends), grouped_weight_gradient(x, grad, ends), bias_grad, None, None, None
+            ctx.gradients.defer([ctx.parameter], lambda: [_summed_weight_gradient(x, grad, ends, summed)])
+        elif ctx.needs_input_grad[1]:
+            weight_grad = _summed_weight_gradient(x, grad, ends, summed)
+        return grouped_matmul(grad, weight.mT, ends), weight_grad, bias_grad, None, None, None, None
+
+
+def _summed_weight_gradient(x: Tensor, grad: Tensor, ends: Tensor, group: Group | None) -> Tensor:
+    """Return the gradient of each expert's matrix, added up over the ranks of `group`."""
+    gradient = grouped_weight_gradient(x, grad, ends)
+    return gradient if group is None else all_reduce(gradient, group)
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -111,8 +111,8 @@ class _Scatter(torch.autograd.Function):
 class Linear(nn.Module):
     """x W + b. Autograd saves the parameter, never a view of it: ZeRO-3 frees the parameter's memory before backward.
 
-    A subclass whose parameters include LoRA's sets `lora_a` and `lora_b`. `in_fp8`: it multiplies inputs in bf16 as
-    8-bit floats; a saved model, which is read in float32, does not.
+    With LoRA parameters it adds scale x A B, of A [I, R] and B [R, O]. `in_fp8`: it multiplies inputs in bf16 as 8-bit
+    floats; a saved model, which is read in float32, does not.
     """
 
     def __init__(self, parameters: Parameters, lora_scale: float = 0.0) -> None:
@@ -123,6 +123,12 @@ class Linear(nn.Module):
         self.lora_b: Linear | None = None
         self.lora_scale = lora_scale
         self.in_fp8 = False
+        if "lora_a.weight" in parameters:
+            self.lora_a, self.lora_b = self.make_lora(sub_parameters(parameters, "lora_a"), sub_parameters(parameters, "lora_b"))
+
+    def make_lora(self, a: Parameters, b: Parameters) -> tuple[Linear, Linear]:
+        """Make the layers of A and of B; a subclass that is split overrides it."""
+        return Linear(a), Linear(b)
 
     def add_lora(self, x: Tensor, output: Tensor) -> Tensor:
         """Return `output` with LoRA's scale x A B of the layer's input x, where the layer has it."""
@@ -141,7 +147,7 @@ class Linear(nn.Module):
         return product(x, self.weight, bias)
 
     def forward(self, x: Tensor, shared: Scaled | None = None) -> Tensor:
-        return self.multiply(x, self.bias, shared)
+        return self.add_lora(x, self.multiply(x, self.bias, shared))
 
 
 class ColumnLinear(Linear):
@@ -151,11 +157,11 @@ class ColumnLinear(Linear):
     """
 
     def __init__(self, parameters: Parameters, tp: TensorParallel | None, lora_scale: float = 0.0) -> None:
-        super().__init__(parameters, lora_scale)
         self.tp = tp
-        if "lora_a.weight" in parameters:
-            self.lora_a = Linear(sub_parameters(parameters, "lora_a"))
-            self.lora_b = ColumnLinear(sub_parameters(parameters, "lora_b"), tp)
+        super().__init__(parameters, lora_scale)
+
+    def make_lora(self, a: Parameters, b: Parameters) -> tuple[Linear, Linear]:
+        return Linear(a), ColumnLinear(b, self.tp)
 
     def forward(self, x: Tensor, shared: Scaled | None = None) -> Tensor:
         """x [B, S or s, I] -> [B, S, O]."""
@@ -172,11 +178,11 @@ class RowLinear(Linear):
     """
 
     def __init__(self, parameters: Parameters, tp: TensorParallel | None, lora_scale: float = 0.0) -> None:
-        super().__init__(parameters, lora_scale)
         self.tp = tp
-        if "lora_a.weight" in parameters:
-            self.lora_a = RowLinear(sub_parameters(parameters, "lora_a"), tp)
-            self.lora_b = Linear(sub_parameters(parameters, "lora_b"))
+        super().__init__(parameters, lora_scale)
+
+    def make_lora(self, a: Parameters, b: Parameters) -> tuple[Linear, Linear]:
+        return RowLinear(a, self.tp), Linear(b)
 
     def forward(self, x: Tensor, shared: Scaled | None = None) -> Tensor:
         """x [B, S, I] -> [B, S or s, H]."""

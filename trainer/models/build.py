@@ -109,7 +109,7 @@ def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, run: 
     if name.endswith(".lora_b.weight"):
         return torch.zeros(size, device=device)
     if name.endswith(".lora_a.weight"):
-        return normal_block(seed, name, shape, offset, size, device).div_(sqrt(3 * shape[0]))
+        return normal_block(seed, name, shape, offset, size, device).div_(sqrt(3 * shape[-2]))
     is_scaled = model.init.scale_residual and name.endswith(RESIDUAL_WEIGHTS)
     deviation = model.init.std / sqrt(2 * model.layers) if is_scaled else model.init.std
     return normal_block(seed, name, shape, offset, size, device).mul_(deviation / initial_divisor(run, name))

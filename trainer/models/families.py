@@ -128,5 +128,5 @@ def has_experts(model: Model) -> bool:
 def op_table(run: Run) -> OpTable:
     """Return the op table of a run's model."""
     table = with_fused_attention_saves(family_of(run.model).table(run.model, run.train), run)
-    table = with_lora(with_fp8(table, run), run.model, run.train)
+    table = with_lora(with_fp8(table, run), run)
     return with_further_tokens(with_loss_chunks(with_head_exchange(table, run), run), run)

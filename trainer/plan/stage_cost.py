@@ -218,18 +218,19 @@ def stage_elements(blocks: BlockCosts, kind: StageKind) -> StageElements:
     layers, first, last = kind
     layer, head = blocks.layer, blocks.head
     dense, frozen, experts = layers * layer.dense, layers * layer.frozen, layers * layer.experts
-    matrices = layers * layer.matrices
+    matrices, frozen_experts = layers * layer.matrices, layers * layer.frozen_experts
     for here, end in ((first, blocks.first), (last, head)):
         if here:
             dense += end.dense
             frozen += end.frozen
             experts += end.experts
+            frozen_experts += end.frozen_experts
     if first and blocks.dense_layer:
         matrices += blocks.first.matrices
     if first and last:
         dense -= blocks.tied
         frozen -= blocks.tied if head.frozen else 0
-    return StageElements(dense, frozen, experts, matrices, layers * layer.expert_matrices)
+    return StageElements(dense, frozen, experts, matrices, layers * layer.expert_matrices, frozen_experts)
 
 
 def last_passes(layout: Layout) -> int:
@@ -266,11 +267,11 @@ def data_messages(context: CostContext, layout: Layout, kind: StageKind, held: S
     """Messages of the data axis: experts on several ranks are summed only over the ranks that hold the same ones."""
     wires = layout.wires
     if layout.mesh.ep == 1:
-        groups = [(held.trained_parameters, held.frozen, "data", wires.data, layout.shard_ranks)]
+        groups = [(held.trained_parameters, held.frozen_parameters, "data", wires.data, layout.shard_ranks)]
     else:
         groups = [
-            (held.dense - held.frozen, held.frozen, "data", wires.data, layout.shard_ranks),
-            (held.experts, 0, "expert_copies", wires.expert_copies, layout.expert_shard_ranks),
+            (held.trained_dense, held.frozen, "data", wires.data, layout.shard_ranks),
+            (held.trained_experts, held.frozen_experts, "expert_copies", wires.expert_copies, layout.expert_shard_ranks),
         ]
     found: list[DataMessages] = []
     for elements, frozen, group, whole, ranks in groups:

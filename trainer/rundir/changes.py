@@ -273,11 +273,8 @@ def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
         "rope_local_base": model.rope_local_base if model.has_local_rope else None,
         "query_pre_attn_scalar": model.score_scalar if model.family != "mla" else None,
         "layer_types": model.types_of_layers if window or model.has_local_rope else None,
-        **{
-            f"lora.{row.name}": getattr(model.lora, row.name) if model.lora.rank else None
-            for row in fields(model.lora)
-            if row.name != "rank"
-        },
+        "lora.alpha": model.lora.alpha if model.lora.rank else None,
+        "lora.targets": sorted(model.lora_layers) if model.lora.rank else None,
         "mtp.weight": model.mtp.weight if model.mtp.layers else None,
         **{f"rope.{row.name}": rope.get(row.name) for row in fields(model.rope)},
         **({} if mixture else dict.fromkeys(("expert_bias", "experts", "top_k", "shared_experts", "aux_loss", "capacity"))),

@@ -36,9 +36,17 @@ class ExpertGroups(MoE):  # type: ignore[misc]
 
 
 def mark_experts(module: nn.Module, parameters: Sequence[RankParameter], grid: Grid) -> None:
-    """Mark expert weights, and the model as a mixture of experts; call it before the optimizer and the engine exist."""
+    """Mark expert weights, and the model as a mixture of experts; call it before the optimizer and the engine exist.
+
+    Where all of them are frozen, DeepSpeed wants no mixture: it takes a mixture's optimizer to step experts. It must only not broadcast
+    them to ranks that hold others.
+    """
     name = f"ep_size_{grid.size('ep')}"  # in this form: DeepSpeed parses the number
-    for each in parameters:
-        if each.shard.expert:
-            each.parameter.allreduce, each.parameter.group_name = False, name  # type: ignore[attr-defined]
+    experts = [each.parameter for each in parameters if each.shard.expert]
+    if not any(each.requires_grad for each in experts):
+        for each in experts:
+            each.ds_optim_param = True  # type: ignore[attr-defined]
+        return
+    for each in experts:
+        each.allreduce, each.group_name = False, name  # type: ignore[attr-defined]
     module.add_module("deepspeed_experts", ExpertGroups(name, grid))

@@ -57,22 +57,22 @@ def export(folder: Path, destination: Path, dtype: str, *, step: int | None = No
     run = without_lora(found.run)
     for remark in found.remarks:
         write_stdout(f"{remark}\n")
-    _check_exportable(run)
+    check_exportable(run)
     check_weights(found)
     tokenizer = run_tokenizer(run)
-    with _new_folder(destination) as new_folder:
+    with new_folder(destination) as written:
         if is_made_by_transformers(run.model):
-            check = _write_with_transformers(found, new_folder, dtype, tokenizer.special)
+            check = _write_with_transformers(found, written, dtype, tokenizer.special)
         else:
             weights = show_progress(saved_weights(found, PRECISION_DTYPES[dtype]), "written", len(weight_shapes(run)))
-            write_hf_folder(weights, run, new_folder, special=tokenizer.special)
-            check = check_export(found, new_folder, dtype, memory or free_memory())
-        remarks = [*_modules_left_out(run), *tokenizer.remarks, *write_tokenizer(run, tokenizer, new_folder)]
-        files = sorted(each.name for each in new_folder.iterdir())
+            write_hf_folder(weights, run, written, special=tokenizer.special)
+            check = check_export(found, written, dtype, memory or free_memory())
+        remarks = [*_modules_left_out(run), *tokenizer.remarks, *write_tokenizer(run, tokenizer, written)]
+        files = sorted(each.name for each in written.iterdir())
     left_out = bool(_modules_left_out(run))
     count = sum(prod(shape) for name, shape in weight_shapes(run).items() if not (left_out and Mtp.owns(name)))
     lines = [
-        f"{_steps_text(found)}, {count:,} parameters in {dtype}; {check}",
+        f"{steps_text(found)}, {count:,} parameters in {dtype}; {check}",
         *remarks,
         f"wrote {', '.join(files)}",
         f"done: {destination}",
@@ -81,7 +81,7 @@ def export(folder: Path, destination: Path, dtype: str, *, step: int | None = No
     write_stdout("".join(f"{line}\n" for line in lines))
 
 
-def _steps_text(saved: SavedRun) -> str:
+def steps_text(saved: SavedRun) -> str:
     """Return which checkpoints were written: `step 4`, `mean of steps 2 and 4`."""
     steps = sorted(reader.step for reader in saved.readers)
     return f"step {steps[0]}" if len(steps) == 1 else f"mean of steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
@@ -116,19 +116,19 @@ def _next_command(destination: Path, *, has_tokenizer: bool) -> str:
     return f"{quote(sys.executable)} -c {quote(program)}"
 
 
-def _check_exportable(run: Run) -> None:
+def check_exportable(run: Run) -> None:
     """Raise Unreadable where no class of transformers computes the run's model."""
     if is_made_by_transformers(run.model):
         return
     if not family_of(run.model).model_types:
         says = f"model.family={run.model.family} can't be exported to Hugging Face"
         known = ", ".join(name for name, family in FAMILIES.items() if family.model_types or family.made_by_transformers)
-        raise _refusal(says, f"families {known} can")
+        raise refusal(says, f"families {known} can")
     hf_model_type(run)
 
 
 @contextmanager
-def _new_folder(destination: Path) -> Iterator[Path]:
+def new_folder(destination: Path) -> Iterator[Path]:
     """Yield a temporary folder next to the destination; it becomes the destination when the block ends, and is removed if it raises."""
     destination = destination.absolute()
     folder = destination.with_name(f".{destination.name}.tmp-{secrets.token_hex(4)}")
@@ -136,19 +136,19 @@ def _new_folder(destination: Path) -> Iterator[Path]:
         destination.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except OSError as error:
-        raise _refusal(f"{destination} can't be created: {error.strerror}", "name another folder") from None
+        raise refusal(f"{destination} can't be created: {error.strerror}", "name another folder") from None
     try:
         yield folder
         for file in folder.iterdir():
             file.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only their owner may read
         folder.rename(destination)
     except SafetensorError as error:
-        raise _refusal(f"{destination} can't be written: {error}", "") from None
+        raise refusal(f"{destination} can't be written: {error}", "") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _refusal(says: str, mend: str) -> Unreadable:
+def refusal(says: str, mend: str) -> Unreadable:
     return Unreadable([Problem(rule="export", says=says, mend=mend)])
 
 

@@ -104,7 +104,7 @@ def check_logits(module: Transformer | CausalLM, run: Run, folder: Path, dtype: 
 
     Return the result as text; raises Unreadable where they differ.
     """
-    tokens = _random_sequences(run)
+    tokens = random_sequences(run)
     with torch.no_grad():
         ours = module.logits(tokens)
     has_transformers = find_spec("transformers") is not None
@@ -126,7 +126,7 @@ def check_logits(module: Transformer | CausalLM, run: Run, folder: Path, dtype: 
     return f"{says}; computed in {dtype} they are {error:.1%} from these (rms)"
 
 
-def _random_sequences(run: Run) -> Tensor:
+def random_sequences(run: Run) -> Tensor:
     drawn = torch.Generator().manual_seed(0)
     return torch.randint(run.model.vocab, (SEQUENCES, min(run.train.seq, MAX_TOKENS)), generator=drawn)
 

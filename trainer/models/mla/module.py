@@ -34,12 +34,13 @@ class LatentAttention(Attention):
         self.padded_heads = 0  # their values, which they share with no other head, are 0
         self.scale = latent_score_scale(model.rope, self.plain_dim + self.rope_dim)
         has_latent = bool(model.q_lora_rank)
-        self.query_down = Linear(sub_parameters(parameters, "query_down")) if has_latent else None
+        lora = model.lora.scale
+        self.query_down = Linear(sub_parameters(parameters, "query_down"), lora) if has_latent else None
         self.query_latent_norm = RMSNorm(sub_parameters(parameters, "query_latent_norm"), LATENT_NORM_EPS) if has_latent else None
-        self.key_down = Linear(sub_parameters(parameters, "key_down"))
-        self.rope_key = Linear(sub_parameters(parameters, "rope_key"))
+        self.key_down = Linear(sub_parameters(parameters, "key_down"), lora)
+        self.rope_key = Linear(sub_parameters(parameters, "rope_key"), lora)
         self.key_latent_norm = RMSNorm(sub_parameters(parameters, "key_latent_norm"), LATENT_NORM_EPS)
-        self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp) for part in ("query", "key", "value"))
+        self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp, lora) for part in ("query", "key", "value"))
 
     def heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries and keys [B, S, A, P + R] and the values [B, S, A, v_head_dim] of this rank's heads, for x [B, S or s, H]."""

@@ -12,7 +12,7 @@ from ...layers.add_gradient import add_gradient
 from ...layers.counter_rng import DropoutKeys
 from ...layers.cross_entropy import IGNORED
 from ...layers.dtypes import at_least_float32
-from ...layers.experts import ExpertLinear, combine_rows, copy_rows, dispatch_rows, plan_exchange, return_rows
+from ...layers.experts import LoraExpertLinear, combine_rows, copy_rows, dispatch_rows, plan_exchange, return_rows
 from ...layers.group import Group
 from ...layers.parameters_by_prefix import Parameters, sub_parameters
 from ...layers.tensor_parallel import TensorParallel, gather_inputs, reduce_outputs
@@ -21,7 +21,7 @@ from ...layers.transformer.context_parallel import ContextParallel
 from ...layers.transformer.document_bounds import DocumentBounds
 from ...layers.transformer.feed_forward import FeedForward, make_gate
 from ...layers.transformer.transformer import AttentionHalf, LayerInputs, Transformer
-from ...spec.run import Run
+from ...spec.run import Model, Run
 from .routing import Routing, expert_loads, imbalance, near_tie_count, route
 
 # B batch, S sequence, H hidden, E experts, K experts per token, C copies of tokens that are computed, F expert_ffn
@@ -43,19 +43,22 @@ class RouterLayer(nn.Module):
 
 
 class _Float32Product(torch.autograd.Function):
-    """x W in float32. Saves x in its own dtype, where autograd would save it in float32."""
+    """x W in float32. Saves x, where W is trained, in its own dtype; autograd would save it in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.dtype = x.dtype
         return at_least_float32(x) @ at_least_float32(weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
-        weight_grad = at_least_float32(x).flatten(0, -2).mT @ grad.flatten(0, -2)
-        return (grad @ at_least_float32(weight).mT).to(x.dtype), weight_grad.to(weight.dtype)
+        x_grad = (grad @ at_least_float32(weight).mT).to(ctx.dtype)
+        if x is None:
+            return x_grad, None
+        return x_grad, (at_least_float32(x).flatten(0, -2).mT @ grad.flatten(0, -2)).to(weight.dtype)
 
 
 class Experts(nn.Module):
@@ -64,11 +67,12 @@ class Experts(nn.Module):
     The ranks of `ep` have equally many of them each and exchange rows.
     """
 
-    def __init__(self, parameters: Parameters, act: str, ep: Group | None, tp: TensorParallel | None = None) -> None:
+    def __init__(self, parameters: Parameters, model: Model, ep: Group | None, tp: TensorParallel | None = None) -> None:
         super().__init__()
-        self.gate, self.up = (ExpertLinear(sub_parameters(parameters, part)) for part in ("gate", "up"))
-        self.down = ExpertLinear(sub_parameters(parameters, "down"), tp)
-        self.activate, self.ep = make_gate(act), ep
+        scale = model.lora.scale
+        self.gate, self.up = (LoraExpertLinear(sub_parameters(parameters, part), scale, columns=tp) for part in ("gate", "up"))
+        self.down = LoraExpertLinear(sub_parameters(parameters, "down"), scale, rows=tp)
+        self.activate, self.ep = make_gate(model.act), ep
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """x [B, S, H] -> [B, S, H]; under tensor parallelism this rank's terms of the sum."""
@@ -102,7 +106,7 @@ class MoELayer(AttentionHalf):
         super().__init__(parameters, run, layer, tp, attention_class)
         model = run.model
         self.router = RouterLayer(sub_parameters(parameters, "router"))
-        self.experts = Experts(sub_parameters(parameters, "experts"), model.act, ep, tp)
+        self.experts = Experts(sub_parameters(parameters, "experts"), model, ep, tp)
         self.shared = FeedForward(sub_parameters(parameters, "shared"), model, tp) if model.shared_experts else None
         self.tp, self.top_k, self.rule, self.has_aux_loss = tp, model.top_k, model.router, model.aux_loss > 0
         # tokens of each sequence that an expert takes

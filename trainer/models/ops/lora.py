@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...spec.run import Model, Run, Train
+from ...spec.derived.document_kernel import has_document_kernel
+from ...spec.run import Model, Run
 from ...spec.sections.lora import Lora
-from .op_table import Dims, Op, OpTable, Tensor, Weight
-from .shared_ops import MASK, TOKENS, linear
+from .op_table import Dims, Op, OpTable, Product, Tensor, Weight
+from .shared_ops import MASK, QUERY, TOKENS, has_fused_core, linear
+
+INPUT_SAVED_BY_ROUTER, ROWS_SAVED_BY_DISPATCH = "shared", "experts"  # ops whose input another op of the layer saves, which is frozen
+LATENTS = {"query_down", "key_down", "rope_key"}  # products of the same input as queries without a latent of their own
 
 
-def with_lora(table: OpTable, model: Model, train: Train) -> OpTable:
-    """Return a table whose weights are frozen, and in which A [inner, rank] and B [rank, outer] follow each target of `model.lora`."""
-    if not model.lora.rank:
+def with_lora(table: OpTable, run: Run) -> OpTable:
+    """Return a table whose weights are frozen, and in which A [inner, rank] and B [rank, outer] follow each target of `model.lora`, one of
+    each for each expert."""
+    if not run.model.lora.rank:
         return table
-    return table.replace_ops(lambda op: _layer_ops(op, model, train), ends=lambda op: _frozen_op(op, train, is_target=False))
+    return table.replace_ops(lambda op: _layer_ops(op, run), ends=lambda op: _frozen_op(op, run.model, is_target=False))
 
 
 def without_lora(run: Run) -> Run:
@@ -23,33 +28,86 @@ def without_lora(run: Run) -> Run:
     return replace(run, model=replace(run.model, lora=Lora()))
 
 
-def _layer_ops(op: Op, model: Model, train: Train) -> Iterator[Op]:
+def _layer_ops(op: Op, run: Run) -> Iterator[Op]:
     """Yield a layer's op, frozen, and the products of A and of B for each of its weights that is a target."""
-    product = op.product
-    weights = [each for each in op.weights if product and each.name.endswith(".weight") and _target(each) in model.lora.targets]
-    yield _frozen_op(op, train, is_target=bool(weights))
+    product, model = op.product, run.model
+    weights = [each for each in op.weights if product and each.name.endswith(".weight") and _last_word(each) in model.lora_layers]
+    yield _core_that_saves_its_result(op, run) if op.core else _frozen_op(op, model, is_target=bool(weights))
     for weight in weights:
         assert product is not None
-        name, inner = weight.name.removesuffix(".weight"), product.inner
-        outer: Dims = weight.dims[len(inner) :]
-        yield linear(f"{name}.lora_a", inner, (("", ("lora",)),), bias=False)
-        yield linear(f"{name}.lora_b", ("lora",), (("", outer),), bias=False, saves=(Tensor((*TOKENS, "lora")),))
+        yield from _added_ops(weight, product)
 
 
-def _target(weight: Weight) -> str:
+def _added_ops(weight: Weight, product: Product) -> Iterator[Op]:
+    """Yield the products of A and of B beside that of a weight. Every rank of the tensor axis has all rows of experts, and, of an A whose B
+    is split, or of a B whose A is, the part of the gradient that its own columns or rows make."""
+    name, groups, inner = weight.name.removesuffix(".weight"), product.groups, product.inner
+    outer: Dims = weight.dims[len(groups + inner) :]
+    rows = tuple("tokens" if dim == "seq" else dim for dim in product.rows) if groups else product.rows
+    a = linear(f"{name}.lora_a", inner, (("", ("lora",)),), bias=False, rows=rows, groups=groups)
+    b = linear(f"{name}.lora_b", ("lora",), (("", outer),), bias=False, saves=(Tensor((*rows, "lora")),), rows=rows, groups=groups)
+    if groups:
+        is_row = "expert_ffn" in inner
+        whole = b if is_row else a
+        summed = replace(whole, partial=(Tensor(whole.weights[0].dims),))
+        a, b = (a, summed) if is_row else (summed, b)
+    yield from (a, b)
+
+
+def _last_word(weight: Weight) -> str:
     """Return the last word of a weight's name before `.weight`: attention.query.weight is `query`."""
     return weight.name.removesuffix(".weight").rpartition(".")[2]
 
 
-def _frozen_op(op: Op, train: Train, *, is_target: bool) -> Op:
-    """Return an op with frozen weights. Its backward needs no input, which is saved only for A, or as what flash attention returned."""
+def _core_that_saves_its_result(op: Op, run: Run) -> Op:
+    """Return an op of attention's core. A fused kernel saves what it returns, which is the input of a frozen output product; of a window's
+    blocks it is another tensor."""
+    op = replace(op, weights=tuple(replace(each, frozen=True) for each in op.weights))
+    if "out" in run.model.lora_layers or not (op.product and op.product.fused and has_fused_core(run.model, run.train)):
+        return op
+    is_whole = run.model.sinks or has_document_kernel(run) or not run.model.effective_window(run.train.seq)
+    result = Tensor((*(TOKENS if is_whole else ("unwindowed_tokens", "batch")), *QUERY))
+    return replace(op, saves_megatron=(*op.saves_megatron, Tensor(TOKENS + QUERY)), saves_torch=(*op.saves_torch, result))
+
+
+def _frozen_op(op: Op, model: Model, *, is_target: bool) -> Op:
+    """Return an op with frozen weights. Its backward needs no input, which is saved only for A, or as what a ReLU returned."""
+    if op.name == "dispatch":  # the experts save the copied rows where A needs them
+        return replace(op, saves_torch=op.saves_torch[1:])
     if not op.weights:
         return op
     weights = tuple(replace(each, frozen=True) for each in op.weights)
     op = replace(op, weights=weights, partial=())
-    if op.product is None:
+    product = op.product
+    if product is None:
         rows = Tensor(("tokens",), 8)  # of the position table; of dropout after a frozen embedding nothing is saved either
         return replace(op, saves_torch=tuple(each for each in op.saves_torch if each not in (rows, MASK)))
-    if is_target or (op.name == "attention.out" and train.attention == "flash"):
+    if is_target:
+        return _with_input(op, product, model)
+    if op.name.endswith(".down") and _keeps_result(op, model):
         return op
-    return replace(op, saves_megatron=op.saves_megatron[1:], saves_torch=op.saves_torch[1:])
+    own = Tensor(product.rows + product.inner)
+    has_own = op.saves_torch[:1] in ((own,), (replace(own, width=1),))  # in fp8 as bytes
+    return replace(
+        op,
+        saves_megatron=op.saves_megatron[1:] if op.saves_megatron[:1] == (own,) else op.saves_megatron,
+        saves_torch=op.saves_torch[1:] if has_own else op.saves_torch,
+    )
+
+
+def _keeps_result(op: Op, model: Model) -> bool:
+    """Whether the activation before a product saves its result alone: a ReLU without a gate."""
+    return model.act == "relu" and "experts" not in op.product.groups if op.product else False
+
+
+def _with_input(op: Op, product: Product, model: Model) -> Op:
+    """Return a target's op, which saves its input also where an op that is frozen now would have saved it."""
+    if op.name == ROWS_SAVED_BY_DISPATCH:
+        rows = tuple("tokens" if dim == "seq" else dim for dim in product.rows)
+        return replace(op, saves_torch=(Tensor((*rows, *product.inner)), *op.saves_torch))
+    own = Tensor(product.rows + product.inner)
+    is_shared = op.name == "attention.query" and bool(LATENTS & model.lora_layers) and not model.q_lora_rank
+    if own in op.saves_torch or is_shared or op.in_fp8:
+        return op
+    assert op.name in (INPUT_SAVED_BY_ROUTER, "attention.query"), op.name
+    return replace(op, saves_megatron=(own, *op.saves_megatron), saves_torch=(own, *op.saves_torch))

@@ -86,7 +86,7 @@ class DataMessages(NamedTuple):
 
 def data_messages(shards: ZeroShards, sync: GradientSync, layers: int) -> list[DataMessages]:
     """The messages of one step; ZeRO-3 gathers in as many parts as there are layers."""
-    if shards.elements + shards.frozen == 0 or shards.whole.size == 1:
+    if shards.elements + shards.frozen * (sync.zero == 3) == 0 or shards.whole.size == 1:
         return []
     if sync.servers and shards.single:
         return _server_messages(shards, shards.single, sync)

@@ -32,8 +32,9 @@ EXCHANGE_MOVES, EXCHANGE_KERNELS = 5, 4
 class BlockCost:
     """One block on one rank: parameters; bytes and seconds of a micro-batch (seconds None: the device's peak is unknown).
 
-    `frozen` counts those of `dense` that are not trained. `saved` are the activations kept for backward, `recomputed` those that
-    recomputation adds while it runs, `temporary` the most that the passes hold beside `saved` (block_temporary_bytes.py).
+    `frozen` counts those of `dense` that are not trained, `frozen_experts` those of `experts`. `saved` are the activations kept for
+    backward, `recomputed` those that recomputation adds while it runs, `temporary` the most that the passes hold beside `saved`
+    (block_temporary_bytes.py).
     `replicated` counts the trained parameters that every tensor-parallel rank holds, `shared` those that several hold together, `matrices`
     and `expert_matrices` those of products' weights, of `dense` and of `experts`.
     `weight_gradients` is the part of `backward` that computes weight gradients. `message_forward` and `message_backward` are exposed
@@ -47,6 +48,7 @@ class BlockCost:
     shared: int
     matrices: int
     expert_matrices: int
+    frozen_experts: int
     saved: int
     recomputed: int
     temporary: int
@@ -90,6 +92,7 @@ class BlockElements(NamedTuple):
     shared: int
     matrices: int
     expert_matrices: int
+    frozen_experts: int
 
 
 class OpMessage(NamedTuple):
@@ -245,6 +248,7 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
         shared=elements.shared,
         matrices=elements.matrices,
         expert_matrices=elements.expert_matrices,
+        frozen_experts=elements.frozen_experts,
         saved=saved,
         recomputed=every - saved,
         temporary=block_temporary_bytes(row.bytes, repeats, stream, residual=row not in (*costs.ends, *costs.further)),
@@ -297,12 +301,13 @@ def _elements(ops: tuple[Op, ...], local: LocalTensors, split: BlockSplit) -> Bl
     copies = for_each(lambda degree: HeadShards(heads, kv_heads, degree).copies, split.degree("tp"))
     return BlockElements(
         dense=sum([count for weight, count in weights if "experts" not in weight.dims]),
-        frozen=sum([count for weight, count in weights if weight.frozen]),
+        frozen=sum([count for weight, count in weights if weight.frozen and "experts" not in weight.dims]),
         experts=sum([count for weight, count in weights if "experts" in weight.dims]),
         replicated=sum([count for dim, count in trained if dim is None]),
         shared=sum([count for dim, count in trained if dim == "kv_heads"]) * (copies > 1),
         matrices=sum([local.count(weight.dims) for weight in matrices if "experts" not in weight.dims]),
         expert_matrices=sum([local.count(weight.dims) for weight in matrices if "experts" in weight.dims]),
+        frozen_experts=sum([count for weight, count in weights if weight.frozen and "experts" in weight.dims]),
     )
 
 

@@ -24,6 +24,6 @@ def saved_part_bytes(context: CostContext, layout: Layout, blocks: BlockCosts, k
     the first stage's copy is saved."""
     ranks, expert_ranks = layout.mesh.size("data"), layout.mesh.size("expert_copies")
     width, tied = saved_width(context), blocks.tied if kind.last and not (kind.first or blocks.head.frozen) else 0
-    dense = width * (elements.dense - tied - elements.frozen) - context.spared * elements.matrices + context.constants_of(kind)
-    experts = width * elements.experts - context.spared * elements.expert_matrices
+    dense = width * (elements.trained_dense - tied) - context.spared * elements.matrices + context.constants_of(kind)
+    experts = width * elements.trained_experts - context.spared * elements.expert_matrices
     return dense // ranks + experts // expert_ranks

@@ -55,13 +55,14 @@ class PassBytes(NamedTuple):
 
 class StageElements(NamedTuple):
     """Parameters on a rank of one kind of stage: those that all data-parallel ranks hold, how many of them are frozen, and experts; how
-    many of the first and of the last are those of its layers' matrices."""
+    many of the first and of the last are those of its layers' matrices; how many of the experts' are frozen."""
 
     dense: int
     frozen: int
     experts: int
     matrices: int = 0
     expert_matrices: int = 0
+    frozen_experts: int = 0
 
     @property
     def parameters(self) -> int:
@@ -71,7 +72,22 @@ class StageElements(NamedTuple):
     @property
     def trained_parameters(self) -> int:
         """Those that have gradients."""
-        return self.dense - self.frozen + self.experts
+        return self.trained_dense + self.trained_experts
+
+    @property
+    def trained_dense(self) -> int:
+        """Those of them that all data-parallel ranks hold."""
+        return self.dense - self.frozen
+
+    @property
+    def trained_experts(self) -> int:
+        """Those of them that are experts'."""
+        return self.experts - self.frozen_experts
+
+    @property
+    def frozen_parameters(self) -> int:
+        """Those that have no gradients."""
+        return self.frozen + self.frozen_experts
 
 
 class UnplannedSize(NamedTuple):
@@ -128,7 +144,7 @@ class CostModel:
         several: stage_cost.py keeps them for other layouts.
         """
         parallel, width = layout.parallel, context.widths
-        whole, sharded = held.trained_parameters, sharded_elements(layout, held.dense - held.frozen, held.experts)
+        whole, sharded = held.trained_parameters, sharded_elements(layout, held.trained_dense, held.trained_experts)
         weights = width.weight * (sharded_elements(layout, held.dense, held.experts) if parallel.zero >= 3 else held.dense + held.experts)
         optimizer = (width.master + context.states) * (sharded if parallel.zero >= 1 else elements_to_step(layout, held))
         optimizer -= context.spared * matrices_to_step(layout, held)
@@ -283,7 +299,7 @@ def elements_to_step(layout: Layout, held: StageElements) -> int:
     """Return the parameters that a rank steps: those that it holds, or its ZeRO shard, or as a parameter server its part."""
     if servers := layout.gradient_sync.servers:
         return -(-held.trained_parameters // servers)
-    return sharded_elements(layout, held.dense - held.frozen, held.experts) if layout.gradient_sync.zero else held.trained_parameters
+    return sharded_elements(layout, held.trained_dense, held.trained_experts) if layout.gradient_sync.zero else held.trained_parameters
 
 
 def matrices_to_step(layout: Layout, held: StageElements) -> int:

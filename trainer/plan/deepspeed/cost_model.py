@@ -70,8 +70,8 @@ class DeepSpeedCosts(CostModel):
         parameters = _stage_parameters(context, kind, mesh)
         flat = flat_elements(parameters, mesh.size("data"), mesh.ep)
         largest = max([each.elements for part in (parameters.before, parameters.layer, parameters.after) for each in part], default=0)
-        part = _stage3_frozen(context, kind, mesh) if held.frozen else 0
-        states = zero_bytes(setting, held.trained_parameters, flat, FrozenElements(held.frozen, part))
+        part = _stage3_frozen(context, kind, mesh) if held.frozen_parameters else 0
+        states = zero_bytes(setting, held.trained_parameters, flat, FrozenElements(held.frozen_parameters, part))
         offload, stepped = parallel.offload, flat.stage3 if setting.stage == 3 else flat.part
         return StateBytes(
             weights=0 if offload.parameters else states.weights,
@@ -124,7 +124,7 @@ class DeepSpeedCosts(CostModel):
         width, mesh = context.widths, layout.mesh
         stage = effective_stage(layout.parallel.zero, half=width.weight < MASTER_BYTES, ep=mesh.ep)
         if stage and mesh.pp == 1 and not (stage == 1 and width.gradient > width.weight):
-            return stepped_elements(_stage_parameters(context, kind, mesh), copies, stage, mesh.size("data"), data)
+            return stepped_elements(_stage_parameters(context, kind, mesh), copies, stage, mesh.size("data"), data, mesh.ep)
         return super().summed_elements(context, layout, blocks, kind, copies, data)
 
     def unplanned_size(self, run: Run, parallel: Parallel, layers: int, ranks: int) -> UnplannedSize | None:

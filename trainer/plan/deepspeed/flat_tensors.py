@@ -87,12 +87,13 @@ def flat_elements(held: StageParameters, ranks: int, ep: int = 1) -> FlatElement
 
 
 @lru_cache(maxsize=256)
-def stepped_elements(held: StageParameters, copies: TensorCopies, stage: int, ranks: int, data: int | None) -> int:
+def stepped_elements(held: StageParameters, copies: TensorCopies, stage: int, ranks: int, data: int | None, ep: int = 1) -> int:
     """Return how many elements of the parameters with such copies on the tensor axis the data-parallel rank `data` steps; None: the rank
-    that steps most."""
+    that steps most. Experts lie on every `ep`-th rank."""
     if stage in (0, 3) or ranks == 1:
         return _stage3_elements(held, 1 if stage == 0 else ranks, copies)
-    stepped = [group.stepped_elements(group.part(ranks), copies) for group in _flat_groups(held)]
+    groups = [(group, ep if group.expert else 1) for group in _flat_groups(held)]
+    stepped = [group.stepped_elements(group.part(ranks // stride), copies, stride) for group, stride in groups]
     return _most_on_one_rank(stepped, ranks) if data is None else sum(of_rank(data)[0] for of_rank in stepped)
 
 
@@ -148,17 +149,19 @@ class FlatGroup:
 
         return of_rank
 
-    def stepped_elements(self, part: int, copies: TensorCopies) -> RankElements:
-        """Return the elements, by rank, of its part that belong to parameters with such copies on the tensor axis."""
+    def stepped_elements(self, part: int, copies: TensorCopies, stride: int) -> RankElements:
+        """Return the elements, by rank, of its part that belong to parameters with such copies on the tensor axis; `stride` neighbouring
+        ranks have the same part."""
 
         def of_rank(rank: int) -> tuple[int, int]:
-            start = rank * part
+            start = rank // stride * part
             if start >= self.size:
                 return 0, _NO_RANK
             _, end, row = self._at(start)
             if end >= start + part:
-                return part * (row.copies == copies), end // part - 1
-            return self._before(min(start + part, self.size), copies) - self._before(start, copies), rank
+                return part * (row.copies == copies), end // part * stride - 1
+            stepped = self._before(min(start + part, self.size), copies) - self._before(start, copies)
+            return stepped, (rank // stride + 1) * stride - 1
 
         return of_rank
 

@@ -96,7 +96,7 @@ class NativeCosts(CostModel):
             for each, many in stage_rows(context, kind, layout.mesh)
         ]
         stepped, matrices = sum(own for _, own in rows), sum(own for each, own in rows if each.hidden_matrix)
-        own = stepped + sharded_elements(layout, held.frozen, 0)
+        own = stepped + sharded_elements(layout, held.frozen, held.frozen_experts)
         if gathers_once(layout.parallel):
             gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained_parameters
         else:
@@ -298,8 +298,8 @@ def _outer_bytes(layout: Layout) -> int:
 
 def _scattered_elements(layout: Layout, held: StageElements) -> int:
     """Return the elements of a rank's shard of gradients that it sums with other ranks; no other has some experts."""
-    dense, experts = held.dense - held.frozen, held.experts if layout.expert_shard_ranks > 1 else 0
-    return sharded_elements(layout, dense, experts)
+    experts = held.trained_experts if layout.expert_shard_ranks > 1 else 0
+    return sharded_elements(layout, held.trained_dense, experts)
 
 
 def _route_elements(layout: Layout, whole: int, stepped: int) -> int:

@@ -4,22 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...models.families import has_experts, is_made_by_transformers
-from ...spec.run import Parallel, Run
+from ...models.families import is_made_by_transformers
+from ...spec.run import Model, Parallel, Run
+from ...spec.sections.lora import PEFT_TARGETS
 from .broken_rule import BrokenRule
 
 NONE = (("model.lora.rank", 0),)
 
 
 def lora_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """Families with dense layers of their own have LoRA, on layers that they have."""
+    """Families with linear layers of their own have LoRA, on layers that they have; nothing else is trained beside it."""
     model, targets = run.model, run.model.lora.targets
     if not model.lora.rank:
         return
-    if is_made_by_transformers(model) or has_experts(model):
-        says = f"model.lora.rank={model.lora.rank} does not apply to family {model.family}: LoRA changes our own dense layers"
+    if is_made_by_transformers(model):
+        says = f"model.lora.rank={model.lora.rank} does not apply to family {model.family}: LoRA changes our own linear layers"
         yield BrokenRule("lora", says, (NONE,))
         return
-    if not set(targets) - ({"gate"} if not model.has_gate else set()):
-        says = f"model.lora.targets=[{','.join(targets)}] names no layer of this model, so nothing would be trained"
-        yield BrokenRule("lora", says, ((("model.lora.targets", ("query", "value")),),))
+    has = [each for each in targets or () if _is_there(each, model)]
+    if (targets is not None and len(has) < len(targets)) or not model.lora_layers:
+        lacks = [each for each in targets or () if each not in has]
+        says = f"model.lora.targets=[{','.join(targets or ())}] names "
+        says += f"{', '.join(lacks)}, which this model does not have" if lacks else "no layer, so nothing would be trained"
+        yield BrokenRule("lora", says, ((("model.lora.targets", tuple(has) or ("query", "value")),), (("model.lora.targets", None),)))
+    if model.router.steps_bias and model.experts:
+        rate = model.router.bias_rate
+        says = f"model.router.bias_rate={rate} does not go with model.lora.rank={model.lora.rank}, which freezes the router"
+        yield BrokenRule("lora", says, ((("model.router.bias_rate", 0.0),),))
+
+
+def _is_there(target: str, model: Model) -> bool:
+    """Whether a model has a linear layer by a target's name. The published name of an attention's projection says which attention it is."""
+    is_latent, has_query_latent = model.family == "mla", model.family == "mla" and bool(model.q_lora_rank)
+    match target:
+        case "q_a_proj" | "q_b_proj":
+            return has_query_latent
+        case "kv_a_proj_with_mqa" | "kv_b_proj":
+            return is_latent
+        case "q_proj":
+            return not has_query_latent
+        case "k_proj" | "v_proj":
+            return not is_latent
+        case _:
+            return set(PEFT_TARGETS.get(target, (target,))) <= model.linear_layers

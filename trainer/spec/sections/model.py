@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from ..numbers.bounded import Below1, Count, Natural, NotNegative, Positive, PositiveShare
 from .initial_weights import InitialWeights
-from .lora import Lora
+from .lora import PEFT_TARGETS, Lora
 from .mtp import Mtp
 from .rope import Rope
 from .router import Router
@@ -76,6 +76,22 @@ class Model:
     def is_trained(self, parameter: str) -> bool:
         """Whether a parameter, by its logical name, is trained: with LoRA only its A and B are."""
         return not self.lora.rank or Lora.owns(parameter)
+
+    @property
+    def linear_layers(self) -> frozenset[str]:
+        """The last words of the names of the linear layers in a layer of the model, but the router's."""
+        words = {"query", "key", "value", "out", "up", "down"} | ({"gate"} if self.has_gate or self.experts else set())
+        if self.family == "mla":
+            words |= {"key_down", "rope_key"} | ({"query_down"} if self.q_lora_rank else set())
+        return frozenset(words)
+
+    @property
+    def lora_layers(self) -> frozenset[str]:
+        """Those of the linear layers to which LoRA adds a product."""
+        if self.lora.targets is None:
+            return self.linear_layers
+        words = {word for target in self.lora.targets for word in PEFT_TARGETS.get(target, (target,))}
+        return self.linear_layers & words
 
     @property
     def shares_embedding(self) -> bool:
