@@ -194,7 +194,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("flavor model_type model_size", "model", "an option: `distrain ls model` lists them", {}),
     # data
     _row("dataset dataset_name dataset_path data_path train_file train_data data_dir data_files datasets dataset_folder",
-         "data.path", "with data=text, data=tokens or data=pairs", {}),
+         "data.path", "with data=text, data=tokens, data=pairs or data=preferences", {}),
     _row("tokenizer_path tokenizer_model tokenizer_name tokenizer_name_or_path tokenizer_file vocab_file tokenizer_type",
          "data.tokenizer", "bytes, or the path of a tokenizer.json", {}),
     _row("val_set_size validation_split valid_split val_split", "data.validation", "share of the tokens"),

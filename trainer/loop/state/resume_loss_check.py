@@ -40,7 +40,7 @@ def resume_check_record(run: Run, engine: Engine, grid: Grid, batches: Batches, 
     It costs the forward of one micro-batch through all stages.
     """
     count = grid.size("dp") * run.train.microbatch
-    loss = evaluate(run, engine, grid, batches, range(first, first + count))
+    loss = evaluate(run, engine, grid, batches, range(first, first + count)).loss
     recorded: dict[str, Any] = {"data": data_identity(run, batches)}
     if isfinite(loss):
         recorded["first"] = {"samples": [first, count], "loss": loss, "precision": run.train.precision}
@@ -55,7 +55,7 @@ def check_resumed_loss(run: Run, engine: Engine, grid: Grid, batches: Batches, s
     if extra.get("data", data_identity(run, batches)) != data_identity(run, batches) or "first" not in extra:
         return
     saved, (first, count) = extra["first"], extra["first"]["samples"]
-    loss = evaluate(run, engine, grid, batches, range(first, first + count))
+    loss = evaluate(run, engine, grid, batches, range(first, first + count)).loss
     if not abs(loss - saved["loss"]) <= tolerance(saved["loss"], saved["precision"], run.train.precision):
         raise ResumeMismatch(
             f"step {step} was saved with a loss of {saved['loss']:.4f} on its next {count} sequences, and loads with {loss:.4f}: "
