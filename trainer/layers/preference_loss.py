@@ -61,7 +61,8 @@ def pair_losses(log_p: Tensor, pairs: PairInputs, preference: Preference) -> tup
     rewards = beta * (log_ratios / pairs.labels if preference.loss == "simpo" else log_ratios)
     difference = rewards[:, 0] - rewards[:, 1]
     if preference.loss == "ipo":
-        losses = (difference / beta - 1 / (2 * beta)).square()
+        chosen, rejected = (log_ratios / pairs.labels).unbind(1)
+        losses = (chosen - rejected - 1 / (2 * beta)).square()
     else:
         above, wrong = difference - preference.margin, preference.label_smoothing
         losses = -(1 - wrong) * F.logsigmoid(above) - wrong * F.logsigmoid(-above)

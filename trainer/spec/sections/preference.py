@@ -15,9 +15,10 @@ class Preference:
     """The loss of a pair of answers to a prompt, of which one is chosen and one rejected.
 
     With h, the chosen answer's reward less the rejected's: `dpo` is -log sigmoid(h - margin) of rewards beta log(p / p_reference)
-    (arXiv:2305.18290 eq. 7); `ipo` is (h / beta - 1 / (2 beta))^2 of the same (arXiv:2310.12036 eq. 17); `simpo` is dpo's of rewards
-    beta log(p) / tokens, without a reference (arXiv:2405.14734 eq. 6). `label_smoothing` is the share of pairs that are labelled the
-    wrong way round. `nll_weight` times the chosen answer's mean loss of a token is added (arXiv:2404.19733 eq. 1).
+    (arXiv:2305.18290 eq. 7); `simpo` is dpo's of rewards beta log(p) / tokens, without a reference (arXiv:2405.14734 eq. 6); `ipo` is
+    (d - 1 / (2 beta))^2, where d is what the chosen answer's log(p / p_reference) / tokens exceeds the rejected's by (arXiv:2310.12036
+    eq. 17, of means over tokens, as TRL has it). `label_smoothing` is the share of pairs that are labelled the wrong way round.
+    `nll_weight` times the chosen answer's mean loss of a token is added (arXiv:2404.19733 eq. 1).
     """
 
     loss: Literal["dpo", "ipo", "simpo"] = "dpo"
