@@ -44,7 +44,7 @@ PAIR_SEARCH = FileSearch(
     suffixes=line_suffixes(),
     companions=TEXT_SEARCH.companions,
     described=".jsonl, .json or .ndjson (or one of them as .gz or .zst)",
-    mend="name files of prompts with what follows them, an object a line",
+    mend="name files of prompts and completions, an object a line",
 )
 TOKEN_SEARCH = FileSearch(
     suffixes=(".bin", ".npy", DATATROVE),
