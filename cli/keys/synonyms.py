@@ -99,7 +99,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("dpo_beta pref_beta rl_beta ref_policy_kl_penalty", "train.preference.beta", "with data=preferences"),
     _row("preference_loss pref_loss loss_type rl", "train.preference.loss", "dpo, ipo or simpo, with data=preferences",
          {"sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo", "simpo": "simpo"}),
-    _row("dpo_label_smoothing label_smoothing", "train.preference.label_smoothing", "with data=preferences"),
+    _row("dpo_label_smoothing", "train.preference.label_smoothing", "with data=preferences"),
     _row("simpo_gamma gamma_beta_ratio", "train.preference.margin", "gamma itself, not divided by beta", {}),
     _row("rpo_alpha pref_ftx sft_loss_weight cpo_alpha", "train.preference.nll_weight", "with data=preferences"),
     _row("init_method_std initializer_range init_std init_stdev", "model.init.std"),
