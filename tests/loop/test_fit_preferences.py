@@ -22,6 +22,7 @@ from distrain.tests.fakes.one_process import plain_optimizer
 from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.loop.data.samples.corpus import Split
+from distrain.trainer.loop.offline.export import export
 from distrain.trainer.loop.state.reference_file import REFERENCE_FILE
 from distrain.trainer.models.build import build_model
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages
@@ -268,3 +269,26 @@ def test_simpo_has_no_reference(ranks: RankPool, tmp_path: Path, preferences: Wo
     assert not is_computed(job)
     assert not (job.folder / REFERENCE_FILE).exists()
     assert job.figures("loss")[-1] < job.figures("loss")[0]
+
+
+def test_the_reference_is_of_the_weights_in_model_weights_also_where_a_checkpoint_is_there(
+    train_ranks: Callable[[Words], PoolJob], ranks: RankPool, tmp_path: Path, preferences: Words
+) -> None:
+    """A run that resumes without its file reads the weights that it began with once more, and then the checkpoint."""
+    export(train_ranks(LAYOUTS[0]).folder, tmp_path / "hf", "fp32")
+    words = (*BASE, *preferences, *LAYOUTS[0], f"model.weights={tmp_path / 'hf'}")
+    whole = ranks.train(tmp_path / "whole", *words)
+    ranks.fit(tmp_path / "run", *words, signals=[(2, 0, signal.SIGTERM)])
+    (tmp_path / "run" / REFERENCE_FILE).unlink()
+    job = ranks.train(tmp_path / "run", *words)
+    assert [line for line in job.lines if line.startswith("starts from")] == []
+    assert is_computed(job)
+    assert job.figures("loss") == whole.figures("loss")
+    assert whole.figures("loss")[0] == pytest.approx(np.log(2), abs=1e-6)
+
+    file = tmp_path / "hf" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    job = ranks.train(tmp_path / "run", *words, f"train.steps={STEPS + 1}", "train.preference.beta=0.4")
+    assert f"{REFERENCE_FILE} is of other start weights: the reference is computed again" in job.lines

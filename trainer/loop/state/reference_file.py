@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,10 +24,11 @@ REFERENCE_FILE = "reference.safetensors"
 _END = 1 << 16  # bytes read at both ends of a file of weights
 _VERSION = 1
 
+Identity = dict[str, Any]
 Reference = list[NDArray[np.float64]]  # of each source: [pairs, 2], nan of pairs that are not known
 
 
-def reference_identity(run: Run, corpus: Corpus) -> dict[str, Any]:
+def reference_identity(run: Run, corpus: Corpus) -> Identity:
     """Return what log probabilities depend on: the weights that a run begins with, the tokens, and the window that cuts them.
 
     Of files of weights it is their names, their sizes and their ends; None where the folder is gone.
@@ -55,33 +56,41 @@ def _files_identity(folder: Path) -> str | None:
     return found.hexdigest() if files else None
 
 
-def write_reference(folder: Path, reference: Sequence[NDArray[np.float64]], identity: dict[str, Any]) -> None:
+def write_reference(folder: Path, reference: Sequence[NDArray[np.float64]], identity: Identity) -> None:
     """Write the file; raises OSError, and then it is as it was."""
     tensors = {str(index): each for index, each in enumerate(reference)}
     words = {"identity": json.dumps(identity), "hash": _hash(reference)}
     write_atomically(folder / REFERENCE_FILE, save(tensors, metadata=words))
 
 
-def read_reference(folder: Path, identity: dict[str, Any], pairs: Sequence[int]) -> tuple[Reference | None, str]:
-    """Return the log probabilities that the file holds, of so many pairs of each source, and "". Where there is no file, or it is of
-    something else or damaged, return None, and of the latter two what is wrong."""
+class HeldReference(NamedTuple):
+    """What RUN_DIR holds: the log probabilities (None: none that can be used), what they are of, and what is wrong with a file that can't
+    be used."""
+
+    values: Reference | None
+    identity: Identity
+    problem: str = ""
+
+
+def read_reference(folder: Path, identity: Identity) -> HeldReference:
+    """Return the log probabilities that the file holds, if they are of this identity."""
     path = folder / REFERENCE_FILE
     if not path.exists():
-        return None, ""
+        return HeldReference(None, identity)
     try:
         with safe_open(path, framework="numpy") as file:
             words = file.metadata() or {}
             reference = [file.get_tensor(str(index)) for index in range(len(list(file.keys())))]
-    except (SafetensorError, OSError, KeyError) as error:
-        return None, f"{REFERENCE_FILE} can't be read ({error})"
-    if words.get("hash") != _hash(reference) or [each.shape for each in reference] != [(each, 2) for each in pairs]:
-        return None, f"{REFERENCE_FILE} is damaged"
-    found: dict[str, Any] = json.loads(words["identity"])
+    except (SafetensorError, OSError) as error:
+        return HeldReference(None, identity, f"{REFERENCE_FILE} can't be read ({error})")
+    if words.get("hash") != _hash(reference):
+        return HeldReference(None, identity, f"{REFERENCE_FILE} is damaged")
+    found: Identity = json.loads(words["identity"])
     if identity["weights"] is None:  # their folder is gone: nothing says that they are others
         identity = identity | {"weights": found.get("weights")}
     if others := [name for name in identity if found.get(name) != identity[name]]:
-        return None, f"{REFERENCE_FILE} is of other {' and '.join(_NAMES.get(name, name) for name in others)}"
-    return reference, ""
+        return HeldReference(None, identity, f"{REFERENCE_FILE} is of other {' and '.join(_NAMES.get(name, name) for name in others)}")
+    return HeldReference(reference, identity)
 
 
 _NAMES = {"weights": "start weights", "seq": "lengths of sequences"}

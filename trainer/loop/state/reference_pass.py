@@ -20,7 +20,7 @@ from ...spec.run import Run
 from ..data.samples.batches import Batches
 from ..data.samples.order import Indices
 from ..step.model_inputs import model_inputs
-from .reference_file import Reference, read_reference, reference_identity, write_reference
+from .reference_file import HeldReference, Identity, Reference, read_reference, reference_identity, write_reference
 
 _LOOKED_UP = 1 << 16  # samples at a time
 
@@ -36,11 +36,11 @@ class Windows(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class KnownReference:
     """The log probabilities of answers by source and pair, nan where not known; the windows whose pairs a run reads and that are not known;
-    on rank 0, what they depend on."""
+    what they depend on."""
 
     values: Reference
     missing: Sequence[Windows]
-    identity: dict[str, Any]
+    identity: Identity
 
     @property
     def is_complete(self) -> bool:
@@ -52,17 +52,18 @@ def find_reference(
     run: Run, folder: Path, grid: Grid, splits: Sequence[tuple[Batches, Sequence[range]]], channel: Channel, host: dist.ProcessGroup
 ) -> KnownReference:
     """Return what RUN_DIR holds of the reference, which rank 0 reads; `splits` are the samples that the run reads of each split."""
-    corpus, identity, held = splits[0][0].corpus, dict[str, Any](), None
+    corpus, held = splits[0][0].corpus, HeldReference(None, {})
     if grid.world.is_rank0:
-        identity = reference_identity(run, corpus)
-        held, problem = read_reference(folder, identity, [each.examples for each in corpus.examples])
-        if problem:
-            channel.say(f"{problem}: the reference is computed again")
-    values = held or [np.full((each.examples, 2), np.nan) for each in corpus.examples]
-    for each in values if grid.world.size > 1 else []:
+        held = read_reference(folder, reference_identity(run, corpus))
+        if held.problem:
+            channel.say(f"{held.problem}: the reference is computed again")
+    values = held.values or [np.full((each.examples, 2), np.nan) for each in corpus.examples]
+    identity = [held.identity]
+    dist.broadcast_object_list(identity, 0, group=host)
+    for each in values:
         dist.broadcast(torch.from_numpy(each), 0, group=host)
     missing = [_unknown(_windows(batches, samples), values) for batches, samples in splits]
-    return KnownReference(values=values, missing=missing, identity=identity)
+    return KnownReference(values=values, missing=missing, identity=identity[0])
 
 
 def compute_reference(
@@ -82,8 +83,7 @@ def compute_reference(
     engine.begin_training()
     pairs = 0
     for index, (values, summed) in enumerate(zip(known.values, found, strict=True)):
-        if grid.world.size > 1:
-            dist.all_reduce(torch.from_numpy(summed), group=host)
+        dist.all_reduce(torch.from_numpy(summed), group=host)
         for split in known.missing:
             numbers = _pairs(split, index)
             values[numbers] = summed[numbers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
@@ -29,9 +30,10 @@ def tolerance(loss: float, *precisions: str) -> float:
 
 
 def data_identity(run: Run, batches: Batches) -> dict[str, Any]:
-    """Return everything that determines the tokens of sample n and which of its labels count."""
+    """Return everything that determines the tokens of sample n and which of its labels count; of preferences the loss of its pairs."""
     corpus = batches.corpus
-    return {"key": corpus.key, "documents": corpus.documents, "seed": run.train.seed, "seq": run.train.seq}
+    pairs = {"preference": asdict(run.train.preference), "reference": dict(batches.reference_identity)} if corpus.has_pairs else {}
+    return {"key": corpus.key, "documents": corpus.documents, "seed": run.train.seed, "seq": run.train.seq, **pairs}
 
 
 def resume_check_record(run: Run, engine: Engine, grid: Grid, batches: Batches, first: int) -> dict[str, Any]:

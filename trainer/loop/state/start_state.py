@@ -69,7 +69,7 @@ def load_initial_state(
         if not reference.is_complete:
             compute_reference(run, folder, grid, engine, reference, channel, host)
         for each, _ in splits:
-            each.references = reference.values
+            each.references, each.reference_identity = reference.values, reference.identity
     if search.checkpoint:
         return _load_checkpoint(run, search.checkpoint, changes_since(search.checkpoint), grid, engine, batches, channel, gather)
     return InitialState(BEGINNING, {})

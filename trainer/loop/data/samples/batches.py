@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,6 +78,7 @@ class Batches:
         self.windows = windows(corpus, seq, split)  # of each source: samples in an epoch
         self._packed = [source.pack(split, seq) for source in corpus.sources]
         self.references: References | None = None  # of preferences, once they are known
+        self.reference_identity: Mapping[str, Any] = {}  # what they depend on
         self._seed = seed if split == "train" else int(corpus.key[:15], 16)
 
     def batch(self, first_sample: int, count: int) -> Batch:
