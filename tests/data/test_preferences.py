@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.samples.answer_pairs import AnswerPairs
@@ -20,6 +22,11 @@ from distrain.trainer.loop.data.samples.corpus import Corpus
 from distrain.trainer.loop.data.samples.packing import cut_sizes, pack_examples
 from distrain.trainer.loop.data.samples.tokens import MappedExamples
 from distrain.trainer.loop.data.survey import AnswerStream, answer
+from distrain.trainer.loop.step.model_inputs import model_inputs
+from distrain.trainer.parallel.process_groups import Grid
+from distrain.trainer.parallel.world import World
+from distrain.trainer.plan.mesh_position import mesh_position
+from distrain.trainer.spec.derived.answer_room import answer_room
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
 
@@ -114,6 +121,17 @@ def test_a_batch_without_its_last_samples_has_the_pairs_of_the_others(batch: Bat
     assert pairs_of(batch.before(0)).count == 0
 
 
+def test_a_window_of_the_shortest_answers_has_no_room_for_more(tmp_path: Path) -> None:
+    batch = in_order(Batches(open_rows(write_rows(tmp_path / "a.jsonl", 9 * [("a", "", "")])), seed=3, seq=SEQ))
+    assert (pairs_of(batch).starts < SEQ).sum() == answer_room(SEQ) == 8
+
+
+def test_an_auxiliary_loss_weighs_sequences_by_their_pairs(batch: Batch) -> None:
+    run = load_recipe("tiny_full", ["cluster=1x1", "parallel={dp: 1, tp: 1, ep: 1, pp: 1}"])
+    grid = Grid(world=World(rank=0, size=1, device=torch.device("cpu")), position=mesh_position(run, 0), groups={}, alone=None)
+    assert model_inputs(run, batch, grid, 0)[2]["label_counts"].tolist() == [2, 1, 1, 1]
+
+
 def test_remarks_count_pairs_that_are_cut_or_left_out(tmp_path: Path) -> None:
     remarks: list[str] = []
     open_rows(write_rows(tmp_path / "a.jsonl", ROWS), remarks)
@@ -148,6 +166,7 @@ def test_windows_hold_whole_pairs_in_order(sizes: list[tuple[int, int]]) -> None
     tokens = MappedExamples(files=files, starts=bounds[[0, -1]], bounds=bounds, counts=bounds[:0], completions=bounds[:-1] + 1, group=2)
     packed = pack_examples(tokens, np.arange(len(sizes)), 24)
     held = [packed.examples(window).tolist() for window in range(packed.size)]
+    assert max(2 * len(each) for each in held) <= answer_room(23)
     assert list(chain(*held)) == list(range(len(sizes)))
     for window in range(packed.size):
         documents = [document for document, _, _ in packed.documents(window)]
