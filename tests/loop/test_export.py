@@ -152,6 +152,10 @@ def test_checkpoints_that_are_not_there_are_refused(runs, tmp_path: Path) -> Non
     with pytest.raises(Unreadable, match=r"up to step 2, 1 can be averaged, not 2: "):
         export(runs["gpt2"], tmp_path / "out", "fp32", step=2, average=2)
     shutil.copytree(runs["gpt2"], tmp_path / "run")
+    shard = next((tmp_path / "run" / "checkpoints" / "step_2").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(Unreadable, match=r"up to step 4, 1 can be averaged, not 2: "):
+        export(tmp_path / "run", tmp_path / "out", "fp32", average=2)
     (tmp_path / "run" / "checkpoints" / "step_2" / "manifest.json").write_text("")
     with pytest.raises(Unreadable, match=r"step_2 does not verify: manifest\.json is empty: restore it, or take another step"):
         export(tmp_path / "run", tmp_path / "out", "fp32", step=2)
