@@ -113,7 +113,8 @@ class Batches:
         )
 
     def _pairs(self, source: Indices, window: Indices) -> AnswerPairs:
-        rows = ((int(of), self.packed[of], int(place)) for of, place in zip(source, window, strict=True))
+        packed = self.packed
+        rows = ((int(of), packed[of], int(place)) for of, place in zip(source, window, strict=True))
         return answer_pairs(rows, self.seq, self.references)
 
     @property
