@@ -84,7 +84,7 @@ def loss_drawing(run: MeasuredRun) -> str:
         DrawnCurve(name="loss", points=run.losses, colour=line_of(0)[0]),
         DrawnCurve(name="validation", points=run.validation, colour=line_of(1)[0], dots=True),
     ]
-    return curve_drawing(curves, "loss, nats a token", events=_restarts(run))
+    return curve_drawing(curves, f"loss, {run.loss_unit}", events=_restarts(run))
 
 
 def _speed_drawing(run: MeasuredRun) -> str:

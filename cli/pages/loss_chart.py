@@ -16,7 +16,7 @@ BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # the bit of a d
 Points = Sequence[tuple[int, float]]
 
 
-def run_chart(losses: Points, validation: Points, style: Style) -> list[str]:
+def run_chart(losses: Points, validation: Points, style: Style, unit: str) -> list[str]:
     """The loss over steps, as braille dots (2 x 4 a character) or stars; validation losses as `o`."""
     if len(losses) < 2:
         return []
@@ -32,7 +32,7 @@ def run_chart(losses: Points, validation: Points, style: Style) -> list[str]:
     dots = {position(step, loss, width * across, HEIGHT * down) for step, loss in losses}
     characters = _braille(dots) if style.blocks else dict.fromkeys(dots, "*")
     characters |= dict.fromkeys((position(step, loss, width, HEIGHT) for step, loss in validation), "o")
-    title = "Loss, nats a token" + (", and validation (o)" if validation else "")
+    title = f"Loss, {unit}" + (", and validation (o)" if validation else "")
     return [style.paint(title, "bold"), *_with_axes(characters, width, (low, high), (first, last), style)]
 
 

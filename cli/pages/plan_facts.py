@@ -296,6 +296,18 @@ def rampup_text(plan: Plan) -> str:
     return f"the batch grows: {', '.join([parts[0], *between, *parts[1:]])}{mean}"
 
 
+def preference_text(plan: Plan) -> str:
+    """The loss on preferences, and how long its reference takes; "" for a run that trains on none."""
+    found = plan.run.preferences if plan.run else None
+    if found is None:
+        return ""
+    seconds, says = found.reference_seconds, f"the loss is {found.loss.upper()} of pairs of answers, with beta {found.beta:g}"
+    if seconds == 0:
+        return f"{says}, without a reference"
+    takes = f"takes at most {seconds_text(seconds)}" if seconds is not None else "takes time that is not known"
+    return f"{says}; before the first step a forward pass over the pairs that the run reads {takes}"
+
+
 def saving_text(plan: Plan) -> str:
     """How often to save, for a run that is long enough to be interrupted; "" for a shorter one."""
     saving = plan.saving

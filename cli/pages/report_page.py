@@ -22,7 +22,7 @@ def report_text(run: MeasuredRun, style: Style) -> str:
     """The page of a run."""
     head = [style.paint(line, "bold") for line in wrap(headline(run), hang="  ")]
     history = [line for each in history_sentences(run) for line in wrap(each, indent="  ")]
-    sections = ([*head, *history], planned_measured_table(run, style), run_chart(run.losses, run.validation, style))
+    sections = ([*head, *history], planned_measured_table(run, style), run_chart(run.losses, run.validation, style, run.loss_unit))
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
@@ -30,8 +30,9 @@ def headline(run: MeasuredRun) -> str:
     """One line: the steps of a run and its first and last losses."""
     learned = f"; loss {loss_label(run.losses[0][1])} -> {loss_label(run.losses[-1][1])}" if run.losses else ""
     held = f", validation {loss_label(run.validation[-1][1])}" if run.validation else ""
+    accuracy = f", accuracy {run.accuracy:.3f}" if run.accuracy is not None else ""
     unigram = f" (unigram entropy {loss_label(run.entropy)})" if run.entropy is not None else ""
-    return f"{one_line(run.name)}: {run.steps:,} of {plural(run.whole, 'step')}{learned}{held}{unigram}"
+    return f"{one_line(run.name)}: {run.steps:,} of {plural(run.whole, 'step')}{learned}{accuracy}{held}{unigram}"
 
 
 def planned_measured_table(run: MeasuredRun, style: Style) -> list[str]:

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ...trainer.engines.held_bytes import tensors_in
 from ...trainer.layers.dtypes import PRECISION_DTYPES
 from ...trainer.loop.build import build_parts, compile_layers
+from ...trainer.loop.data.samples.answer_pairs import AnswerPairs
 from ...trainer.loop.data.samples.batches import Batch
 from ...trainer.loop.step.model_inputs import model_inputs
 from ...trainer.parallel.ledger import Ledger
@@ -199,10 +200,18 @@ class _Passes:
         size = (self.run.train.microbatch, self.run.train.seq)
         tokens, labels = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
         documents = torch.zeros(size, dtype=torch.long) if self.run.data.documents else None
-        return Batch(tokens=tokens, labels=labels, samples=torch.zeros(size[0], dtype=torch.long), documents=documents)
+        pairs = _one_pair_a_row(*size) if self.run.data.has_preferences else None
+        return Batch(tokens=tokens, labels=labels, samples=torch.zeros(size[0], dtype=torch.long), documents=documents, pairs=pairs)
 
     def _hidden_states(self, module: Any) -> Tensor:
         """Return what the stage before sends: hidden states [B, S, H], or this rank's part of the sequence."""
         run = self.run
         seq = run.train.seq // run.parallel.cp // (run.parallel.tp if run.parallel.sequence else 1)
         return torch.empty(run.train.microbatch, seq, run.model.hidden, dtype=PRECISION_DTYPES[run.train.precision], device=CUDA)
+
+
+def _one_pair_a_row(rows: int, seq: int) -> AnswerPairs:
+    """Return pairs of answers, one in each of so many sequences."""
+    wide = torch.zeros(rows, dtype=torch.long)
+    starts, columns = torch.arange(2 * rows + 1) * (seq // 2), torch.ones(rows, 2, dtype=torch.long)
+    return AnswerPairs(starts=starts, source=wide, number=wide, labels=columns, reference=columns.double())

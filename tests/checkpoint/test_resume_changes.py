@@ -323,7 +323,7 @@ def test_a_change_is_refused_before_any_rank_is_started(tmp_path: Path) -> None:
     assert check_resume(run("parallel.zero=3"), tmp_path).problems == ()
 
 
-@pytest.mark.parametrize(("key", "mend"), [("data.paht", "did you mean data.path?"), ("model.heads", "known: data.completion_key, ")])
+@pytest.mark.parametrize(("key", "mend"), [("data.paht", "did you mean data.path?"), ("model.heads", "known: data.chosen_key, ")])
 def test_a_key_that_can_not_be_accepted_is_named(tmp_path: Path, key: str, mend: str) -> None:
     (problem,) = check_resume(run(f"checkpoint.accept=[{key}]"), tmp_path).problems
     assert problem.says == f"checkpoint.accept=[{key}] is not a key that can be accepted"

@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "no path": (lambda at: None, {"name": "text"},
         "data=text reads files, but data.path is not set: set data.path=FILE, a folder or a pattern"),
     "an idle path": (lambda at: None, {"name": "stdlib", "path": "x"},
-        "data.path=x is not read by data=stdlib: set data=text, data=tokens or data=pairs, or data.path=null"),
+        "data.path=x is not read by data=stdlib: set data=text, data=tokens, data=pairs or data=preferences, or data.path=null"),
     "weights of other paths": (lambda at: None, {"name": "text", "path": ("x", "y"), "weights": (1.0,)},
         ("data.weights has 1 weight for 2 paths: give each path of data.path one weight\n"
          "data.path=x: no such file or folder\ndata.path=y: no such file or folder")),

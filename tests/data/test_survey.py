@@ -225,7 +225,7 @@ def test_too_little_validation_text_is_a_problem_if_the_run_evaluates(tmp_path: 
 
 
 def test_malformed_data_keys_are_a_problem() -> None:
-    assert problems(ask(name="txt")) == ["data.name=txt is not one of stdlib, text, tokens, pairs, synthetic"]
+    assert problems(ask(name="txt")) == ["data.name=txt is not one of stdlib, text, tokens, pairs, preferences, synthetic"]
     assert problems(ask(nam="text")) == ["no key data.nam"]
 
 

@@ -56,7 +56,7 @@ def _train(words: tuple[str, ...], left_out: frozenset[int]) -> Trained:
     corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
     batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)
     module = build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed)
-    optimizer = _optimizer(run, module)
+    optimizer = plain_optimizer(run, module)
     losses, norms, further = [], [], []
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -88,7 +88,7 @@ def _step_biases(run: Run, module: nn.Module, *, skip: bool) -> None:
     getattr(module, "loads", {}).clear()
 
 
-def _optimizer(run: Run, module: nn.Module) -> Any:
+def plain_optimizer(run: Run, module: nn.Module) -> Any:
     if run.optim.name == "muon":
         return TorchMuon(run, module)
     if run.optim.moments == "bf16":

@@ -191,7 +191,15 @@ def test_the_trillion_parameter_recipe_scales_down_to_eight_processes() -> None:
 
 
 # Recipes for newcomers: this version runs them, and memory is left over.
-STARTERS = ("llama3_8b_1node", "llama3_2_1b_1node", "llama3_8b_finetune", "llama3_8b_ethernet", "gpt2_124m_1gpu", "llama3_8b_128k")
+STARTERS = (
+    "llama3_8b_1node",
+    "llama3_2_1b_1node",
+    "llama3_8b_finetune",
+    "llama3_70b_dpo",
+    "llama3_8b_ethernet",
+    "gpt2_124m_1gpu",
+    "llama3_8b_128k",
+)
 
 
 @pytest.mark.parametrize("name", STARTERS)

@@ -16,6 +16,7 @@ WIDTHS: Keys = dict.fromkeys(LATENT_KEYS, 8)
 LATENT: Keys = {"model": Model(family="mla", layers=2, hidden=64, heads=4, vocab=256, experts=4, top_k=2, **WIDTHS)}
 FROM, UNTIL, BY = "train.rampup.batch", "train.rampup.until", "train.rampup.by"
 LISTED: Keys = {"parallel.schedule": "a.csv", "parallel.actions": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "parallel.pp": 2, "train.batch": 32}
+PREFERENCES: Keys = {"data.name": "preferences", "data.documents": True}
 # fmt: off
 BROKEN: list[tuple[Keys, str]] = [
     ({"model.family": "gtp"},
@@ -101,6 +102,16 @@ BROKEN: list[tuple[Keys, str]] = [
          "train a model of another family: `distrain ls model` lists them")),
     ({"data.name": "pairs"},
         "data.documents=false: data=pairs always keeps its examples apart: set data.documents=true"),
+    (HF | {"data.name": "preferences", "data.documents": True},
+        ("data=preferences: attention of family hf crosses the boundaries of examples: "
+         "train a model of another family: `distrain ls model` lists them")),
+    ({"data.name": "preferences"},
+        "data.documents=false: data=preferences always keeps its examples apart: set data.documents=true"),
+    (PREFERENCES | {"model.mtp.layers": 1},
+        ("model.mtp.layers=1 does not go with data=preferences: modules would learn rejected answers too: "
+         "set model.mtp.layers=0")),
+    (PREFERENCES | {"train.z_loss": 0.01},
+        "train.z_loss=0.01 does not go with data=preferences, whose loss is of pairs and not of tokens: set train.z_loss=0.0"),
     (HF | {"parallel.tp": 2},
         "parallel.tp=2 does not apply to family hf, which trains with data parallelism and ZeRO only: set parallel.tp=1"),
     (HF | {"parallel.pp": 2, "parallel.dp": 8},

@@ -107,6 +107,7 @@ def test_a_nearly_full_device_is_warned_of(share: float, said: list[str]) -> Non
 
 LATE: Keys = {"parallel.pp": 2, "parallel.schedule": "pipedream", "model.tied": False}
 STEPPED: Keys = MOE | {"model.router.bias": True, "model.router.bias_rate": 0.001}
+PREFERENCES: Keys = {"data.name": "preferences", "data.path": "a", "data.documents": True}
 # fmt: off
 UNRUN: list[tuple[Keys, str]] = [
     ({"engine": "pipe", "parallel.pp": 2, "parallel.zero": 2},
@@ -161,6 +162,18 @@ UNRUN: list[tuple[Keys, str]] = [
          "set parallel.sync.every=1 or parallel.reduce=ring")),
     (MOE | {"parallel.ep": 4, "parallel.reduce": "server"},
         "native does not run parallel.reduce=server with parallel.ep=4: set parallel.ep=1 or parallel.reduce=ring"),
+    (PREFERENCES | {"engine": "native", "parallel.staleness": 1},
+        ("native does not run data.name=preferences with parallel.staleness=1: "
+         "set parallel.staleness=0")),
+    (PREFERENCES | LATE | {"parallel.schedule": "pipedream_2bw"},
+        ("native does not run data.name=preferences with parallel.schedule=pipedream_2bw: "
+         "set parallel.schedule=1f1b")),
+    (PREFERENCES | {"engine": "native", "parallel.compress.name": "powersgd"},
+        ("native does not run data.name=preferences with parallel.compress.name=powersgd: "
+         "set parallel.compress.name=none")),
+    (PREFERENCES | {"engine": "native", "parallel.sync.every": 4},
+        ("native does not run parallel.sync.every=4 with data.name=preferences: "
+         "set parallel.sync.every=1")),
     ({"engine": "zero", "parallel.staleness": 1},
         "zero does not run parallel.staleness=1: set engine=auto or parallel.staleness=0"),
     ({"parallel.staleness": 1, "parallel.zero": 2},

@@ -88,6 +88,7 @@ def drawn_jobs(seed: int, count: int) -> list[TraceJob]:
     return jobs
 
 
+PREFERENCES = ("data=preferences", "data.path=a.jsonl", "data.tokenizer=bytes")
 FINETUNE = (
     "cluster.gpus=1",
     "model.layers=2",
@@ -221,6 +222,8 @@ JOBS = [
     TraceJob(recipe="gpt2_124m", words=(*GPU, *PLAIN, "model.layers=4", *LAYOUTS["tp"], *DROPOUT_AGAIN)),
     TraceJob(recipe="llama3_2_1b_1node", words=("model.layers=3", "train.loss_chunks=16")),  # of a large vocabulary, tied
     TraceJob(recipe="finetune_llama", words=FINETUNE),  # documents apart, a frozen head
+    TraceJob(recipe="finetune_llama", words=(*FINETUNE, *PREFERENCES, "train.loss_chunks=4")),
+    TraceJob(recipe="llama3_8b_finetune", words=(*PREFERENCES, "model.layers=2", "model.weights=null", *LAYOUTS["cp"], "engine=native")),
     *COMPILED,
     *LATENT_JOBS,
     *GLM_JOBS,

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers.group_messages import all_reduce
+from ..layers.preference_loss import FIGURES, take_pair_results
 from ..layers.transformer.further_tokens import take_further_losses
 from ..models.build import named_constants
 from ..models.moe.routing import step_bias, take_loads
 from ..parallel.process_groups import Grid
 from ..parallel.rank_model import RankPart
 from ..plan.axes.weight_slices import WeightShard
+from ..plan.costs.control_message import further_losses
 from ..plan.timeline.timed_spans import NONE
 from ..spec.run import Run
 from .held_bytes import ByteCounter, bytes_by_kind, parameters_of, tensors_in
@@ -33,7 +35,8 @@ class StepResult:
     """Figures of one optimizer step: the mean loss of the global batch (nats a token), the global gradient norm before clipping (None: the
     engine gives none), whether the step was skipped because a number was not finite or beyond the engine's limits, which of both, for a
     mixture of experts how many tokens were routed by a margin so small that rounding decides (over all layers), and where modules predict
-    further tokens the mean of their losses, each divided by the labels of the loss (arXiv:2412.19437 equation 24)."""
+    further tokens the mean of their losses, each divided by the labels of the loss (arXiv:2412.19437 equation 24); of preferences the
+    figures of the batch's pairs."""
 
     loss: float
     grad_norm: float | None
@@ -41,6 +44,15 @@ class StepResult:
     beyond_limits: bool = False
     near_ties: int | None = None
     mtp_loss: float | None = None
+    preferences: PreferenceFigures | None = None
+
+
+class PreferenceFigures(NamedTuple):
+    """Means over pairs: the share whose chosen answer has the higher reward, the reward of chosen and of rejected answers."""
+
+    accuracy: float
+    chosen_reward: float
+    rejected_reward: float
 
 
 class StepLimits(NamedTuple):
@@ -117,6 +129,10 @@ class Engine(ABC):
     @abstractmethod
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
         """Return (sum of losses, labels counted) of a batch of this replica, without gradients; alike on all of its ranks."""
+
+    def begin_training(self) -> None:
+        """To be called between evaluations of weights that have not been stepped and the first step."""
+        return
 
     def step_together(self) -> None:
         """Average the weights of workers that have stepped alone, as parallel.sync says; where replicas sum gradients at each step, do
@@ -277,24 +293,37 @@ class Engine(ABC):
         return total
 
     def _losses(self, total: Tensor) -> Tensor:
-        """Return the sum of a step's losses on this rank and, where modules predict further tokens, that of theirs after it: float32, and
-        counts the latter anew."""
+        """Return the sum of a step's losses on this rank and behind it, where modules predict further tokens, that of theirs, or the sums
+        of a batch of preferences (PairResults): float32, and counts the latter anew."""
         held = [each for part in self.parts for each in take_further_losses(part.module)]
         losses = [total, sum(held, torch.zeros_like(total))] if self.run.model.mtp.layers else [total]
+        if self.run.data.has_preferences:
+            losses.extend(self.take_pair_sums())
         return torch.stack([each.float() for each in losses])
+
+    def take_pair_sums(self) -> Tensor:
+        """Return the sums of all pairs (PairResults) that this rank's forwards have found since this was last called, float64 [3]."""
+        found = [each.sums for part in self.parts for each in take_pair_results(part.module)]
+        return sum(found, torch.zeros(FIGURES, dtype=torch.float64, device=self.grid.world.device))
 
     def _own_figures(self) -> Tensor:
         """Return what this rank counts of a step beside loss and norm, float64: near ties and losses of further tokens, where the model has
-        them, each counted by one rank of a tensor-parallel group. Counts them anew."""
+        them, and the sums of preferences, each counted by one rank of a tensor-parallel group. Counts them anew."""
         ties, device = self._own_near_ties(), self.grid.world.device
         further = self._losses(torch.zeros((), device=device))[1:] * (not self.grid.coordinate("tp"))
         return torch.cat([torch.zeros(0, device=device) if ties is None else ties.view(1), further]).double()
 
     def _named_figures(self, sums: Sequence[float], label_count: int) -> dict[str, Any]:
         """Return the fields of a StepResult with the sums of all ranks' `_own_figures`."""
-        further = 1 if self.run.model.mtp.layers else 0
+        further = further_losses(self.run)
         ties = int(sums[0]) if len(sums) > further else None
-        return {"near_ties": ties, "mtp_loss": sums[-1] / label_count if further else None}
+        return {"near_ties": ties, **self._named_means([each / label_count for each in sums[len(sums) - further :]])}
+
+    def _named_means(self, means: Sequence[float]) -> dict[str, Any]:
+        """Return the fields of a StepResult with the means over the global batch of what `_losses` has behind the loss."""
+        if self.run.data.has_preferences:
+            return {"preferences": PreferenceFigures(*means)}
+        return {"mtp_loss": means[0]} if means else {}
 
     @contextmanager
     def _record_span(self, kind: str, micro: int = NONE, of: int = NONE) -> Iterator[None]:

@@ -56,7 +56,7 @@ def parameters_of(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in lists, mappings, message buckets, dropout keys and bounds of documents."""
+    """Yield the tensors in lists, mappings, message buckets, dropout keys, bounds of documents and pairs of answers."""
     match value:
         case None:
             return
@@ -69,5 +69,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             for each in value:
                 yield from tensors_in(each)
         case _:
-            for name in ("buffer", "states", "starts", "host"):  # of DeepSpeed's message buckets; of dropout's keys; of bounds
+            for name in (
+                "buffer",
+                "states",
+                "starts",
+                "host",
+                "labels",
+                "reference",
+            ):  # of DeepSpeed's message buckets; dropout's keys; bounds; pairs
                 yield from tensors_in(getattr(value, name, None))

@@ -35,7 +35,7 @@ class DataFacts:
 
 def names_files(run: Run) -> bool:
     """Whether a run's data section names files of the user's, or is wrong about them."""
-    return run.data.path is not None or run.data.name in ("text", "tokens", "pairs") or run.data.tokenizer != "bytes"
+    return run.data.path is not None or run.data.name in ("text", "tokens", "pairs", "preferences") or run.data.tokenizer != "bytes"
 
 
 def are_local(run: Run) -> bool:

@@ -27,13 +27,20 @@ from .tensor_parallel import TensorParallel
 def chunked_loss(
     x: Tensor, weight: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None, chunks: int, *, transposed: bool, z_loss: float = 0.0
 ) -> Tensor:
-    """Return what `cross_entropy` does of the logits x W [B, S, V], for x [B, S or s, H] and weight [H, V] (transposed: [V, H]).
+    """Return what `cross_entropy` does of the logits x W [B, S, V], for x [B, S or s, H] and weight [H, V] (transposed: [V, H])."""
+    return chunked_token_losses(x, weight, labels, vocab, tp, chunks, transposed=transposed, z_loss=z_loss).sum()
+
+
+def chunked_token_losses(
+    x: Tensor, weight: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None, chunks: int, *, transposed: bool, z_loss: float = 0.0
+) -> Tensor:
+    """Return what `token_losses` does of the logits x W [B, S, V], [B S], for x [B, S or s, H] and weight [H, V] (transposed: [V, H]).
 
     The messages between tensor-parallel ranks are those of the head and of `cross_entropy`, each for all tokens. Backward computes the
     weight's gradient too: it is not deferred, for the gradient of a chunk's logits is not kept.
     """
-    loss: Tensor = _ChunkedLoss.apply(x, weight, labels, vocab, tp, chunks, transposed, z_loss)  # type: ignore[no-untyped-call]
-    return loss
+    losses: Tensor = _ChunkedLoss.apply(x, weight, labels, vocab, tp, chunks, transposed, z_loss)  # type: ignore[no-untyped-call]
+    return losses
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -59,7 +66,7 @@ class _ChunkedLoss(torch.autograd.Function):
         statistics = _row_statistics(rows, columns, labels - ctx.first, ctx.width, ctx.chunks)
         log_sum, label_logit = sum_ranks(*statistics, tp)
         ctx.save_for_backward(x, weight, labels, log_sum)
-        return torch.where(labels == IGNORED, 0.0, log_sum - label_logit).sum()
+        return torch.where(labels == IGNORED, 0.0, log_sum - label_logit)
 
     @staticmethod
     @once_differentiable

@@ -33,9 +33,16 @@ def cross_entropy(
     a GPU backward writes the logits' gradient in their place, unless `keep_logits`: then in a copy, for a caller whose own backward reads
     them.
     """
+    return token_losses(logits, labels, vocab, tp, z_loss=z_loss, keep_logits=keep_logits).sum()
+
+
+def token_losses(
+    logits: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None = None, *, z_loss: float = 0.0, keep_logits: bool = False
+) -> Tensor:
+    """Return the terms of `cross_entropy`'s sum, [B S]; 0 of labels that don't count."""
     given = logits.flatten(0, -2), labels.flatten(), vocab, tp, z_loss, keep_logits
-    loss: Tensor = _CrossEntropy.apply(*given)  # type: ignore[no-untyped-call]
-    return loss
+    losses: Tensor = _CrossEntropy.apply(*given)  # type: ignore[no-untyped-call]
+    return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -51,7 +58,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.z_loss, ctx.keep_logits = z_loss, keep_logits
         log_sum, label_logit = _row_statistics(logits, labels - ctx.first, ctx.width, tp)
         ctx.save_for_backward(logits, labels, log_sum)
-        return torch.where(labels == IGNORED, 0.0, log_sum - label_logit).sum()
+        return torch.where(labels == IGNORED, 0.0, log_sum - label_logit)
 
     @staticmethod
     @once_differentiable

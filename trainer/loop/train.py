@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ..engines.engine import StepResult
 from ..engines.held_bytes import ByteCounter
@@ -16,7 +17,7 @@ from .devices.device_checks import DeviceChecks
 from .failures.anomalies import Anomalies
 from .failures.failure import AllRanksFailed
 from .measure.instrumentation import Instruments
-from .metrics.step_row import finite_or_none, step_row
+from .metrics.step_row import finite_or_none, preference_row, step_row
 from .metrics.throughput import ThroughputMeter
 from .state.saver import Saver
 from .state.training_setup import TrainingSetup
@@ -140,17 +141,19 @@ def log_step(
     if row or logs:
         row = step_row(setup.start.after(run, step.done), step.result, step.lr, meter) | row
     if evaluates:
-        row = {"step": step.done} | row | {"validation_loss": finite_or_none(_validation_loss(run, setup))}
+        row = {"step": step.done} | row | _validation_row(run, setup)
     if row and setup.sinks:
         setup.sinks.write(row)
 
 
-def _validation_loss(run: Run, setup: TrainingSetup) -> float:
+def _validation_row(run: Run, setup: TrainingSetup) -> dict[str, Any]:
     """Evaluate train.evaluate.batches batches of the validation split."""
     assert setup.validation is not None
     setup.channel.report_phase("evaluate")
     samples = range(run.train.evaluate.batches * run.train.batch)
-    return evaluate(run, setup.engine, setup.grid, setup.validation, samples, setup.channel.report_progress)
+    found = evaluate(run, setup.engine, setup.grid, setup.validation, samples, setup.channel.report_progress)
+    pairs = {} if found.preferences is None else preference_row(found.preferences, "validation_")
+    return {"validation_loss": finite_or_none(found.loss)} | pairs
 
 
 def is_due(every: int, done: int) -> bool:

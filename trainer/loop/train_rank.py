@@ -92,7 +92,7 @@ def set_up_training(run: Run, folder: Path, world: World, host: dist.ProcessGrou
     inner = inner_ranks(run.parallel, position.mesh, run.cluster.gpus)
     groups = make_grid(world, position, copies=copies, shard=shard, worker=worker, inner=inner)
     engine = build_engine(run, groups, plan.engine)
-    start, recent = load_initial_state(run, folder, groups, engine, batches, channel, gather)
+    start, recent = load_initial_state(run, folder, groups, engine, batches, validation, channel, gather, host)
 
     sinks = None
     if world.is_rank0:
@@ -143,10 +143,12 @@ def _open_sinks(run: Run, plan: Plan, folder: Path, start: TrainProgress, channe
 
 
 def _report_data(run: Run, corpus: Corpus, start: TrainProgress, channel: Channel) -> None:
-    """Report how much text there is, how often the run reads it, and the loss of a model that knows token frequencies only."""
+    """Report how much text there is, how often the run reads it, and the loss in tokens of a model that knows their frequencies only."""
     if run.data.name != "synthetic":
-        noun = "example" if run.data.name == "pairs" else "document"
+        noun = "pair" if run.data.has_preferences else "example" if run.data.has_prompts else "document"
         tokens = start.after(run, max(start.step, start.last_step(run))).tokens
         channel.say(stats_line(corpus_stats(corpus, run.train.seq), tokens, noun))
+    if run.data.has_preferences:
+        return  # the loss is not of tokens
     what = "completions" if corpus.examples else "text"
     channel.say(f"unigram entropy of the training {what}: {corpus.entropy:.4f} nats a token")

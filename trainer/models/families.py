@@ -21,6 +21,7 @@ from .ops.head_exchange import with_head_exchange
 from .ops.lora import with_lora
 from .ops.loss_chunks import with_loss_chunks
 from .ops.op_table import OpTable
+from .ops.preferences import with_preferences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,4 +130,5 @@ def op_table(run: Run) -> OpTable:
     """Return the op table of a run's model."""
     table = with_fused_attention_saves(family_of(run.model).table(run.model, run.train), run)
     table = with_lora(with_fp8(table, run), run)
-    return with_further_tokens(with_loss_chunks(with_head_exchange(table, run), run), run)
+    table = with_preferences(with_head_exchange(table, run), run)
+    return with_further_tokens(with_loss_chunks(table, run), run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -16,6 +17,7 @@ from .layout.mesh import Mesh
 from .layout.schedules import bubble_share
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, fits, in_flight, layout_cost, stage_bytes, uses_host
 from .layout_of_run import layout_of_run
+from .preference_plan import plan_preferences
 from .result import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, Plan, RankHostBytes, StageMemory, StepTime, Throughput
 from .rules.rules import broken_rules
 from .save_interval import plan_saving, save_warnings
@@ -43,6 +45,7 @@ def make_plan(run: Run) -> Plan:
     is_enough = fits(context, cost.peak, cost.host)
     errors = cost_model(layout.engine).saved_error_bytes(context, layout)
     whole, step = plan_whole_run(context, layout, seconds, errors), seconds.step if seconds else None
+    whole = replace(whole, preferences=plan_preferences(context, layout, cost, whole.steps))
     saved = plan_saving(run, whole, step, largest_snapshot(context, layout, cost), forward_seconds(layout, cost))
     planned = Planned(run, parallel, engine.name if engine else None, memory.peak)
     return Plan(

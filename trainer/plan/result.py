@@ -139,9 +139,19 @@ class BatchLevel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PreferencePlan:
+    """The loss of a run on preferences, and the seconds of the pass before its first step that computes the reference, if the run reads no
+    pair twice: at most (0: it has none; None: not known)."""
+
+    loss: str
+    beta: float
+    reference_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class WholeRun:
     """The whole run: model FLOPs, seconds if all devices ran at their peak, planned seconds, bytes of a checkpoint. `mfu` is the mean over
-    the run; `levels` are those of a batch that is ramped up, () where every step has the same."""
+    the run; `levels` are those of a batch that is ramped up, () where every step has the same. `preferences`: of a run on these."""
 
     steps: int
     tokens: int
@@ -153,6 +163,7 @@ class WholeRun:
     checkpoint_bytes: int
     mfu: float | None = None  # None: no time or no peak
     levels: tuple[BatchLevel, ...] = ()
+    preferences: PreferencePlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

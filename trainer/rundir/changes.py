@@ -52,6 +52,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("train.compile",        "free"),
     ("train.loss_chunks",    "free"),        # layout
     ("train.z_loss",         "reported"),        # the weight of an additional loss
+    ("train.preference.",    "reported"),        # trains another curve
     ("train.deterministic",  "free"),
     ("train.flops",          "free"),        # a way of counting
     ("train.skip_spikes",    "reported"),        # trains another curve

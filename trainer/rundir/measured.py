@@ -85,6 +85,8 @@ class MeasuredRun:
     restart_reasons: tuple[RestartReason, ...] = ()  # of each restart, also of those that reached no step
     batch: int | None = None  # of a run that ramps its batch up: sequences of the steps whose times are compared, its largest so far
     whole_batch: bool = True  # whether it is train.batch
+    loss_unit: str = "nats a token"
+    accuracy: float | None = None  # of a run on preferences: the share of pairs in order at its last step
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
@@ -146,6 +148,8 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         tokens_per_second=tuple((int(row["step"]), row["tokens_per_second"]) for row in rows if "tokens_per_second" in row),
         batch=batch,
         whole_batch=whole_batch,
+        loss_unit="of a pair of answers" if nested_value(run, "data", "name") == "preferences" else "nats a token",
+        accuracy=next((row["accuracy"] for row in reversed(rows) if "accuracy" in row), None),
     )
 
 

@@ -50,8 +50,9 @@ def layout_key(run: Run) -> str:
     told = (run.model, run.parallel, run.cluster, run.engine, train.batch, train.microbatch, train.seq, train.precision, train.compile)
     chunks = [train.loss_chunks] if train.loss_chunks > 1 else []
     ramp = [train.rampup] if train.rampup.batches else []
+    pairs = [run.train.preference] if run.data.has_preferences else []
     moments = [run.optim.moments, run.optim.rounding] if run.optim.moments != "fp32" else []
-    return sha256(msgspec.json.encode([*told, *chunks, *ramp, *moments])).hexdigest()[:16]
+    return sha256(msgspec.json.encode([*told, *chunks, *ramp, *moments, *pairs])).hexdigest()[:16]
 
 
 def write_rank_timeline(folder: Path, timeline: RankTimeline) -> None:

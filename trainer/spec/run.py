@@ -16,6 +16,7 @@ from .sections.cluster import NodeHost as NodeHost
 from .sections.model import LayerType as LayerType
 from .sections.model import Model as Model
 from .sections.optimizer import Optim
+from .sections.preference import Preference
 from .sections.rampup import Rampup
 from .sections.search_goal import SearchGoal
 
@@ -137,6 +138,7 @@ class Train:
     compile: bool = False
     loss_chunks: Count = 1
     z_loss: NotNegative = 0.0
+    preference: Preference = field(default_factory=Preference)
     deterministic: bool = False
     seed: Seed = 1234
     clip: NotNegative = 1.0
@@ -149,7 +151,7 @@ class Train:
 class Data:
     """The data, its tokenizer, and the share held out for validation."""
 
-    name: Literal["stdlib", "text", "tokens", "pairs", "synthetic"] = "synthetic"
+    name: Literal["stdlib", "text", "tokens", "pairs", "preferences", "synthetic"] = "synthetic"
     path: str | tuple[str, ...] | None = None
     weights: tuple[Positive, ...] | None = None
     tokenizer: str = "bytes"
@@ -157,9 +159,21 @@ class Data:
     text_key: str = "text"
     prompt_key: str = "prompt"
     completion_key: str = "completion"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
     documents: bool = False
     validation: Below1 = 0.01
     cache: str | None = None
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether lines of files hold prompts with what follows them, of which windows hold whole ones."""
+        return self.name in ("pairs", "preferences")
+
+    @property
+    def has_preferences(self) -> bool:
+        """Whether a prompt has two answers, of which the loss compares the log probabilities."""
+        return self.name == "preferences"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,7 @@ class PipeEngine(DeepSpeedAdapter):
             grad_norm=float(norm),
             skipped=self.skipped_steps > skipped,
             near_ties=self._near_ties(),
-            mtp_loss=means[1] if len(means) > 1 else None,
+            **self._named_means(means[1:]),
         )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:

@@ -103,6 +103,13 @@ class ZeroEngine(DeepSpeedAdapter):
 
         return partition
 
+    def begin_training(self) -> None:
+        """At ZeRO 3, have DeepSpeed forget the order of modules that it has recorded, which is of forwards alone."""
+        if self.zero_stage == 3:
+            coordinator = self.stepper.parameter_offload.get_param_coordinator()
+            if not coordinator.is_invalid_trace():
+                coordinator._invalidate_trace()
+
     def step(self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None) -> StepResult:
         for group in self.stepper.param_groups:
             group["lr"] = lr
@@ -146,7 +153,7 @@ class ZeroEngine(DeepSpeedAdapter):
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=self.skipped_steps > skipped,
             near_ties=self._near_ties(),
-            mtp_loss=means[1] if len(means) > 1 else None,
+            **self._named_means(means[1:]),
         )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:

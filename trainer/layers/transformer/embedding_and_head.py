@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..chunked_loss import chunked_loss
+from ..chunked_loss import chunked_token_losses
 from ..parameters_by_prefix import Parameters
 from ..tensor_parallel import TensorParallel, column_products, reduce_outputs
 from ..weight_gradients import product
@@ -73,8 +73,8 @@ def _local_indices(indices: Tensor, first: int, rows: int) -> tuple[Tensor, Tens
 
 
 class LMHead(nn.Module):
-    """The logits of every token: x W, or, tied to the embedding's table E, x E^T. Given labels, the loss of those logits instead, which are
-    computed in chunks of the vocabulary: here, where ZeRO-3 gathers the weight, in backward once more."""
+    """The logits of every token: x W, or, tied to the embedding's table E, x E^T. Given labels, the losses of those logits, computed in
+    chunks of the vocabulary: here, where ZeRO-3 gathers the weight, in backward once more."""
 
     def __init__(
         self,
@@ -92,10 +92,10 @@ class LMHead(nn.Module):
         self.vocab, self.loss_chunks, self.z_loss = vocab, loss_chunks, z_loss
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """x [B, S or s, H] -> [B, S, V]; with labels [B, S] the sum of the losses of those that count."""
+        """x [B, S or s, H] -> [B, S, V]; with labels [B, S] the losses of tokens [B S], 0 of others."""
         if labels is not None:
             chunks, z_loss = self.loss_chunks, self.z_loss
-            return chunked_loss(x, self.weight, labels, self.vocab, self.tp, chunks, transposed=self.tied, z_loss=z_loss)
+            return chunked_token_losses(x, self.weight, labels, self.vocab, self.tp, chunks, transposed=self.tied, z_loss=z_loss)
         if self.tp is not None:
             return column_products(x, self.tp, [self.weight], [None], transposed=self.tied)[0]
         return product(x, self.weight, transposed=self.tied)

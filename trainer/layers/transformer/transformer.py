@@ -13,12 +13,13 @@ from ...spec.derived.document_kernel import gathers_in_graphs, widest_head
 from ...spec.run import Run
 from ..add_gradient import add_gradient
 from ..counter_rng import DropoutKeys
-from ..cross_entropy import IGNORED, cross_entropy
+from ..cross_entropy import IGNORED, token_losses
 from ..dropout import Dropout
 from ..dtypes import rounded
 from ..group import Group
 from ..norms import make_norm
 from ..parameters_by_prefix import Parameters, sub_parameters
+from ..preference_loss import PairInputs, PairResults, preference_loss
 from ..recompute import recompute
 from ..tensor_parallel import Linear, TensorParallel
 from .attention import Attention
@@ -154,6 +155,7 @@ class Transformer(nn.Module):
             head, chunks = sub_parameters(parameters, "embedding" if model.tied else "head"), run.train.loss_chunks
             self.head = LMHead(head, tp, tied=model.tied, vocab=model.vocab, loss_chunks=chunks, z_loss=run.train.z_loss)
             self.mtp = nn.ModuleDict({str(index): self._make_module(parameters, run, index) for index in range(model.mtp.layers)})
+            self.preference, self.pair_results = run.train.preference, list[PairResults]()  # of all forwards since they were last taken
             self.further_losses: list[Tensor] = []  # mean of the modules' sums, of all training forwards since the engine last took them
         if run.train.precision == "fp8":
             further: list[Any] = list(self.mtp.values()) if last else []
@@ -180,6 +182,7 @@ class Transformer(nn.Module):
         bounds: DocumentBounds | None = None,
         keys: DropoutKeys | None = None,
         further: Tensor | None = None,
+        pairs: PairInputs | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (sum of the losses, number of labels that count) of tokens [B, S] and labels [B, S]; -100 labels do not count.
 
@@ -188,24 +191,36 @@ class Transformer(nn.Module):
         document to the next: attention and learned positions stay inside a document. Attention's kernel reads their `bounds`; without
         bounds, or where no kernel takes them, it reads a mask. `keys` are those of the whole sequence's tokens; without them there is no
         dropout. `further` [D, 2, B, S] are the tokens and labels of the modules that predict further tokens: their losses are in the
-        gradients, not in the loss that is returned. Without them those modules do nothing.
+        gradients, not in the loss that is returned. Without them those modules do nothing. With `pairs` of answers the losses and what is
+        counted are of these (preference_loss.py).
         """
         inputs = self._layer_inputs(tokens, documents, bounds, keys)
         x = self._hidden_states(tokens, inputs, stream)
         count = (labels != IGNORED).sum()
         if not self.last:
             return x, count
-        loss = self._head_loss(x, labels)
+        if pairs is not None:
+            return self._preference_loss(x, labels, pairs)
+        loss = self._token_losses(x, labels).sum()
         if self.mtp and further is not None:
             loss = self._add_further_losses(loss, x, further, inputs)
         return loss, count
 
-    def _head_loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum of the losses of hidden states x [B, S, H]."""
+    def _preference_loss(self, x: Tensor, labels: Tensor, pairs: PairInputs) -> tuple[Tensor, Tensor]:
+        """Return (sum of the losses, number of pairs) of hidden states x [B, S, H]; 0 and 0 on all ranks of a context axis but one."""
+        context = self.cp.group if self.cp else None
+        whole = labels.shape[0], labels.shape[1] * (context.size if context else 1)
+        loss, results = preference_loss(self._token_losses(x, labels), whole, pairs, self.preference, context)
+        self.pair_results.append(results)
+        counted = 0 if context is not None and context.rank else len(pairs.labels)
+        return loss, torch.tensor(counted, device=loss.device)
+
+    def _token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the losses of tokens [B S] of hidden states x [B, S, H]; 0 of those that don't count."""
         if self.head.loss_chunks > 1:
             chunked: Tensor = self.head(x, labels)
             return chunked
-        return cross_entropy(self.head(x), labels, self.model.vocab, self.tp, z_loss=self.head.z_loss)  # of logits [B, S, V]
+        return token_losses(self.head(x), labels, self.model.vocab, self.tp, z_loss=self.head.z_loss)  # of logits [B, S, V]
 
     def _add_further_losses(self, loss: Tensor, x: Tensor, further: Tensor, inputs: LayerInputs) -> Tensor:
         """Return the loss, with whose gradient comes that of `model.mtp.weight` times the mean of the modules' losses."""
@@ -213,7 +228,7 @@ class Transformer(nn.Module):
         for name, (tokens, labels) in zip(self.mtp, further, strict=True):
             x, others = self.mtp[name](x, self.embedding(tokens), lambda layer, joined: self.run_layer(layer, joined, inputs))
             self.take_outputs(f"mtp.{name}.layer", others)
-            losses.append(self._head_loss(x, labels))
+            losses.append(self._token_losses(x, labels).sum())
         mean = torch.stack(losses).mean()
         if self.training:
             self.further_losses.append(mean.detach())

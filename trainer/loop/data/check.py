@@ -18,6 +18,7 @@ from .files.find import DataFile, FileSearch, Remark, find_files, library_files
 from .files.formats import (
     JSON_AS_TEXT,
     WRITE_PAIRS,
+    WRITE_PREFERENCES,
     UnreadableFile,
     file_problem,
     holds_json_lines,
@@ -51,7 +52,7 @@ TOKEN_SEARCH = FileSearch(
     described=".bin, .npy or .ds",
     mend="",
 )
-FROM_FILES = ("text", "tokens", "pairs")  # values of data.name that need data.path
+FROM_FILES = ("text", "tokens", "pairs", "preferences")  # values of data.name that need data.path
 READERS = {".zst": "zstandard", "parquet": "pyarrow", "arrow": "pyarrow"}  # the library that reads a kind of file
 TEST_WORDS = {"test", "eval", "dev"}  # words in the names of held-out files, besides those of validation
 _TABLES_OPENED = 64
@@ -71,7 +72,7 @@ def check_data(data: Data, vocab: int, remark: Remark) -> CheckedData:
     """Return what there is to read; raises Unreadable with every problem of the keys, the files and the tokenizer."""
     problems = _key_problems(data)
     by, groups, read = None, list[list[DataFile]](), list[list[TokenFile]]()
-    if data.name in ("text", "stdlib", "pairs"):
+    if data.name in ("text", "stdlib") or data.has_prompts:
         by = _try(problems, lambda: _load_tokenizer(data, vocab, remark))
     if data.name == "stdlib":
         groups = _try(problems, lambda: [library_files()]) or []
@@ -82,8 +83,8 @@ def check_data(data: Data, vocab: int, remark: Remark) -> CheckedData:
         problems += _text_problems(files, data.text_key)
         _remark_on_json(files, remark)
         _remark_on_names(files, HELD_OUT | TEST_WORDS, remark)
-    elif data.name == "pairs":
-        problems += _pair_problems(files, data.text_key)
+    elif data.has_prompts:
+        problems += _pair_problems(files, data)
         _remark_on_names(files, HELD_OUT | TEST_WORDS, remark)
     elif data.name == "tokens":
         read = _open_token_files(data, vocab, groups, problems, remark)
@@ -116,7 +117,8 @@ def _key_problems(data: Data) -> list[Problem]:
     if paths and not reads:
         problems.append(
             data_problem(
-                f"data.path={paths[0]} is not read by data={data.name}", "set data=text, data=tokens or data=pairs, or data.path=null"
+                f"data.path={paths[0]} is not read by data={data.name}",
+                "set data=text, data=tokens, data=pairs or data=preferences, or data.path=null",
             )
         )
     if data.weights and len(data.weights) != len(paths):
@@ -136,8 +138,8 @@ def paths_of(data: Data) -> tuple[str, ...]:
 
 def _find_sources(data: Data, remark: Remark, problems: list[Problem]) -> list[list[DataFile]]:
     """Return the files of each source: of each path if there are weights, else of all paths; append to `problems`."""
-    key = data.prompt_key if data.name == "pairs" else data.text_key
-    search = TOKEN_SEARCH if data.name == "tokens" else PAIR_SEARCH if data.name == "pairs" else TEXT_SEARCH
+    key = data.prompt_key if data.has_prompts else data.text_key
+    search = TOKEN_SEARCH if data.name == "tokens" else PAIR_SEARCH if data.has_prompts else TEXT_SEARCH
     if data.name != "tokens":
         search = search._replace(accepts=lambda path: _is_text_of(path, key))
     groups = find_files(paths_of(data), search, remark, problems)
@@ -181,11 +183,12 @@ def _text_problems(files: Sequence[DataFile], key: str) -> list[Problem]:
     return [file_problem(fault, files, verb="") for fault, files in columns.items()]
 
 
-def _pair_problems(files: Sequence[DataFile], key: str) -> list[Problem]:
+def _pair_problems(files: Sequence[DataFile], data: Data) -> list[Problem]:
     """Return problems of files of pairs: those of text files, and other forms than JSON lines."""
     others = [file for file in files if text_form(file.path.name)[0] != "lines"]
-    fault = UnreadableFile("no file of JSON lines by its name, which data=pairs reads", WRITE_PAIRS)
-    return [file_problem(fault, others)] if others else _text_problems(files, key)
+    write = WRITE_PREFERENCES if data.has_preferences else WRITE_PAIRS
+    fault = UnreadableFile(f"no file of JSON lines by its name, which data={data.name} reads", write)
+    return [file_problem(fault, others)] if others else _text_problems(files, data.text_key)
 
 
 def _open_token_files(

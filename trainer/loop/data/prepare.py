@@ -78,6 +78,6 @@ def _read_sources(checked: CheckedData, reader: SourceReader) -> list[SourceToke
     if reader.data.name == "tokens":
         return [read_token_ids(reader, files) for files in checked.token_files]
     assert checked.tokenizer is not None
-    if reader.data.name == "pairs":
+    if reader.data.has_prompts:
         return [read_pairs(reader, files, checked.tokenizer) for files in checked.groups]
     return [read_text(reader, files, checked.tokenizer) for files in checked.groups]

@@ -23,7 +23,7 @@ from .samples.corpus import TokenRanges, merge_ranges, validation_ranges
 from .samples.tokens import MappedExamples, MappedTokens, Tokens
 from .token_files import TokenFile, check_vocabulary, companion_files, scan_token_files
 from .tokenize.chat_template import load_chat_template
-from .tokenize.pairs import PairKeys
+from .tokenize.pairs import Keys, keys_of
 from .tokenize.text_files import split_turns
 from .tokenize.tokenizer import ByteTokenizer, Tokenizer
 from .tokenize.workers import tokenize_turns
@@ -84,17 +84,20 @@ def read_text(reader: SourceReader, files: list[DataFile], by: Tokenizer) -> Sou
 
 
 def read_pairs(reader: SourceReader, files: list[DataFile], by: Tokenizer) -> SourceTokens:
-    """Return files of prompts and completions, tokenized: each pair is a document; raises Unreadable."""
-    keys, template = PairKeys(reader.data.prompt_key, reader.data.completion_key), load_chat_template(reader.data.tokenizer)
-    rendering = template.identity if template else None
-    key = hash_key([_FORMAT, "pairs", _content_hashes(files, reader), by.identity, by.end, keys, rendering])
+    """Return files of prompts and completions, tokenized: each prompt with its completion is a document, and of preferences two of them
+    belong together; raises Unreadable."""
+    keys, template = keys_of(reader.data), load_chat_template(reader.data.tokenizer)
+    rendering, group = template.identity if template else None, len(keys) - 1
+    key = hash_key([_FORMAT, reader.data.name, _content_hashes(files, reader), by.identity, by.end, keys, rendering])
     folder = reader.keep(key, lambda into: _tokenize(reader, files, by, keys, into))
     text = _map_tokens(folder, [np.memmap(folder / "tokens", by.dtype, "r")])
     completions = np.memmap(folder / "completions", np.int64, "r")
-    tokens = MappedExamples(files=text.files, starts=text.starts, bounds=text.bounds, counts=text.counts, completions=completions)
+    tokens = MappedExamples(
+        files=text.files, starts=text.starts, bounds=text.bounds, counts=text.counts, completions=completions, group=group
+    )
     _check_text_ids(tokens, reader, by)
-    held = validation_ranges(key_number(key), tokens.bounds, reader.data.validation, whole=True)
-    return SourceTokens(key, tokens, held, len(tokens.bounds) - 1, False, sum(file.size for file in files))
+    held = validation_ranges(key_number(key), tokens.bounds[::group], reader.data.validation, whole=True)
+    return SourceTokens(key, tokens, held, tokens.examples, False, sum(file.size for file in files))
 
 
 def _check_text_ids(tokens: MappedTokens, reader: SourceReader, by: Tokenizer) -> None:
@@ -130,7 +133,7 @@ def _report_missing_end(reader: SourceReader, path: Path) -> None:
     reader.progress(f"{says}: all text counts as one document", 0, 0)
 
 
-def _tokenize(reader: SourceReader, files: list[DataFile], by: Tokenizer, keys: str | PairKeys, into: Path) -> None:
+def _tokenize(reader: SourceReader, files: list[DataFile], by: Tokenizer, keys: str | Keys, into: Path) -> None:
     """Write tokens, counts, bounds, and for pairs completions into a folder; raises Unreadable."""
     turns, report = split_turns(files), _progress_counter(reader, "tokenize", files)
     alone = sum(file.size for file in files) <= _ONE_PROCESS[not isinstance(by, ByteTokenizer)]
@@ -145,7 +148,7 @@ def _tokenize(reader: SourceReader, files: list[DataFile], by: Tokenizer, keys: 
             ids = np.frombuffer(raw, by.dtype)
             counts += np.bincount(ids, minlength=by.size)
             bounds.append(written + np.frombuffer(_read_and_remove(f"{part}.ends"), np.int64))
-            if isinstance(keys, PairKeys):
+            if not isinstance(keys, str):
                 completions.append(written + np.frombuffer(_read_and_remove(f"{part}.completions"), np.int64))
             written += len(ids)
             report(sum(span.end - span.begin for span in spans))

@@ -36,7 +36,7 @@ from .samples.packing import packing_remark
 from .source_reader import validation_flags
 from .token_files import TokenFile
 from .tokenize.estimate import TokenEstimate, estimate_tokens
-from .tokenize.pairs import PairKeys, PairReader
+from .tokenize.pairs import PairReader, keys_of
 from .tokenize.text_files import text_reader
 from .tokenize.workers import exit_with_parent
 
@@ -158,8 +158,8 @@ def quick_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, eval
 def _estimate_sources(checked: CheckedData, data: Data, answers: AnswerStream) -> list[TokenEstimate | None]:
     """Estimate the tokens of each source."""
     assert checked.tokenizer is not None
-    pairs = PairReader(PairKeys(data.prompt_key, data.completion_key), data.tokenizer)
-    read = pairs.text if data.name == "pairs" else text_reader(data.text_key)
+    pairs = PairReader(keys_of(data), data.tokenizer)
+    read = pairs.text if data.has_prompts else text_reader(data.text_key)
     return [estimate_tokens(files, checked.tokenizer, data.text_key, read, answers.remark) for files in checked.groups]
 
 

@@ -97,13 +97,18 @@ class Instruments:
 
 
 def write_measured(count: ByteCounter, setup: TrainingSetup, done: int, batch: int | None = None) -> str:
-    """Write RUN_DIR/measured.json: "step", "unigram_entropy" of the training text (nats a token), "memory": bytes by kind on the rank
-    that holds most of that kind, "ranks": [bytes by kind], and of a run that ramps its batch up "batch": sequences of that step. Return
-    why it could not be written, else "".
+    """Write RUN_DIR/measured.json: "step", "unigram_entropy" of the training text (nats a token; null of preferences), "memory": bytes by
+    kind on the rank that holds most of that kind, "ranks": [bytes by kind], and of a run that ramps its batch up "batch": sequences of
+    that step. Return why it could not be written, else "".
     """
     ranks = _gather(setup, count.bytes)
     most = {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
-    facts = {"step": done, "unigram_entropy": setup.batches.corpus.entropy, **({"batch": batch} if batch is not None else {})}
+    corpus = setup.batches.corpus
+    facts = {
+        "step": done,
+        "unigram_entropy": None if corpus.has_pairs else corpus.entropy,
+        **({"batch": batch} if batch is not None else {}),
+    }
     return _write(setup, "measured.json", {**facts, "memory": most, "ranks": ranks})
 
 

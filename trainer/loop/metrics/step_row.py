@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from ...engines.engine import StepResult
+from ...engines.engine import PreferenceFigures, StepResult
 from ..step.train_progress import TrainProgress
 from .throughput import ThroughputMeter
 
@@ -26,7 +26,16 @@ def step_row(progress: TrainProgress, result: StepResult, lr: float, meter: Thro
         row["near_ties"] = result.near_ties
     if result.mtp_loss is not None:
         row["mtp_loss"] = finite_or_none(result.mtp_loss)
+    if result.preferences is not None:
+        row |= preference_row(result.preferences)
     return row | meter.row()
+
+
+def preference_row(figures: PreferenceFigures, of: str = "") -> dict[str, Any]:
+    """Return the metrics of pairs of answers; `of` stands before their names."""
+    margin = figures.chosen_reward - figures.rejected_reward
+    named = figures._asdict() | {"margin": margin}
+    return {f"{of}{name}": finite_or_none(each) for name, each in named.items()}
 
 
 def finite_or_none(value: float | None) -> float | None:
@@ -41,8 +50,14 @@ def console_line(row: Row, last: int) -> str:
         parts.append(f"loss {row['loss']:.4f}")
     if row.get("mtp_loss") is not None:
         parts.append(f"mtp {row['mtp_loss']:.4f}")
+    if row.get("accuracy") is not None:
+        parts.append(f"accuracy {row['accuracy']:.3f}")
+    if row.get("margin") is not None:
+        parts.append(f"margin {row['margin']:.4f}")
     if row.get("validation_loss") is not None:
         parts.append(f"validation {row['validation_loss']:.4f}")
+    if row.get("validation_accuracy") is not None:
+        parts.append(f"accuracy {row['validation_accuracy']:.3f}")
     if row.get("grad_norm") is not None:
         parts.append(f"norm {row['grad_norm']:.3f}")
     if "batch" in row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
@@ -29,9 +30,10 @@ def tolerance(loss: float, *precisions: str) -> float:
 
 
 def data_identity(run: Run, batches: Batches) -> dict[str, Any]:
-    """Return everything that determines the tokens of sample n and which of its labels count."""
+    """Return everything that determines the tokens of sample n and which of its labels count; of preferences the loss of its pairs."""
     corpus = batches.corpus
-    return {"key": corpus.key, "documents": corpus.documents, "seed": run.train.seed, "seq": run.train.seq}
+    pairs = {"preference": asdict(run.train.preference), "reference": dict(batches.reference_identity)} if corpus.has_pairs else {}
+    return {"key": corpus.key, "documents": corpus.documents, "seed": run.train.seed, "seq": run.train.seq, **pairs}
 
 
 def resume_check_record(run: Run, engine: Engine, grid: Grid, batches: Batches, first: int) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def resume_check_record(run: Run, engine: Engine, grid: Grid, batches: Batches, 
     It costs the forward of one micro-batch through all stages.
     """
     count = grid.size("dp") * run.train.microbatch
-    loss = evaluate(run, engine, grid, batches, range(first, first + count))
+    loss = evaluate(run, engine, grid, batches, range(first, first + count)).loss
     recorded: dict[str, Any] = {"data": data_identity(run, batches)}
     if isfinite(loss):
         recorded["first"] = {"samples": [first, count], "loss": loss, "precision": run.train.precision}
@@ -55,7 +57,7 @@ def check_resumed_loss(run: Run, engine: Engine, grid: Grid, batches: Batches, s
     if extra.get("data", data_identity(run, batches)) != data_identity(run, batches) or "first" not in extra:
         return
     saved, (first, count) = extra["first"], extra["first"]["samples"]
-    loss = evaluate(run, engine, grid, batches, range(first, first + count))
+    loss = evaluate(run, engine, grid, batches, range(first, first + count)).loss
     if not abs(loss - saved["loss"]) <= tolerance(saved["loss"], saved["precision"], run.train.precision):
         raise ResumeMismatch(
             f"step {step} was saved with a loss of {saved['loss']:.4f} on its next {count} sequences, and loads with {loss:.4f}: "

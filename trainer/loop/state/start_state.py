@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+import torch.distributed as dist
 
 from ...engines.engine import Engine
 from ...launch.rank.channel import Channel, ignore_text
@@ -19,6 +21,7 @@ from ..data.samples.batches import Batches
 from ..failures.fail_together import fail_together
 from ..step.train_progress import BEGINNING, TrainProgress, resumed_progress
 from .engine_state import dropped_errors, load_hf_weights, restore_engine
+from .reference_pass import compute_reference, find_reference
 from .resume_loss_check import check_resumed_loss
 
 
@@ -30,9 +33,18 @@ class InitialState(NamedTuple):
 
 
 def load_initial_state(
-    run: Run, folder: Path, grid: Grid, engine: Engine, batches: Batches, channel: Channel, gather: Gather
+    run: Run,
+    folder: Path,
+    grid: Grid,
+    engine: Engine,
+    batches: Batches,
+    validation: Batches | None,
+    channel: Channel,
+    gather: Gather,
+    host: dist.ProcessGroup,
 ) -> InitialState:
-    """Load the newest checkpoint that verifies into the engine, else model.weights if set, and report which.
+    """Load the newest checkpoint that verifies into the engine, else model.weights if set, and report which. Give batches of preferences
+    their reference, which is of the weights before a checkpoint is loaded.
 
     Raises AllRanksFailed where the checkpoint can't be loaded, or has another loss than it was saved with.
     """
@@ -43,9 +55,21 @@ def load_initial_state(
     search = fail_together(gather, on_ranks)
     for reason in search.passed:
         say(f"passed over {reason}")
-    if run.model.weights and (run.model.lora.rank or not search.checkpoint):  # LoRA's checkpoints hold what is trained alone
+    reference = None
+    if run.data.has_preferences and run.train.preference.has_reference:
+        samples = _samples_to_read(run, search.checkpoint, changes_since)
+        splits = [(each, wanted) for each, wanted in zip((batches, validation), samples, strict=True) if each is not None]
+        reference = find_reference(run, folder, grid, splits, channel, host)
+    begins = not search.checkpoint or (reference is not None and not reference.is_complete)
+    if run.model.weights and (run.model.lora.rank or begins):  # LoRA's checkpoints hold what is trained alone
         fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.report_progress))
-        say(f"starts from the weights in {run.model.weights}")
+        if not search.checkpoint or run.model.lora.rank:
+            say(f"starts from the weights in {run.model.weights}")
+    if reference is not None:
+        if not reference.is_complete:
+            compute_reference(run, folder, grid, engine, reference, channel, host)
+        for each, _ in splits:
+            each.references, each.reference_identity = reference.values, reference.identity
     if search.checkpoint:
         return _load_checkpoint(run, search.checkpoint, changes_since(search.checkpoint), grid, engine, batches, channel, gather)
     return InitialState(BEGINNING, {})
@@ -70,9 +94,24 @@ def _load_checkpoint(
         for remark in filter(None, (*changes.remarks(checkpoint.step), dropped)):
             channel.say(remark)
         channel.say(f"resumes from step {checkpoint.step}")
+    return InitialState(_resumed(run, checkpoint, changes), checkpoint.extra.get("recent", {}))
+
+
+def _resumed(run: Run, checkpoint: SavedCheckpoint, changes: Changes) -> TrainProgress:
+    """Return where a run resumes from a checkpoint."""
     before = run_from_record(checkpoint.extra) or run
-    progress = resumed_progress(checkpoint.step, checkpoint.extra, before, run, other_data=changes.other_data)
-    return InitialState(progress, checkpoint.extra.get("recent", {}))
+    return resumed_progress(checkpoint.step, checkpoint.extra, before, run, other_data=changes.other_data)
+
+
+def _samples_to_read(
+    run: Run, checkpoint: SavedCheckpoint | None, changes_since: Callable[[SavedCheckpoint], Changes]
+) -> tuple[Sequence[range], Sequence[range]]:
+    """Return the samples that the run reads of its training and its validation split; those with which a checkpoint is checked are among
+    the former."""
+    start = _resumed(run, checkpoint, changes_since(checkpoint)) if checkpoint else BEGINNING
+    end = start.after(run, max(start.step, start.last_step(run))).sample + run.train.batch
+    first, count = (checkpoint.extra if checkpoint else {}).get("first", {}).get("samples", (0, 0))
+    return (range(start.sample, end), range(first, first + count)), (range(run.train.evaluate.batches * run.train.batch),)
 
 
 def _changes_since(run: Run, batches: Batches, checkpoint: SavedCheckpoint) -> Changes:

@@ -15,6 +15,7 @@ from ...layers.dtypes import at_least_float32
 from ...layers.experts import LoraExpertLinear, combine_rows, copy_rows, dispatch_rows, plan_exchange, return_rows
 from ...layers.group import Group
 from ...layers.parameters_by_prefix import Parameters, sub_parameters
+from ...layers.preference_loss import PairInputs
 from ...layers.tensor_parallel import TensorParallel, gather_inputs, reduce_outputs
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.context_parallel import ContextParallel
@@ -169,13 +170,22 @@ class MoETransformer(Transformer):
         keys: DropoutKeys | None = None,
         further: Tensor | None = None,
         label_counts: Tensor | None = None,
+        pairs: PairInputs | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `Transformer.forward`; under context parallelism `label_counts` [B] are the labels of each whole sequence.
+        """As `Transformer.forward`; `label_counts` [B] are, under context parallelism, the labels of each whole sequence, or of preferences
+        its pairs.
 
         The gradient is of the sum of losses plus aux_loss times the sum, over sequences, of the routing imbalance summed over layers times
         the sequence's labels that count: over labels, the mean of each.
         """
-        given: dict[str, Any] = {"stream": stream, "documents": documents, "bounds": bounds, "keys": keys, "further": further}
+        given: dict[str, Any] = {
+            "stream": stream,
+            "documents": documents,
+            "bounds": bounds,
+            "keys": keys,
+            "further": further,
+            "pairs": pairs,
+        }
         out, count = super().forward(tokens, labels, **given)
         imbalances, self.imbalances = self.imbalances, []
         if imbalances:

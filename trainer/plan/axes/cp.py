@@ -12,11 +12,14 @@ from .message import AxisMessage
 
 def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
     """All-gather the keys and values of the whole sequence for forward and again for backward; reduce-scatter their gradients. Or exchange
-    queries, keys and values in one all-to-all, and values in another; so their gradients."""
+    queries, keys and values in one all-to-all, and values in another; so their gradients. All-reduce the log probabilities of answers."""
     if op.gathers:
         payload = sum(on_rank.bytes(tensor, without="cp") for tensor in op.gathers)
         yield AxisMessage("cp", "all_gather", payload, 1, 1)
         yield AxisMessage("cp", "reduce_scatter", payload, 0, 1)
+    for dim, result in op.reduces:
+        if dim in AXIS.splits:
+            yield AxisMessage("cp", "all_reduce", on_rank.bytes(result), 1, 0)
     if op.head_exchanges:
         yield AxisMessage("cp", "all_to_all", sum(map(on_rank.bytes, op.head_exchanges)), 1, 1)
 

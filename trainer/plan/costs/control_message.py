@@ -22,6 +22,12 @@ class ControlMessage:
     says: str
 
 
+def further_losses(run: Run) -> int:
+    """Return how many numbers the engines sum beside the loss: the loss of further tokens, or of preferences the share of pairs in order,
+    and the two mean rewards."""
+    return 3 if run.data.has_preferences else int(run.model.mtp.layers > 0)
+
+
 def routing_messages(run: Run, mesh: Mesh, layers: int) -> Iterator[ControlMessage]:
     """What the routers of a rank's `layers` send: the rows for each expert, and, of the tokens of a sequence that other ranks have, the
     choices (for an expert's capacity) or how many chose each expert (for the auxiliary loss); once a step, the tokens of each expert of

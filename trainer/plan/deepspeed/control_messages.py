@@ -9,7 +9,7 @@ from math import prod
 from ...models.families import has_experts
 from ...spec.run import Run
 from ..axes.weight_slices import WeightShard
-from ..costs.control_message import ControlMessage, routing_messages
+from ..costs.control_message import ControlMessage, further_losses, routing_messages
 from ..costs.precision import MASTER_BYTES, widths
 from ..layout.mesh import Mesh
 from .defaults import SUBGROUP
@@ -37,7 +37,7 @@ def _loop_messages(run: Run, mesh: Mesh) -> Iterator[Row]:
     """What the loop and our engines send."""
     is_parallel = int(mesh.world > 1)
     yield "all_reduce", FLOAT32_BYTES, is_parallel, "finite check"
-    losses = 1 + (run.model.mtp.layers > 0)
+    losses = 1 + further_losses(run)
     yield "all_reduce", losses * FLOAT32_BYTES, is_parallel if _is_pipe(run, mesh) else int(mesh.size("data") > 1), "loss"
     if run.data.documents:
         yield "all_reduce", WIDE_BYTES, is_parallel, "label count"

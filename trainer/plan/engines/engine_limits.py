@@ -106,6 +106,8 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     if run.optim.moments != "fp32" and has_moments(run.optim) and not row.rounds_moments:
         without: Change = (("optim.moments", "fp32"),)
         yield EngineLimit(row.name, "optim.moments", run.optim.moments, (*_any_engine(run), (("engine", "native"),), without))
+    if run.data.has_preferences:
+        yield from _preference_limits(row, parallel, delayed=delay is not None)
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
         plain: Change = (("parallel.scatter", False),)
         yield EngineLimit(row.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))
@@ -165,7 +167,7 @@ def _sync_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool)
     conflicts: tuple[Conflict, ...] = (
         (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
         (bool(parallel.zero) and parallel.shard != "all", "parallel.shard", parallel.shard, (("parallel.shard", "all"),)),
-        (run.data.name == "pairs", "data.name", "pairs", ()),
+        (run.data.has_prompts, "data.name", run.data.name, ()),
         (run.data.documents, "data.documents", "true", (("data.documents", False),)),
         (is_made_by_transformers(run.model), "model.family", run.model.family, ()),
     )
@@ -262,6 +264,19 @@ def _muon_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool)
         (reduced, "parallel.reduce", parallel.reduce, (("parallel.reduce", "ring"),)),
     )
     yield from _first_conflict(row, key, MUON, conflicts, adamw)
+
+
+def _preference_limits(row: EngineRow, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
+    """The curves that late and compressed steps are proved by are of losses of tokens."""
+    compressed = parallel.compress.name
+    for is_there, key, value, change in (
+        (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
+        (parallel.staleness > 0, "parallel.staleness", parallel.staleness, (("parallel.staleness", 0),)),
+        (compressed != "none", "parallel.compress.name", compressed, (("parallel.compress.name", "none"),)),
+    ):
+        if is_there:
+            yield EngineLimit(row.name, "data.name", f"preferences with {key}={value}", (change,))
+            return
 
 
 def _bias_rate_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:

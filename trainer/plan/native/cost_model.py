@@ -10,7 +10,7 @@ from ..axes import dp
 from ..axes.low_rank import FactorElements, compressed_stack, factor_elements
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..costs.block_costs import BlockCosts
-from ..costs.control_message import ControlMessage, routing_messages
+from ..costs.control_message import ControlMessage, further_losses, routing_messages
 from ..costs.cost_context import CostContext
 from ..costs.cost_model import (
     CostModel,
@@ -228,8 +228,9 @@ class NativeCosts(CostModel):
         """One message a step sums the loss, the squares of gradients and near ties over all ranks. Without a flush the ranks of a stage
         sum theirs before each update."""
         rows: list[tuple[str, int, int, str]] = []
-        is_parallel, experts, further = int(mesh.world > 1), has_experts(run.model), run.model.mtp.layers > 0
-        says = "loss, squares of gradients" + ", near ties" * experts + ", loss of further tokens" * further
+        is_parallel, experts, further = int(mesh.world > 1), has_experts(run.model), further_losses(run)
+        beside = ", figures of pairs" if run.data.has_preferences else ", loss of further tokens"
+        says = "loss, squares of gradients" + ", near ties" * experts + beside * bool(further)
         rows.append(("all_reduce", (2 + experts + further) * FLOAT64_BYTES, is_parallel, says))
         if delay_of(run.parallel):
             updates = _updates(run, run.train.batch // (mesh.dp * run.train.microbatch))

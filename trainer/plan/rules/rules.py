@@ -31,6 +31,7 @@ from .mup_rule import mup_rule
 from .norm_rule import norm_rule
 from .pipeline_rules import pipeline_rule
 from .position_rules import exchanged_heads_rule, rotary_rule, window_layout_rule, window_rule
+from .preference_rule import preference_rule
 from .rampup_rules import rampup_layout_rule, rampup_rule
 from .router_rule import router_rule
 from .sinks_rule import sinks_rule
@@ -94,8 +95,8 @@ def hugging_face_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator
     if words.dropout:
         says = f"model.dropout={words.dropout:g}: dropout of family {words.family} is not keyed by train.seed and differs between layouts"
         yield BrokenRule("dropout", says, ((("model.dropout", 0),),))
-    if run.data.name == "pairs":
-        says = f"data=pairs: attention of family {words.family} crosses the boundaries of examples"
+    if run.data.has_prompts:
+        says = f"data={run.data.name}: attention of family {words.family} crosses the boundaries of examples"
         yield BrokenRule("documents", says, fix="train a model of another family: `distrain ls model` lists them")
     elif run.data.documents:
         says = f"data.documents=true: attention of family {words.family} crosses document boundaries"
@@ -289,7 +290,7 @@ def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 OF_RUN: tuple[Rule, ...] = (
     names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, router_rule, lora_rule, further_tokens_rule,
     hugging_face_rule, mup_rule, pairs_rule, rampup_rule, length_rule, rates_rule, step_windows_rule, precision_rule, device_rule,
-    agreement_rule,
+    agreement_rule, preference_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,

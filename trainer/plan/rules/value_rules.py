@@ -29,9 +29,9 @@ def folders_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Brok
 
 
 def pairs_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """Examples of a prompt and a completion are always kept apart."""
-    if run.data.name == "pairs" and not run.data.documents:
-        says = "data.documents=false: data=pairs always keeps its examples apart"
+    """Examples of a prompt and what follows it are always kept apart."""
+    if run.data.has_prompts and not run.data.documents:
+        says = f"data.documents=false: data={run.data.name} always keeps its examples apart"
         yield BrokenRule("documents", says, ((("data.documents", True),),))
 
 

@@ -40,6 +40,7 @@ OFFICE = (".docx", ".xlsx", ".pptx", ".odt", ".ods", ".epub")
 
 WRITE_JSONL = 'write its text as .jsonl, {"text": "..."} a line'
 WRITE_PAIRS = 'write an object a line, {"prompt": "...", "completion": "..."}, as .jsonl'
+WRITE_PREFERENCES = 'write an object a line, {"prompt": "...", "chosen": "...", "rejected": "..."}, as .jsonl'
 WRITE_NUMPY = "write the ids with numpy.save, as .npy"
 READ_AS_TEXT = "data=text reads it"
 LEAVE_OUT = "leave it out of data.path"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from ....layers.cross_entropy import IGNORED
 from ....layers.transformer.document_bounds import DocumentBounds, document_bounds
+from .answer_pairs import AnswerPairs, References, answer_pairs
 from .corpus import Corpus, Split, windows
 from .order import Indices, blend, permuted_index, random_key
+from .packing import PackedWindows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,7 @@ class Batch:
     samples: Tensor  # sample numbers, counted over the run
     documents: Tensor | None  # equal inside a document; different for two documents of one row
     bounds: DocumentBounds | None = None  # of the documents
+    pairs: AnswerPairs | None = None  # of preferences
 
     def pin(self) -> Batch:
         """Return the batch in pinned memory, from which copies to a GPU run beside its kernels."""
@@ -34,7 +38,18 @@ class Batch:
             samples=self.samples.pin_memory(),
             documents=None if self.documents is None else self.documents.pin_memory(),
             bounds=None if self.bounds is None else self.bounds.pin(),
+            pairs=self.pairs,
         )
+
+    def before(self, sample: int) -> Batch:
+        """Return the batch without the labels and pairs of this sample and later ones."""
+        kept = int((self.samples < sample).sum())
+        labels = self.labels.clone()
+        labels[kept:] = IGNORED
+        pairs = self.pairs
+        if pairs is not None:
+            pairs = pairs.first(int((pairs.starts[:-1:2] < kept * labels.shape[1]).sum()))
+        return replace(self, labels=labels, pairs=pairs)
 
 
 def microbatch_samples(first_sample: int, *, micro: int, dp_rank: int, dp: int, microbatch: int, batch: int) -> range:
@@ -62,12 +77,18 @@ class Batches:
         self.corpus, self.seq, self.split = corpus, seq, split
         self.windows = windows(corpus, seq, split)  # of each source: samples in an epoch
         self._packed = [source.pack(split, seq) for source in corpus.sources]
+        self.references: References | None = None  # of preferences, once they are known
+        self.reference_identity: Mapping[str, Any] = {}  # what they depend on
         self._seed = seed if split == "train" else int(corpus.key[:15], 16)
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Return samples first_sample .. + count of the run, counted from 0 across epochs."""
         samples = np.arange(first_sample, first_sample + count)
-        source, window = self.locate(samples)
+        return self.read(samples, *self.locate(samples))
+
+    def read(self, samples: Indices, source: Indices, window: Indices) -> Batch:
+        """Return these windows [n] of these sources [n] as samples [n]."""
+        count = len(samples)
         tokens = np.empty((count, self.seq + 1), np.int64)
         documents = np.empty_like(tokens) if self.corpus.ignores_labels else None
         is_label = np.ones(tokens.shape, bool)
@@ -88,7 +109,18 @@ class Batches:
             samples=torch.from_numpy(samples),
             documents=marks,
             bounds=None if marks is None else document_bounds(marks),
+            pairs=self._pairs(source, window) if self.corpus.has_pairs else None,
         )
+
+    def _pairs(self, source: Indices, window: Indices) -> AnswerPairs:
+        packed = self.packed
+        rows = ((int(of), packed[of], int(place)) for of, place in zip(source, window, strict=True))
+        return answer_pairs(rows, self.seq, self.references)
+
+    @property
+    def packed(self) -> list[PackedWindows]:
+        """The windows of each source, all of which are examples."""
+        return [each for each in self._packed if each is not None]
 
     def locate(self, samples: Indices) -> tuple[Indices, Indices]:
         """Return (source [n], window [n]) of each sample [n]."""

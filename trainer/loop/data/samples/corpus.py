@@ -109,7 +109,7 @@ class Source:
         """Return a split's examples in windows of seq + 1 tokens; None if the source has no examples but text."""
         if not isinstance(self.tokens, MappedExamples):
             return None
-        ranges, bounds = self.ranges(split), self.tokens.bounds
+        ranges, bounds = self.ranges(split), self.tokens.bounds[:: self.tokens.group]
         firsts, ends = np.searchsorted(bounds, ranges.begins), np.searchsorted(bounds, ranges.ends)
         examples = [np.arange(first, end) for first, end in zip(firsts, ends, strict=True)]
         return pack_examples(self.tokens, np.concatenate([np.zeros(0, np.int64), *examples]), seq + 1)
@@ -129,6 +129,11 @@ class Corpus:
     def examples(self) -> list[MappedExamples]:
         """The sources that are examples of a prompt and a completion."""
         return [source.tokens for source in self.sources if isinstance(source.tokens, MappedExamples)]
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether each example has two answers to a prompt."""
+        return any(each.group > 1 for each in self.examples)
 
     @property
     def ignores_labels(self) -> bool:

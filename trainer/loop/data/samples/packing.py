@@ -1,7 +1,11 @@
-"""Packs examples of a prompt and a completion whole into windows; of an example longer than a window, the end is cut off."""
+"""Packs examples of prompts and completions whole into windows; of an example longer than a window, ends are cut off.
+
+An example is a prompt with its completion, or with two answers, side by side: of these, the longer is cut first, then both to one length.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +15,7 @@ from .order import Indices
 from .tokens import MappedExamples
 
 PADDING = 0  # id of the tokens after a window's last example: nothing but padding attends to them, and they are never labels
-PADDING_DOCUMENT = -1  # examples are numbered from 0
+PADDING_DOCUMENT = -1  # documents are numbered from 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,36 +33,57 @@ class PackedWindows:
         return len(self.firsts) - 1
 
     def fill(self, window: int, tokens: Indices, documents: Indices, is_label: NDArray[np.bool_]) -> None:
-        """Fill in a window's tokens, the example of each, and whether it is a label: whether it is in a completion; each [length]."""
+        """Fill in a window's tokens, the document of each, and whether it is a label: whether it is in a completion; each [length]."""
         tokens[:], documents[:], is_label[:] = PADDING, PADDING_DOCUMENT, False
-        filled = 0
-        for example in self.chosen[self.firsts[window] : self.firsts[window + 1]]:
-            begin, end = (int(bound) for bound in self.tokens.bounds[example : example + 2])
-            filling = slice(filled, filled + min(end - begin, self.length))
+        for document, begin, filling in self.documents(window):
             self.tokens.copy(begin, tokens[filling])
-            documents[filling] = example
-            is_label[filling.start + int(self.tokens.completions[example]) - begin : filling.stop] = True
-            filled = filling.stop
+            documents[filling] = document
+            is_label[filling.start + int(self.tokens.completions[document]) - begin : filling.stop] = True
+
+    def examples(self, window: int) -> Indices:
+        """Return the examples of a window [n]."""
+        return self.chosen[self.firsts[window] : self.firsts[window + 1]]
+
+    def documents(self, window: int) -> Iterator[tuple[int, int, slice]]:
+        """Yield of each document of a window its number, its first token, and its place in the window."""
+        examples, group, filled = self.examples(window), self.tokens.group, 0
+        sizes = cut_sizes(self.tokens, examples, self.length)
+        for document, size in zip((examples[:, None] * group + np.arange(group)).flat, sizes.flat, strict=True):
+            yield int(document), int(self.tokens.bounds[document]), slice(filled, filled := filled + int(size))
 
 
 def pack_examples(tokens: MappedExamples, examples: Indices, length: int) -> PackedWindows:
     """Pack examples [n] in order into windows of `length` tokens, each with the next ones that fit; leave out those without a label."""
     chosen = examples[has_label(tokens, examples, length)]
-    sizes = np.minimum(tokens.bounds[chosen + 1] - tokens.bounds[chosen], length)
+    sizes = cut_sizes(tokens, chosen, length).sum(1)
     return PackedWindows(tokens=tokens, length=length, chosen=chosen, firsts=_next_fit(sizes, length))
 
 
+def cut_sizes(tokens: MappedExamples, examples: Indices, length: int) -> Indices:
+    """Return the tokens that a window of `length` has of each document of examples [n], [n, group]: of an example that is longer, no more
+    of any than lets as many of all be in it."""
+    documents = examples[:, None] * tokens.group + np.arange(tokens.group)
+    sizes = tokens.bounds[documents + 1] - tokens.bounds[documents]
+    most = length if tokens.group == 1 else np.maximum(length - sizes.min(1, keepdims=True, initial=length), length // 2)
+    cut: Indices = np.minimum(sizes, most)
+    return cut
+
+
 def has_label(tokens: MappedExamples, examples: Indices, length: int) -> NDArray[np.bool_]:
-    """Return whether any of an example's first `length` tokens is in its completion and follows another token, for examples [n]."""
-    begins = tokens.bounds[examples]
-    return np.maximum(tokens.completions[examples], begins + 1) < np.minimum(tokens.bounds[examples + 1], begins + length)
+    """Return whether any of the tokens that a window of `length` has of an example is in its completion and follows another token, and of
+    an example with two completions of each, for examples [n]."""
+    documents = examples[:, None] * tokens.group + np.arange(tokens.group)
+    begins = tokens.bounds[documents]
+    ends = begins + cut_sizes(tokens, examples, length)
+    has: NDArray[np.bool_] = (np.maximum(tokens.completions[documents], begins + 1) < ends).all(1)
+    return has
 
 
 def packing_remark(sources: list[MappedExamples], seq: int) -> str:
     """Return how many of all examples are cut or left out in windows of seq + 1 tokens; "" if none is."""
-    every = [(each, np.arange(len(each.completions))) for each in sources]
+    every = [(each, np.arange(each.examples)) for each in sources]
     count = sum(len(examples) for _, examples in every)
-    cut = sum(int((np.diff(each.bounds) > seq + 1).sum()) for each, _ in every)
+    cut = sum(int((np.diff(each.bounds[:: each.group]) > seq + 1).sum()) for each, _ in every)
     out = sum(int((~has_label(each, examples, seq + 1)).sum()) for each, examples in every)
     says = [f"{cut:,} of {count:,} examples are longer than train.seq={seq} and the token after it: their ends are cut off"] if cut else []
     says += [f"{out:,} of {count:,} examples are left out: none of a completion's tokens follows another inside train.seq"] if out else []

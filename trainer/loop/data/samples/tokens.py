@@ -56,9 +56,16 @@ class MappedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class MappedExamples(MappedTokens):
-    """Files as one sequence whose documents are examples; `completions` [documents]: the position at which each completion begins."""
+    """Files as one sequence of examples, each of `group` documents; `completions` [documents]: the position at which each completion
+    begins. An example of two documents is a prompt with the chosen answer, and with the rejected one."""
 
     completions: Indices
+    group: int = 1
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        return len(self.completions) // self.group
 
     def in_completion(self, start: int, length: int) -> NDArray[np.bool_]:
         """Return whether each position [length] from start on is in a completion, not in a prompt."""

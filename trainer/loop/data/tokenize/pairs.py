@@ -1,16 +1,18 @@
-"""Tokenizes prompts and their completions, from JSON lines that hold each as text or as messages."""
+"""Tokenizes prompts with their completions, or with two answers each, from JSON lines that hold each as text or as messages."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from ....spec.run import Data
 from .chat_template import ChatTemplate, Message, NotRendered, load_chat_template
 from .text_files import HALF_CHARACTER, BadLine, BadText, Span, json_object, keyed_value, span_rows
 from .tokenizer import Tokenizer, VocabularyTokenizer
@@ -23,6 +25,29 @@ class PairKeys(NamedTuple):
     completion: str
 
 
+class PreferenceKeys(NamedTuple):
+    """data.prompt_key, data.chosen_key and data.rejected_key."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+Keys = PairKeys | PreferenceKeys
+
+
+def keys_of(data: Data) -> Keys:
+    """Return the keys of the lines that a run's data section names."""
+    if data.has_preferences:
+        return PreferenceKeys(data.prompt_key, data.chosen_key, data.rejected_key)
+    return PairKeys(data.prompt_key, data.completion_key)
+
+
+def read_keys(names: Sequence[str]) -> Keys:
+    """Return keys from their names."""
+    return PreferenceKeys(*names) if len(names) == len(PreferenceKeys._fields) else PairKeys(*names)
+
+
 class Pair(NamedTuple):
     """The texts of a prompt and its completion, and whether a chat template rendered them from messages."""
 
@@ -32,37 +57,37 @@ class Pair(NamedTuple):
 
 
 class PairReader:
-    """Reads the pair of a JSON line; messages are rendered by the chat template of the tokenizer that `data.tokenizer` names."""
+    """Reads the pairs of a JSON line: the prompt with its completion, or with the chosen and with the rejected answer. Messages are
+    rendered by the chat template of the tokenizer that `data.tokenizer` names."""
 
-    def __init__(self, keys: PairKeys, tokenizer: str) -> None:
+    def __init__(self, keys: Keys, tokenizer: str) -> None:
         self._keys, self._tokenizer = keys, tokenizer
 
-    def __call__(self, raw: bytes) -> Pair:
-        """Return the pair of a line; raises BadLine, Unreadable."""
+    def __call__(self, raw: bytes) -> tuple[Pair, ...]:
+        """Return the pairs of a line; raises BadLine, Unreadable."""
         try:
             row = msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             row = json_object(raw)
         if not isinstance(row, dict):
             raise BadLine("is not a JSON object")
-        prompt, completion = (
+        prompt, *completions = (
             _check_value(keyed_value(row, key, f"data.{setting}_key", self._keys), key) for setting, key in self._keys._asdict().items()
         )
-        if isinstance(prompt, str) != isinstance(completion, str):
-            kinds = ["text" if isinstance(each, str) else "messages" for each in (prompt, completion)]
-            raise BadLine(f"has {kinds[0]} under {self._keys.prompt} and {kinds[1]} under {self._keys.completion}: write both as one kind")
+        for key, completion in zip(self._keys[1:], completions, strict=True):
+            if isinstance(prompt, str) != isinstance(completion, str):
+                kinds = ["text" if isinstance(each, str) else "messages" for each in (prompt, completion)]
+                raise BadLine(f"has {kinds[0]} under {self._keys.prompt} and {kinds[1]} under {key}: write both as one kind")
         rendered = not isinstance(prompt, str)
-        if rendered:
-            prompt, completion = self._render(prompt, completion)
+        texts = [self._render(prompt, each) if rendered else (prompt, each) for each in completions]
         try:
-            return Pair(prompt.encode(), completion.encode(), rendered)
+            return tuple(Pair(start.encode(), rest.encode(), rendered) for start, rest in texts)
         except UnicodeError:
             raise BadLine(HALF_CHARACTER) from None
 
     def text(self, raw: bytes) -> bytes:
-        """Return the prompt and the completion of a line as one text; raises BadLine, Unreadable."""
-        pair = self(raw)
-        return pair.prompt + pair.completion
+        """Return the prompts and completions of a line as one text; raises BadLine, Unreadable."""
+        return b"".join(pair.prompt + pair.completion for pair in self(raw))
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
@@ -106,7 +131,7 @@ def tokenize_pairs(spans: Sequence[Span], into: Path, tokenizer: Tokenizer, read
     end_text = _end_text(tokenizer)
     with open(f"{into}.tokens", "wb") as out:
         for span in spans:
-            for pair in _pairs(span, read):
+            for pair in chain.from_iterable(_pairs(span, read)):
                 prompt, completion = tokenizer.encode(pair.prompt), tokenizer.encode(pair.completion)
                 closes = tokenizer.end is not None and not (pair.rendered and _ends_with(pair.completion, end_text))
                 end = np.array([tokenizer.end] if closes else [], tokenizer.dtype)
@@ -118,8 +143,8 @@ def tokenize_pairs(spans: Sequence[Span], into: Path, tokenizer: Tokenizer, read
     Path(f"{into}.ends").write_bytes(np.array(ends, np.int64).tobytes())
 
 
-def _pairs(span: Span, read: PairReader) -> Iterator[Pair]:
-    """Yield the pairs of a span; raises BadText, Unreadable."""
+def _pairs(span: Span, read: PairReader) -> Iterator[tuple[Pair, ...]]:
+    """Yield the pairs of each line of a span; raises BadText, Unreadable."""
     try:
         yield from span_rows(span, read)
     except OSError as error:

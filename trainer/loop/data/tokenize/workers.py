@@ -20,11 +20,11 @@ from ....spec.problem import Unreadable
 from ....system.child_process import end_child
 from ....system.parent_watch import die_with_parent
 from ..files.data_error import data_error
-from .pairs import PairKeys, PairReader, tokenize_pairs
+from .pairs import Keys, PairReader, read_keys, tokenize_pairs
 from .text_files import BadText, Span, tokenize
 from .tokenizer import Tokenizer, load_tokenizer
 
-Settings = tuple[str, int | None, str | PairKeys]  # data.tokenizer, data.end, data.text_key or the keys of pairs
+Settings = tuple[str, int | None, str | Keys]  # data.tokenizer, data.end, data.text_key or the keys of pairs
 TurnTokenizer = Callable[[Sequence[Span], Path], None]
 Child = subprocess.Popen[str]
 
@@ -53,7 +53,7 @@ def _turn_tokenizer(settings: Settings) -> TurnTokenizer:
     by: Tokenizer = load_tokenizer(word, end)
     if isinstance(keys, str):
         return partial(tokenize, tokenizer=by, key=keys)
-    return partial(tokenize_pairs, tokenizer=by, read=PairReader(PairKeys(*keys), word))
+    return partial(tokenize_pairs, tokenizer=by, read=PairReader(read_keys(keys), word))
 
 
 def _do_turn(line: str, tokenize_turn: TurnTokenizer) -> str:

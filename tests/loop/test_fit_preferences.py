@@ -1,0 +1,294 @@
+"""Preferences train the curve that plain torch has of one answer after another, in every layout; the reference is computed once."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.one_process import plain_optimizer
+from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
+from distrain.trainer.loop.data.samples.batches import Batches
+from distrain.trainer.loop.data.samples.corpus import Split
+from distrain.trainer.loop.offline.export import export
+from distrain.trainer.loop.state.reference_file import REFERENCE_FILE
+from distrain.trainer.models.build import build_model
+from distrain.trainer.plan.compare_rank_messages import compare_rank_messages
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.spec.run import Run
+from distrain.trainer.spec.sections.lr_schedule import learning_rate
+
+if TYPE_CHECKING:
+    from distrain.tests.fakes.rank_pool import PoolJob, RankPool
+
+Words = tuple[str, ...]
+Answers = list[tuple[tuple[int, int], list[int], int]]  # (source and pair, tokens, the first token of the answer), chosen before rejected
+
+STOPPED, STEPS = 75, 6
+BASE = (
+    "quickstart", "model=tiny_llama", "model.layers=2", "data=preferences", "data.validation=0.15", f"train.steps={STEPS}", "train.batch=8",
+    "train.seq=48", "train.evaluate={every: 3, batches: 2}", "log.every=1", "optim.warmup=2", "train.preference.beta=0.2",
+    "optim.lr=5e-4", "log.ledger=true",
+)  # fmt: skip
+LAYOUTS: tuple[Words, ...] = (
+    ("cluster.gpus=1", "train.microbatch=4"),
+    ("cluster.gpus=2", "train.microbatch=1", "parallel.zero=2"),
+    ("cluster.gpus=2", "train.microbatch=4", "parallel.zero=3"),
+    ("cluster.gpus=2", "train.microbatch=2", "parallel.zero=3", "engine=native", "train.loss_chunks=2"),
+    ("cluster.gpus=2", "train.microbatch=2", "parallel.tp=2", "parallel.sequence=true", "engine=native", "train.loss_chunks=2"),
+    ("cluster.gpus=4", "train.microbatch=2", "parallel.pp=2", "parallel.tp=2"),
+    ("cluster.gpus=2", "train.microbatch=1", "parallel.pp=2", "parallel.schedule=zb_h1"),
+    ("cluster.gpus=2", "train.microbatch=2", "parallel.cp=2"),
+    ("cluster.gpus=2", "train.microbatch=4", "parallel.cp=2", "parallel.cp_comm=all_to_all", "parallel.recompute=full"),
+)
+FIGURES = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+KEYS = (*FIGURES, *(f"validation_{each}" for each in FIGURES))
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory: pytest.TempPathFactory) -> Words:
+    """The overrides for a file of pairs, of which some are cut, and its cache; 15 windows validate, of 16 that are read."""
+    draw, folder = Random(7), tmp_path_factory.mktemp("preferences")
+    sizes = [(draw.choice([2, 8, 12]), draw.choice([1, 5, 14]), draw.choice([1, 5, 30])) for _ in range(112)]
+    rows = [["".join(draw.choices("etaoin ", k=size)) + "!" * (place == 1) for place, size in enumerate(row)] for row in sizes]
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps(dict(zip(("prompt", "chosen", "rejected"), row, strict=True))) + "\n" for row in rows)
+    )
+    return f"data.path={folder / 'a.jsonl'}", f"data.cache={folder / 'cache'}"
+
+
+@pytest.fixture(scope="module")
+def train_ranks(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, preferences: Words) -> Callable[[Words], PoolJob]:
+    folder = tmp_path_factory.mktemp("jobs")
+
+    @cache
+    def of(layout: Words) -> PoolJob:
+        return ranks.train(folder / f"row{LAYOUTS.index(layout)}", *BASE, *preferences, *layout)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def one_rank(train_ranks: Callable[[Words], PoolJob]) -> dict[str, list[float]]:
+    """The figures of one rank that takes the batch in two micro-batches."""
+    return {key: train_ranks(LAYOUTS[0]).figures(key) for key in KEYS}
+
+
+@pytest.fixture(scope="module")
+def reference(train_ranks: Callable[[Words], PoolJob]) -> Any:
+    return load_file(train_ranks(LAYOUTS[0]).folder / REFERENCE_FILE)["0"]
+
+
+# Plain torch
+
+
+def answers_of(run: Run, split: Split, samples: range) -> Answers:
+    """Read the answers of samples, each with its prompt, as the windows cut them."""
+    corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
+    batches, tokens = Batches(corpus, seed=run.train.seed, seq=run.train.seq, split=split), corpus.examples[0]
+    found: Answers = []
+    for source, window in zip(*(each.tolist() for each in batches.locate(np.array(samples))), strict=True):
+        for document, begin, place in batches.packed[source].documents(window):
+            held = np.empty(place.stop - place.start, np.int64)
+            tokens.copy(begin, held)
+            found.append(((source, document // 2), held.tolist(), int(tokens.completions[document]) - begin))
+    return found
+
+
+def log_probability(module: Any, tokens: list[int], first: int) -> Tensor:
+    """Return the log probability of an answer that begins at `first`, in float64 from the logits on: alone in its batch."""
+    logits = module.logits(torch.tensor([tokens[:-1]]))[0].double()
+    of_tokens = torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
+    return of_tokens[max(first - 1, 0) :].sum()
+
+
+def log_probabilities(module: nn.Module, answers: Answers) -> Tensor:
+    return torch.stack([log_probability(module, tokens, first) for _, tokens, first in answers]).view(-1, 2)
+
+
+def figures_of(log_p: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, list[float]]:
+    """(mean loss, FIGURES) of pairs [pairs, 2]: arXiv:2305.18290 eq. 7."""
+    rewards = beta * (log_p - reference)
+    margins = rewards[:, 0] - rewards[:, 1]
+    loss = -logsigmoid(margins).mean()
+    means = [loss, (margins > 0).double().mean(), margins.mean(), *rewards.mean(0)]
+    return loss, [each.item() for each in means]
+
+
+def plain_curve(words: Words) -> tuple[list[list[float]], list[float], dict[int, list[float]]]:
+    """(FIGURES of each step, those of the validation at the end, the reference by pair) of one process of plain torch, which computes one
+    answer after another, with two models."""
+    run = load_recipe(words[0], words[1:])
+    module, frozen = (build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed) for _ in range(2))
+    optimizer, batch, beta = plain_optimizer(run, module), run.train.batch, run.train.preference.beta
+    curve, held = list[list[float]](), dict[int, list[float]]()
+
+    def fixed(answers: Answers) -> Tensor:
+        with torch.no_grad():
+            found = log_probabilities(frozen, answers)
+        held.update({number: row for ((_, number), *_), row in zip(answers[::2], found.tolist(), strict=True)})
+        return found
+
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(run.optim, step, STEPS)
+        answers = answers_of(run, "train", range(step * batch, (step + 1) * batch))
+        loss, figures = figures_of(log_probabilities(module, answers), fixed(answers), beta)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), run.train.clip)
+        optimizer.step()
+        curve.append(figures)
+    answers = answers_of(run, "validation", range(run.train.evaluate.batches * batch))
+    with torch.no_grad():
+        return curve, figures_of(log_probabilities(module, answers), fixed(answers), beta)[1], held
+
+
+def test_curve_validation_and_reference_are_those_of_plain_torch(
+    one_rank: dict[str, list[float]], reference: Any, preferences: Words
+) -> None:
+    curve, validation, held = plain_curve((*BASE, *preferences))
+    for key, wanted in zip(FIGURES, zip(*curve, strict=True), strict=True):
+        assert one_rank[key] == pytest.approx(wanted, abs=2e-5, rel=0), key
+    assert [one_rank[f"validation_{key}"][-1] for key in FIGURES] == pytest.approx(validation, abs=2e-5, rel=0)
+    known = {number: row for number, row in enumerate(reference.tolist()) if not np.isnan(row).any()}
+    assert held.keys() <= known.keys()
+    assert max(abs(np.array(known[number]) - held[number]).max() for number in held) < 1e-4
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=" ".join)
+def test_layouts_change_no_figure(
+    train_ranks: Callable[[Words], PoolJob], one_rank: dict[str, list[float]], reference: Any, layout: Words
+) -> None:
+    job = train_ranks(layout)
+    for key, figures in one_rank.items():
+        assert job.figures(key) == pytest.approx(figures, abs=5e-6, rel=0), key
+    np.testing.assert_allclose(load_file(job.folder / REFERENCE_FILE)["0"], reference, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=" ".join)
+def test_ranks_send_the_planned_messages(train_ranks: Callable[[Words], PoolJob], preferences: Words, layout: Words) -> None:
+    words = (*BASE, *preferences, *layout)
+    run = load_recipe(words[0], words[1:])
+    counted = json.loads((train_ranks(layout).folder / "ledger.json").read_text())["ranks"]
+    lines = [line for rank, rows in enumerate(counted) for line in compare_rank_messages(run, rank, rows)]
+    assert [line for line in lines if line.verdict == "differs"] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+def test_ranks_hold_the_planned_bytes(train_ranks: Callable[[Words], PoolJob], preferences: Words, layout: Words) -> None:
+    words = (*BASE, *preferences, *layout)
+    run = load_recipe(words[0], words[1:])
+    memory = make_plan(run).memory
+    assert memory is not None
+    for held in json.loads((train_ranks(layout).folder / "measured.json").read_text())["ranks"]:
+        if run.parallel.pp == 1 and run.parallel.recompute == "none":
+            planned = memory.stages[0].bytes
+            assert held["activations"] == planned.activations + planned.logits
+
+
+def test_the_first_loss_is_that_of_no_preference(one_rank: dict[str, list[float]]) -> None:
+    assert one_rank["loss"][0] == pytest.approx(np.log(2), abs=1e-6)
+    assert one_rank["margin"][0] == pytest.approx(0, abs=1e-6)
+
+
+# Resuming
+
+
+def is_computed(job: PoolJob) -> bool:
+    return any(line.startswith("reference: log probabilities") for line in job.lines)
+
+
+@pytest.fixture
+def stopped(ranks: RankPool, tmp_path: Path, preferences: Words) -> Path:
+    """The folder of a run that was stopped after two steps."""
+    job = ranks.fit(tmp_path / "run", *BASE, *preferences, *LAYOUTS[0], signals=[(2, 0, signal.SIGTERM)])
+    assert set(job.codes) == {STOPPED}
+    return job.folder
+
+
+def test_a_stopped_run_resumes_bit_for_bit_with_the_reference_that_it_has(
+    ranks: RankPool, stopped: Path, one_rank: dict[str, list[float]], preferences: Words
+) -> None:
+    job = ranks.train(stopped, *BASE, *preferences, *LAYOUTS[0])
+    assert any(line.startswith("resumes from step ") for line in job.lines)
+    assert not is_computed(job)
+    for key in FIGURES:
+        assert job.figures(key) == one_rank[key]
+        assert job.figures(f"validation_{key}")[-1] == one_rank[f"validation_{key}"][-1]
+
+
+@pytest.mark.parametrize("what", ["damaged", "missing"])
+def test_a_reference_that_is_damaged_or_missing_is_computed_again_from_the_weights_that_the_run_began_with(
+    ranks: RankPool, stopped: Path, one_rank: dict[str, list[float]], reference: Any, preferences: Words, what: str
+) -> None:
+    file = stopped / REFERENCE_FILE
+    if what == "missing":
+        file.unlink()
+    else:
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1
+        file.write_bytes(content)
+    job = ranks.train(stopped, *BASE, *preferences, *LAYOUTS[4])
+    assert is_computed(job)
+    assert (f"{REFERENCE_FILE} is damaged: the reference is computed again" in job.lines) == (what == "damaged")
+    assert job.figures("loss") == pytest.approx(one_rank["loss"], abs=1e-5, rel=0)
+    held, wanted = load_file(file)["0"], reference
+    both = ~np.isnan(held) & ~np.isnan(wanted)
+    assert both.any()
+    np.testing.assert_allclose(held[both], wanted[both], rtol=0, atol=1e-4)
+
+
+def test_a_run_that_goes_on_longer_computes_what_it_reads_more(ranks: RankPool, stopped: Path, preferences: Words) -> None:
+    before = np.isnan(load_file(stopped / REFERENCE_FILE)["0"]).any(1)
+    job = ranks.train(stopped, *BASE, *preferences, *LAYOUTS[0], "train.steps=30")
+    after = np.isnan(load_file(stopped / REFERENCE_FILE)["0"]).any(1)
+    assert before.sum() > after.sum()
+    line = next(line for line in job.lines if line.startswith("reference: "))
+    assert f"{before.sum() - after.sum():,} pairs" in line or is_computed(job)
+    assert np.isfinite(job.figures("loss")).all()
+
+
+def test_simpo_has_no_reference(ranks: RankPool, tmp_path: Path, preferences: Words) -> None:
+    job = ranks.train(tmp_path / "run", *BASE, *preferences, *LAYOUTS[0], "train.preference={loss: simpo, beta: 2, margin: 1}")
+    assert not is_computed(job)
+    assert not (job.folder / REFERENCE_FILE).exists()
+    assert job.figures("loss")[-1] < job.figures("loss")[0]
+
+
+def test_the_reference_is_of_the_weights_in_model_weights_also_where_a_checkpoint_is_there(
+    train_ranks: Callable[[Words], PoolJob], ranks: RankPool, tmp_path: Path, preferences: Words
+) -> None:
+    """A run that resumes without its file reads the weights that it began with once more, and then the checkpoint."""
+    export(train_ranks(LAYOUTS[0]).folder, tmp_path / "hf", "fp32")
+    words = (*BASE, *preferences, *LAYOUTS[0], f"model.weights={tmp_path / 'hf'}")
+    whole = ranks.train(tmp_path / "whole", *words)
+    ranks.fit(tmp_path / "run", *words, signals=[(2, 0, signal.SIGTERM)])
+    (tmp_path / "run" / REFERENCE_FILE).unlink()
+    job = ranks.train(tmp_path / "run", *words)
+    assert [line for line in job.lines if line.startswith("starts from")] == []
+    assert is_computed(job)
+    assert job.figures("loss") == whole.figures("loss")
+    assert whole.figures("loss")[0] == pytest.approx(np.log(2), abs=1e-6)
+
+    file = tmp_path / "hf" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    job = ranks.train(tmp_path / "run", *words, f"train.steps={STEPS + 1}", "train.preference.beta=0.4")
+    assert f"{REFERENCE_FILE} is of other start weights: the reference is computed again" in job.lines

@@ -1,0 +1,108 @@
+"""The file of the reference: what it is of, and which other weights, data and lengths it is not of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distrain.cli.config.load import load_recipe
+from distrain.trainer.loop.data.samples.corpus import Corpus
+from distrain.trainer.loop.state.reference_file import REFERENCE_FILE, HeldReference, read_reference, reference_identity, write_reference
+from distrain.trainer.spec.run import Run
+
+VALUES = [np.array([[1.0, 2.0], [np.nan, np.nan]]), np.zeros((1, 2))]
+CORPUS = Corpus(name="preferences", key="a", vocab=256, sources=(), documents=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run that begins with the weights of a folder."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    for name in ("one", "two"):
+        (folder / f"{name}.safetensors").write_bytes(os.urandom(300_000))
+    words = ["model=tiny_llama", "data=preferences", "data.path=a.jsonl", f"model.weights={folder}"]
+    return load_recipe("quickstart", words)
+
+
+def read_back(folder: Path, written: Run, run: Run, corpus: Corpus = CORPUS) -> HeldReference:
+    """Write the reference of one run, and read that of another."""
+    write_reference(folder, VALUES, reference_identity(written, CORPUS))
+    return read_reference(folder, reference_identity(run, corpus))
+
+
+def test_what_is_written_is_read(tmp_path: Path, run: Run) -> None:
+    held = read_back(tmp_path, run, run)
+    assert held.values is not None
+    for one, other in zip(held.values, VALUES, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not held.problem
+
+
+def test_a_folder_without_the_file_has_no_problem(tmp_path: Path, run: Run) -> None:
+    assert read_reference(tmp_path, reference_identity(run, CORPUS))[::2] == (None, "")
+
+
+def change_end(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "of"),
+    [
+        (lambda folder: change_end(folder / "two.safetensors"), "start weights"),
+        (lambda folder: (folder / "two.safetensors").rename(folder / "three.safetensors"), "start weights"),
+        (lambda folder: (folder / "three.safetensors").write_bytes(b""), "start weights"),
+    ],
+)
+def test_other_files_of_weights_have_another_reference(tmp_path: Path, run: Run, change: Callable[[Path], object], of: str) -> None:
+    identity = reference_identity(run, CORPUS)
+    write_reference(tmp_path, VALUES, identity)
+    change(Path(str(run.model.weights)))
+    held = read_reference(tmp_path, reference_identity(run, CORPUS))
+    assert held.values is None
+    assert held.problem == f"{REFERENCE_FILE} is of other {of}"
+
+
+def test_other_data_and_lengths_have_another_reference(tmp_path: Path, run: Run) -> None:
+    assert read_back(tmp_path, run, run, replace(CORPUS, key="b")).problem == f"{REFERENCE_FILE} is of other data"
+    longer = replace(run, train=replace(run.train, seq=2 * run.train.seq))
+    assert read_back(tmp_path, run, longer).problem == f"{REFERENCE_FILE} is of other lengths of sequences"
+
+
+def test_drawn_weights_have_their_seed_and_their_model(tmp_path: Path, run: Run) -> None:
+    drawn = replace(run, model=replace(run.model, weights=None))
+    assert read_back(tmp_path, drawn, drawn).values is not None
+    assert read_back(tmp_path, run, drawn).values is None
+    assert read_back(tmp_path, drawn, replace(drawn, train=replace(drawn.train, seed=7))).values is None
+    assert read_back(tmp_path, drawn, replace(drawn, model=replace(drawn.model, layers=3))).values is None
+    assert read_back(tmp_path, drawn, replace(drawn, model=replace(drawn.model, dropout=0.1))).values is not None
+
+
+def test_weights_that_are_gone_are_those_of_before(tmp_path: Path, run: Run) -> None:
+    before = reference_identity(run, CORPUS)
+    write_reference(tmp_path, VALUES, before)
+    Path(str(run.model.weights)).rename(tmp_path / "elsewhere")
+    held = read_reference(tmp_path, reference_identity(run, CORPUS))
+    assert held.values is not None
+    assert held.identity == before
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensors", None])
+def test_a_damaged_file_is_not_used(tmp_path: Path, run: Run, content: bytes | None) -> None:
+    identity = reference_identity(run, CORPUS)
+    write_reference(tmp_path, VALUES, identity)
+    if content is None:
+        change_end(tmp_path / REFERENCE_FILE)
+    else:
+        (tmp_path / REFERENCE_FILE).write_bytes(content)
+    held = read_reference(tmp_path, identity)
+    assert held.values is None
+    assert held.problem.startswith(f"{REFERENCE_FILE} {'is damaged' if content is None else 'can’t be read'.replace('’', chr(39))}")
