@@ -148,4 +148,4 @@ def _traffic(plan: Plan) -> Iterator[Markup]:
 
 def _run(plan: Plan) -> Iterator[Markup]:
     yield fact_tables([facts.model_figures(plan), facts.run_figures(plan)])
-    yield paragraphs([sentence(facts.rampup_text(plan)), sentence(facts.saving_text(plan))])
+    yield paragraphs([sentence(facts.rampup_text(plan)), sentence(facts.stages_text(plan)), sentence(facts.saving_text(plan))])

@@ -20,8 +20,8 @@ Mode = Literal["look", "prepare"]
 class DataFacts:
     """Numbers of tokens for training and validation and of documents in a run's data; None where that is not known yet.
 
-    `key` identifies the tokens and does not depend on the names of their files. `exact`: none of the numbers is an estimate. `sources` are
-    (weight, tokens that an epoch reads) of each source. `remarks` are lines for the user.
+    `key` identifies the tokens and does not depend on the names of their files. `exact`: none of the numbers is an estimate. `epochs` are
+    the tokens that an epoch of each source reads. `remarks` are lines for the user.
     """
 
     key: str | None
@@ -29,7 +29,7 @@ class DataFacts:
     validation_tokens: int | None
     documents: int | None
     exact: bool
-    sources: tuple[tuple[float, int | None], ...]
+    epochs: tuple[int | None, ...]
     remarks: tuple[str, ...]
 
 
@@ -80,6 +80,6 @@ def survey_data(run: Run, mode: Mode, progress: Callable[[str], None] = lambda l
         validation_tokens=facts["tokens"]["validation"],
         documents=facts["documents"],
         exact=facts["exact"],
-        sources=tuple((each["weight"], each["epoch"]) for each in facts["sources"]),
+        epochs=tuple(each["epoch"] for each in facts["sources"]),
         remarks=tuple(remarks),
     )

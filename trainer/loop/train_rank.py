@@ -147,6 +147,6 @@ def _report_data(run: Run, corpus: Corpus, start: TrainProgress, channel: Channe
     if run.data.name != "synthetic":
         noun = "example" if run.data.name == "pairs" else "document"
         tokens = start.after(run, max(start.step, start.last_step(run))).tokens
-        channel.say(stats_line(corpus_stats(corpus, run.train.seq), tokens, noun))
-    what = "completions" if corpus.examples else "text"
+        channel.say(stats_line(corpus_stats(corpus, run.train.seq), run.data, tokens, noun))
+    what = f"{'completions' if corpus.examples else 'text'}{' of the first stage' if run.data.stages else ''}"
     channel.say(f"unigram entropy of the training {what}: {corpus.entropy:.4f} nats a token")

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...spec.derived.data_blends import has_sources
 from ...spec.numbers.as_text import plural
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Data
@@ -135,13 +136,13 @@ def paths_of(data: Data) -> tuple[str, ...]:
 
 
 def _find_sources(data: Data, remark: Remark, problems: list[Problem]) -> list[list[DataFile]]:
-    """Return the files of each source: of each path if there are weights, else of all paths; append to `problems`."""
+    """Return the files of each source: of each path if paths have weights, else of all paths; append to `problems`."""
     key = data.prompt_key if data.name == "pairs" else data.text_key
     search = TOKEN_SEARCH if data.name == "tokens" else PAIR_SEARCH if data.name == "pairs" else TEXT_SEARCH
     if data.name != "tokens":
         search = search._replace(accepts=lambda path: _is_text_of(path, key))
     groups = find_files(paths_of(data), search, remark, problems)
-    return groups if data.weights else [[file for files in groups for file in files]]
+    return groups if has_sources(data) else [[file for files in groups for file in files]]
 
 
 def _is_text_of(path: Path, key: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...spec.derived.data_blends import blends, has_sources
 from ...spec.run import Data
 from .check import CheckedData, check_data
 from .file_hashes import NotCached
@@ -58,15 +59,15 @@ def _read_corpus(checked: CheckedData, reader: SourceReader) -> Corpus:
         Source(
             tokens=each.tokens,
             validation=each.validation,
-            weight=weight,
             documents=each.documents,
             set_apart=each.set_apart,
             bytes=each.bytes,
         )
-        for each, weight in zip(read, data.weights or [1.0], strict=True)
+        for each in read
     )
-    key = hash_key([[each.key for each in read], data.weights, data.validation])
-    return Corpus(name=data.name, key=key, vocab=reader.vocab, sources=sources, documents=data.documents)
+    first = blends(data)[0].weights if has_sources(data) else None
+    key = hash_key([[each.key for each in read], first, data.validation])
+    return Corpus(name=data.name, key=key, vocab=reader.vocab, sources=sources, blends=blends(data), documents=data.documents)
 
 
 def _read_sources(checked: CheckedData, reader: SourceReader) -> list[SourceTokens]:

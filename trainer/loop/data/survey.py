@@ -166,14 +166,14 @@ def _estimate_sources(checked: CheckedData, data: Data, answers: AnswerStream) -
 def _token_file_shares(checked: CheckedData, data: Data, seq: int) -> list[SourceShare]:
     """Return the tokens of each source of token files; raises Unreadable if one is certainly too short to train on."""
     parts, problems = list[SourceShare](), list[Problem]()
-    for index, (files, weight) in enumerate(zip(checked.token_files, data.weights or (1.0,), strict=True)):
+    for index, files in enumerate(checked.token_files):
         size, apart = sum(each.size for each in files), validation_flags(files)
         held = round(size * data.validation) if apart is None else sum(each.size for each, held in zip(files, apart, strict=True) if held)
         split_is_known = apart is not None or (data.end is None and all(each.bounds is None for each in files))
         if size - held <= seq and (split_is_known or size <= seq):
             name = source_name(data.name, index, len(checked.token_files))
             problems.append(shortage(name, size - held, size, seq, "train", set_apart=apart is not None))
-        parts.append(SourceShare(weight=weight, train=size - held, validation=held))
+        parts.append(SourceShare(train=size - held, validation=held))
     if problems:
         raise Unreadable(problems)
     return parts
@@ -182,12 +182,12 @@ def _token_file_shares(checked: CheckedData, data: Data, seq: int) -> list[Sourc
 def _text_shares(estimates: list[TokenEstimate | None], data: Data, seq: int) -> list[SourceShare]:
     """Return the tokens of each source of text; raises Unreadable if one is certainly too short to train on."""
     parts, problems = list[SourceShare](), list[Problem]()
-    for index, (each, weight) in enumerate(zip(estimates, data.weights or (1.0,), strict=True)):
+    for index, each in enumerate(estimates):
         size = None if each is None else round(each.tokens)
         held = None if size is None else round(size * data.validation)
         if each and each.exact and size is not None and size <= seq:
             problems.append(shortage(source_name(data.name, index, len(estimates)), size, size, seq, "train", set_apart=False))
-        parts.append(SourceShare(weight=weight, train=None if size is None or held is None else size - held, validation=held))
+        parts.append(SourceShare(train=None if size is None or held is None else size - held, validation=held))
     if problems:
         raise Unreadable(problems)
     return parts

@@ -12,6 +12,7 @@ from ...launch.rank.channel import Channel, ignore_text
 from ...parallel.process_groups import Grid
 from ...rundir.changes import Changes, compare_runs
 from ...rundir.run_in_manifest import CONFIG_KEY, read_hf_config, run_from_record
+from ...spec.derived.data_blends import blends
 from ...spec.run import Run
 from ..checkpoint import Gather, SavedCheckpoint, choose_checkpoint
 from ..checkpoint.shard_positions import weight_shapes
@@ -64,13 +65,13 @@ def _load_checkpoint(
     """Load a checkpoint into the engine, check its loss, and say what has changed since it was saved."""
     fail_together(gather, partial(restore_engine, engine, checkpoint, changes.new_moments, channel.report_progress))
     channel.report_phase("compare")
-    check_resumed_loss(run, engine, grid, batches, checkpoint.step, checkpoint.extra)
+    before = run_from_record(checkpoint.extra) or run
+    check_resumed_loss(run, engine, grid, batches.blended(blends(before.data)), checkpoint.step, checkpoint.extra)
     dropped = dropped_errors(engine, checkpoint)
     if grid.world.is_rank0:
         for remark in filter(None, (*changes.remarks(checkpoint.step), dropped)):
             channel.say(remark)
         channel.say(f"resumes from step {checkpoint.step}")
-    before = run_from_record(checkpoint.extra) or run
     progress = resumed_progress(checkpoint.step, checkpoint.extra, before, run, other_data=changes.other_data)
     return InitialState(progress, checkpoint.extra.get("recent", {}))
 
@@ -83,6 +84,7 @@ def _changes_since(run: Run, batches: Batches, checkpoint: SavedCheckpoint) -> C
         run_from_record(extra) or run,
         run,
         step=checkpoint.step,
+        samples=extra.get("samples"),
         same_data=None if key is None else key == batches.corpus.key,
         configs=(extra.get(CONFIG_KEY, {}), read_hf_config(run)),
     )

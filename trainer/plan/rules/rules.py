@@ -31,6 +31,7 @@ from .mup_rule import mup_rule
 from .norm_rule import norm_rule
 from .pipeline_rules import pipeline_rule
 from .position_rules import exchanged_heads_rule, rotary_rule, window_layout_rule, window_rule
+from .data_rules import stages_rule, validate_rule
 from .rampup_rules import rampup_layout_rule, rampup_rule
 from .router_rule import router_rule
 from .sinks_rule import sinks_rule
@@ -288,8 +289,8 @@ def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (
     names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, router_rule, lora_rule, further_tokens_rule,
-    hugging_face_rule, mup_rule, pairs_rule, rampup_rule, length_rule, rates_rule, step_windows_rule, precision_rule, device_rule,
-    agreement_rule,
+    hugging_face_rule, mup_rule, pairs_rule, stages_rule, validate_rule, rampup_rule, length_rule, rates_rule, step_windows_rule,
+    precision_rule, device_rule, agreement_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,

@@ -240,7 +240,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
     "train.evaluate":  ("every",),
     "search":          ("by", "runnable", "rows", "headroom", "nodes", "boundaries"),
     "optim":           ("name", "lr", "weight_decay", "mup", "schedule", "warmup", "gradient_copy"),
-    "data":            ("name", "documents", "validation"),
+    "data":            ("name", "stages", "documents", "validation"),
     "log":             ("every", "sinks", "dir", "ledger"),
     "checkpoint":      ("every", "final", "keep", "resume", "accept"),  # the ends of runs that go on are saves, of which some are kept
     "launch":          ("name", "device_check"),

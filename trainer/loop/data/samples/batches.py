@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from ....layers.cross_entropy import IGNORED
 from ....layers.transformer.document_bounds import DocumentBounds, document_bounds
+from ....spec.derived.data_blends import Blend, sample_blends
 from .corpus import Corpus, Split, windows
-from .order import Indices, blend, permuted_index, random_key
+from .order import Indices, permuted_index, random_key
+from .stages import source_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +57,23 @@ class Batches:
 
     The windows of a text lie end to end; those of examples hold whole ones, then padding. Training takes each once an epoch, in an
     order that depends on (seed, source, epoch). Validation takes them in an order that depends only on the corpus, so that the
-    first few are a fair sample, and starts again at the end. Each of several sources has its own epochs, and a share by weight.
+    first few are a fair sample, and starts again at the end. Each of several sources has its own epochs, and a share by weight, which
+    stages of the run change; validation keeps that of the first stage.
     """
 
     def __init__(self, corpus: Corpus, *, seed: int, seq: int, split: Split = "train") -> None:
         """Raises Unreadable if a source has less than one window."""
         self.corpus, self.seq, self.split = corpus, seq, split
+        self._order = source_order(sample_blends(corpus.blends if split == "train" else corpus.blends[:1], seq))
         self.windows = windows(corpus, seq, split)  # of each source: samples in an epoch
         self._packed = [source.pack(split, seq) for source in corpus.sources]
         self._seed = seed if split == "train" else int(corpus.key[:15], 16)
+
+    def blended(self, blends: Sequence[Blend]) -> Batches:
+        """Return the batches of the same corpus that other blends of its sources make."""
+        other = copy(self)
+        other._order = source_order(sample_blends(blends, self.seq))
+        return other
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Return samples first_sample .. + count of the run, counted from 0 across epochs."""
@@ -92,7 +103,7 @@ class Batches:
 
     def locate(self, samples: Indices) -> tuple[Indices, Indices]:
         """Return (source [n], window [n]) of each sample [n]."""
-        source, nth = blend(samples, [each.weight for each in self.corpus.sources])
+        source, nth = self._order.locate(samples)
         window = np.empty_like(nth)
         for index, size in enumerate(self.windows):
             mine = source == index
