@@ -35,13 +35,18 @@ class DataFacts:
 
 def names_files(run: Run) -> bool:
     """Whether a run's data section names files of the user's, or is wrong about them."""
-    return run.data.path is not None or run.data.name in ("text", "tokens", "pairs") or run.data.tokenizer != "bytes"
+    return bool(_paths(run)) or run.data.name in ("text", "tokens", "pairs") or run.data.tokenizer != "bytes"
 
 
 def are_local(run: Run) -> bool:
     """Whether a run's files should be on this machine: a run on other hosts may have them only there."""
-    paths = (run.data.path,) if isinstance(run.data.path, str) else run.data.path or ()
-    return run.launch.name == "local" or all(Path(path).expanduser().exists() for path in paths)
+    return run.launch.name == "local" or all(Path(path).expanduser().exists() for path in _paths(run))
+
+
+def _paths(run: Run) -> list[str]:
+    """Return the files, folders and patterns that a run trains on or validates with."""
+    several = [run.data.path or (), *(run.data.validate or {}).values()]
+    return [path for each in several for path in ((each,) if isinstance(each, str) else each)]
 
 
 def survey_data(run: Run, mode: Mode, progress: Callable[[str], None] = lambda line: None) -> DataFacts:

@@ -42,7 +42,7 @@ class FileChecks:
         return _with_resume(run, FileCheck(problems=(*problems, *weight_problems(run)), data=data))
 
     def _data(self, run: Run) -> DataFacts | tuple[Problem, ...]:
-        key = repr((run.data, run.model.vocab, run.train.seq, run.launch.name))
+        key = repr((run.data, run.model.vocab, run.train.seq, run.train.evaluate.every > 0, run.launch.name))
         if key not in self._surveys:
             try:
                 self._surveys[key] = survey_data(run, "look")

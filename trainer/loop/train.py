@@ -68,7 +68,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
             done = step + 1
             is_last = done == last
             stopping = stop_vote.vote(requested=stop.requested)
-            evaluates = setup.validation is not None and not stopping and (is_last or is_due(run.train.evaluate.every, done))
+            evaluates = bool(setup.validations) and not stopping and (is_last or is_due(run.train.evaluate.every, done))
             saves = stopping or is_save_due(run, done, last)
             finished = results.finish([result, *(setup.engine.flush() if evaluates or saves or is_last else ())])
             instruments.report(done, finished[-1].result.loss if finished else None)
@@ -135,22 +135,22 @@ def train_step(
 def log_step(
     run: Run, setup: TrainingSetup, step: FinishedStep, anomalies: Anomalies, meter: ThroughputMeter, *, logs: bool, evaluates: bool
 ) -> None:
-    """Write the metrics of a finished step if it `logs` or is anomalous, and its validation loss if it `evaluates`."""
+    """Write the metrics of a finished step if it `logs` or is anomalous, and its validation losses if it `evaluates`."""
     row = anomalies.add_step(step.result, step.done)
     if row or logs:
         row = step_row(setup.start.after(run, step.done), step.result, step.lr, meter) | row
     if evaluates:
-        row = {"step": step.done} | row | {"validation_loss": finite_or_none(_validation_loss(run, setup))}
+        row = {"step": step.done} | row | _validation_losses(run, setup)
     if row and setup.sinks:
         setup.sinks.write(row)
 
 
-def _validation_loss(run: Run, setup: TrainingSetup) -> float:
-    """Evaluate train.evaluate.batches batches of the validation split."""
-    assert setup.validation is not None
+def _validation_losses(run: Run, setup: TrainingSetup) -> dict[str, float | None]:
+    """Evaluate the text that is held out and each validation set; return their losses by their keys in rows."""
     setup.channel.report_phase("evaluate")
-    samples = range(run.train.evaluate.batches * run.train.batch)
-    return evaluate(run, setup.engine, setup.grid, setup.validation, samples, setup.channel.report_progress)
+    on_progress = setup.channel.report_progress
+    losses = {each.key: evaluate(run, setup.engine, setup.grid, each.batches, each.samples, on_progress) for each in setup.validations}
+    return {key: finite_or_none(loss) for key, loss in losses.items()}
 
 
 def is_due(every: int, done: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..spec.numbers.as_text import plural
 from .checkpoints import checkpoint_steps
-from .metric_rows import SLOW_KEY, is_step_row
+from .metric_rows import SLOW_KEY, is_step_row, validation_losses
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number
 from .run_summary import newest_checkpoint, planned_steps
 from .saves_and_restarts import RecordedSave, RestartReason, SavesInAll, median_pause, recorded_saves, restart_reasons, saves_in_all
@@ -73,7 +73,7 @@ class MeasuredRun:
     speed: tuple[PlannedMeasured, ...]
     resident: int | None  # peak bytes of the process, including all that is not a tensor; on a GPU, of its allocator
     losses: tuple[tuple[int, float], ...]
-    validation: tuple[tuple[int, float], ...]
+    validations: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]  # by the name of a set; "" is the text that is held out
     step_bar: tuple[float, float] | None = None  # seconds between which the plan expects nine runs in ten
     is_warm: bool = True  # whether times leave out the first steps, which warm up
     lost: int = 0  # logged steps with a loss that was not finite, besides skipped ones
@@ -85,6 +85,11 @@ class MeasuredRun:
     restart_reasons: tuple[RestartReason, ...] = ()  # of each restart, also of those that reached no step
     batch: int | None = None  # of a run that ramps its batch up: sequences of the steps whose times are compared, its largest so far
     whole_batch: bool = True  # whether it is train.batch
+
+    @property
+    def validation(self) -> tuple[tuple[int, float], ...]:
+        """The validation losses that stand for all: of the text that is held out, else of the first set; () where there is none."""
+        return dict(self.validations).get("", self.validations[0][1]) if self.validations else ()
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
@@ -134,7 +139,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         speed=tuple(_speed(plan, steady)),
         resident=max((int(row["memory_peak"]) for row in steady if row.get("memory_peak")), default=None),
         losses=tuple((int(row["step"]), row["loss"]) for row in rows if "loss" in row),
-        validation=tuple((int(row["step"]), row["validation_loss"]) for row in rows if "validation_loss" in row),
+        validations=tuple(_validation_curves(rows)),
         step_bar=_step_bar(plan),
         is_warm=len(timed) != 1,
         lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
@@ -147,6 +152,13 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         batch=batch,
         whole_batch=whole_batch,
     )
+
+
+def _validation_curves(rows: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, tuple[tuple[int, float], ...]]]:
+    """The name and the losses by step of each validation set, that of the text that is held out first."""
+    losses = [(int(row["step"]), validation_losses(row)) for row in rows]
+    for name in sorted(dict.fromkeys(name for _, found in losses for name in found), key=bool):
+        yield name, tuple((step, found[name]) for step, found in losses if name in found)
 
 
 def _saved_steps(folder: Path) -> list[int]:

@@ -267,7 +267,14 @@ def value_text(value: Any) -> str:
     if _is_list(value):
         return f"[{','.join(map(value_text, value))}]"
     if is_dataclass(value):
-        return value_text({row.name: each for row in fields(value) if (each := getattr(value, row.name)) != row.default})
+        return value_text({row.name: _shorten(each) for row in fields(value) if (each := getattr(value, row.name)) != row.default})
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{value_text(each)}" for key, each in value.items()) + "}"
     return str(value)
+
+
+def _shorten(value: Any) -> Any:
+    """Return a value of a section with whole numbers as a user writes them, not as floats: 12000, 2e12."""
+    if _is_list(value):
+        return [_shorten(each) for each in value]
+    return f"{value:.12g}".replace("e+", "e") if isinstance(value, float) and value.is_integer() else value

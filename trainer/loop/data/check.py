@@ -68,8 +68,9 @@ class CheckedData:
     tokenizer: Tokenizer | None
 
 
-def check_data(data: Data, vocab: int, remark: Remark) -> CheckedData:
-    """Return what there is to read; raises Unreadable with every problem of the keys, the files and the tokenizer."""
+def check_data(data: Data, vocab: int, remark: Remark, *, trains: bool = True) -> CheckedData:
+    """Return what there is to read; raises Unreadable with every problem of the keys, the files and the tokenizer. If it `trains`, files
+    that are named like held-out data are remarked on."""
     problems = _key_problems(data)
     by, groups, read = None, list[list[DataFile]](), list[list[TokenFile]]()
     if data.name in ("text", "stdlib", "pairs"):
@@ -82,17 +83,16 @@ def check_data(data: Data, vocab: int, remark: Remark) -> CheckedData:
     if data.name == "text":
         problems += _text_problems(files, data.text_key)
         _remark_on_json(files, remark)
-        _remark_on_names(files, HELD_OUT | TEST_WORDS, remark)
     elif data.name == "pairs":
         problems += _pair_problems(files, data.text_key)
-        _remark_on_names(files, HELD_OUT | TEST_WORDS, remark)
     elif data.name == "tokens":
         read = _open_token_files(data, vocab, groups, problems, remark)
-        _remark_on_names(files, TEST_WORDS, remark)
         if data.end is not None and data.end >= vocab:
             problems.append(
                 data_problem(f"data.end={data.end} is not in the vocabulary, model.vocab={vocab}", f"its ids end at {vocab - 1}")
             )
+    if trains and data.name in FROM_FILES:
+        _remark_on_names(files, TEST_WORDS if data.name == "tokens" else HELD_OUT | TEST_WORDS, remark)
     if problems:
         raise Unreadable(problems)
     return CheckedData(groups=groups, token_files=read, tokenizer=by)

@@ -25,7 +25,7 @@ def prepare_corpus(data: Data, *, vocab: int, seq: int, cache: Path, progress: P
     `verify=False` trusts the sizes of files that another process on this node has just verified.
     """
     checked = check_data(data, vocab, lambda remark: progress(remark, 0, 0))
-    corpus = _read_corpus(checked, SourceReader(data, vocab, cache.expanduser(), progress, verify))
+    corpus = read_corpus(checked, SourceReader(data, vocab, cache.expanduser(), progress, verify))
     windows(corpus, seq, "train")
     if remark := packing_remark(corpus.examples, seq):
         progress(remark, 0, 0)
@@ -45,14 +45,15 @@ def cache_folder(data: Data) -> Path:
 def cached_corpus(checked: CheckedData, data: Data, *, vocab: int, cache: Path) -> Corpus | None:
     """Return the corpus if all of it is in the cache and this can be checked quickly; None otherwise."""
     try:
-        return _read_corpus(
+        return read_corpus(
             checked, SourceReader(data, vocab, cache.expanduser(), lambda what, done, total: None, verify=False, only_cached=True)
         )
     except NotCached:
         return None
 
 
-def _read_corpus(checked: CheckedData, reader: SourceReader) -> Corpus:
+def read_corpus(checked: CheckedData, reader: SourceReader) -> Corpus:
+    """Return the corpus of checked data, read as `reader` says; raises Unreadable, and NotCached if that is all that it reads."""
     data = reader.data
     read = _read_sources(checked, reader)
     sources = tuple(

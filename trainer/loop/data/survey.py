@@ -39,6 +39,7 @@ from .tokenize.estimate import TokenEstimate, estimate_tokens
 from .tokenize.pairs import PairKeys, PairReader
 from .tokenize.text_files import text_reader
 from .tokenize.workers import exit_with_parent
+from .validation_sets import CheckedSet, check_validation_sets, evaluates_held_out, read_validation_sets
 
 _INTERVAL = 0.1  # seconds between progress lines
 
@@ -129,8 +130,10 @@ def prepare_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, ev
     checked = check_data(data, vocab, answers.remark)
     if checked.tokenizer:
         _estimate_sources(checked, data, answers)  # for its remarks
+    sets = _check_sets(data, vocab, checked, answers) if evaluate else []
     corpus = prepare_corpus(data, vocab=vocab, seq=seq, cache=cache_folder(data), progress=answers.report_progress)
-    if evaluate:
+    read_validation_sets(sets, vocab=vocab, seq=seq, cache=cache_folder(data), progress=answers.report_progress)
+    if evaluate and evaluates_held_out(data, corpus):
         windows(corpus, seq, "validation")
     return replace(corpus_stats(corpus, seq), entropy=corpus.entropy)
 
@@ -138,11 +141,13 @@ def prepare_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, ev
 def quick_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, evaluate: bool) -> CorpusStats:
     """Return quick figures and write nothing; raises Unreadable with every problem."""
     checked = check_data(data, vocab, answers.remark)
+    if evaluate:
+        _check_sets(data, vocab, checked, answers)
     estimates = _estimate_sources(checked, data, answers) if checked.tokenizer else []
     corpus = cached_corpus(checked, data, vocab=vocab, cache=cache_folder(data))
     if corpus:
         windows(corpus, seq, "train")
-        if evaluate:
+        if evaluate and evaluates_held_out(data, corpus):
             windows(corpus, seq, "validation")
         if remark := packing_remark(corpus.examples, seq):
             answers.remark(remark)
@@ -153,6 +158,11 @@ def quick_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, eval
         parts, documents = _text_shares(estimates, data, seq), _rounded_sum([each.documents if each else None for each in estimates])
     exact = data.name == "tokens"
     return CorpusStats(key=None, sources=tuple(parts), documents=documents, exact=exact, bytes=_total_bytes(checked))
+
+
+def _check_sets(data: Data, vocab: int, checked: CheckedData, answers: AnswerStream) -> list[CheckedSet]:
+    """Return the validation sets; raises Unreadable with every problem of theirs."""
+    return check_validation_sets(data, vocab, [file for files in checked.groups for file in files], answers.remark)
 
 
 def _estimate_sources(checked: CheckedData, data: Data, answers: AnswerStream) -> list[TokenEstimate | None]:

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from ...engines.engine import StepResult
+from ...rundir.metric_rows import validation_losses
 from ..step.train_progress import TrainProgress
 from .throughput import ThroughputMeter
 
@@ -41,8 +42,8 @@ def console_line(row: Row, last: int) -> str:
         parts.append(f"loss {row['loss']:.4f}")
     if row.get("mtp_loss") is not None:
         parts.append(f"mtp {row['mtp_loss']:.4f}")
-    if row.get("validation_loss") is not None:
-        parts.append(f"validation {row['validation_loss']:.4f}")
+    if held := [f"{name} {loss:.4f}".lstrip() for name, loss in validation_losses(row).items() if loss is not None]:
+        parts.append(f"validation {', '.join(held)}")
     if row.get("grad_norm") is not None:
         parts.append(f"norm {row['grad_norm']:.3f}")
     if "batch" in row:

@@ -12,7 +12,7 @@ from ...spec.run import DataStage, Parallel, Run
 from .broken_rule import BrokenRule
 
 STAGES, VALIDATE = "stages", "validate"
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")  # of a validation set: a part of keys in logs
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")  # of a validation set: a part of keys in logs
 WITHOUT_FILES = ("stdlib", "synthetic")  # values of data.name that read no files of the user's
 
 
@@ -38,11 +38,11 @@ def stages_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 def _weight_problems(stages: Sequence[DataStage], many: int) -> Iterator[BrokenRule]:
     for number, each in enumerate(stages):
         if len(each.weights) != many:
-            says = f"data.stages[{number}].weights={value_text(each.weights)} has {plural(len(each.weights), 'weight')} for "
+            says = f"data.stages[{number}].weights={_weights_text(each)} has {plural(len(each.weights), 'weight')} for "
             yield BrokenRule(STAGES, says + plural(many, "path"), fix="give each path of data.path one weight; 0 leaves it out of a stage")
             return
         if not any(each.weights):
-            yield BrokenRule(STAGES, f"data.stages[{number}].weights={value_text(each.weights)} reads no path", fix="set one above 0")
+            yield BrokenRule(STAGES, f"data.stages[{number}].weights={_weights_text(each)} reads no path", fix="set one above 0")
             return
     for path in range(many):
         if not any(each.weights[path] for each in stages):
@@ -67,6 +67,10 @@ def _end_problems(stages: Sequence[DataStage]) -> Iterator[BrokenRule]:
             return
 
 
+def _weights_text(stage: DataStage) -> str:
+    return value_text([f"{weight:g}" for weight in stage.weights])
+
+
 def _tokens_text(tokens: float | None) -> str:
     return f"{tokens:.10g}".replace("e+", "e")
 
@@ -83,6 +87,6 @@ def validate_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Bro
     for name, paths in data.validate.items():
         if not NAME.fullmatch(name):
             says = f"data.validate names a set {name!r}: it becomes a part of keys in logs"
-            yield BrokenRule(VALIDATE, says, fix="begin it with a letter, and go on with letters, digits, - or _")
+            yield BrokenRule(VALIDATE, says, fix="begin it with a letter, then up to 31 letters, digits, - or _")
         elif not paths or not all(paths if isinstance(paths, tuple) else (paths,)):
             yield BrokenRule(VALIDATE, f"data.validate.{name}={value_text(paths)} names no file", fix=f"set data.validate.{name}=PATH")

@@ -20,6 +20,7 @@ from ..costs.precision import COMPUTES
 from ..engines import ENGINES, PAPERS_NAME
 from ..layout.mesh import replica_degrees
 from .broken_rule import BrokenRule, Rule
+from .data_rules import stages_rule, validate_rule
 from .degrees import nearest_divisors, replicas
 from .fp8_rule import fp8_rule
 from .further_tokens_rule import further_tokens_rule
@@ -31,7 +32,6 @@ from .mup_rule import mup_rule
 from .norm_rule import norm_rule
 from .pipeline_rules import pipeline_rule
 from .position_rules import exchanged_heads_rule, rotary_rule, window_layout_rule, window_rule
-from .data_rules import stages_rule, validate_rule
 from .rampup_rules import rampup_layout_rule, rampup_rule
 from .router_rule import router_rule
 from .sinks_rule import sinks_rule

@@ -209,7 +209,7 @@ KEYS = {
     "data.name":                    Key("where tokens come from"),
     "data.path":                    Key("files, folders or patterns, for text, tokens and pairs", null="to be set for these"),
     "data.weights":                 Key("share of the samples for each path", null="all paths are one text"),
-    "data.stages":                  Key("weights of the paths in each stage, until so many tokens of the run", null="data.weights throughout"),
+    "data.stages":                  Key("weights of the paths in each stage, until so many tokens of the run", null="data.weights"),
     "data.tokenizer":               Key("bytes, or the path of a Hugging Face tokenizer.json"),
     "data.end":                     Key("token id that ends a document", null="0 of bytes, a tokenizer's own; none in files of tokens"),
     "data.text_key":                Key("key of the text in a line of .jsonl"),

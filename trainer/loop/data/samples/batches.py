@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ....layers.cross_entropy import IGNORED
@@ -16,6 +17,7 @@ from ....layers.transformer.document_bounds import DocumentBounds, document_boun
 from ....spec.derived.data_blends import Blend, sample_blends
 from .corpus import Corpus, Split, windows
 from .order import Indices, permuted_index, random_key
+from .packing import PADDING, PADDING_DOCUMENT
 from .stages import source_order
 
 
@@ -55,7 +57,8 @@ def microbatch_samples(first_sample: int, *, micro: int, dp_rank: int, dp: int, 
 class Batches:
     """The samples of a split, each a window of `seq` tokens and the next token of each.
 
-    The windows of a text lie end to end; those of examples hold whole ones, then padding. Training takes each once an epoch, in an
+    The windows of a text lie end to end, and what is left at its end is not read, unless the corpus pads it; those of examples hold whole
+    ones, then padding. Training takes each once an epoch, in an
     order that depends on (seed, source, epoch). Validation takes them in an order that depends only on the corpus, so that the
     first few are a fair sample, and starts again at the end. Each of several sources has its own epochs, and a share by weight, which
     stages of the run change; validation keeps that of the first stage.
@@ -88,7 +91,7 @@ class Batches:
                 assert documents is not None  # the corpus ignores labels
                 packed.fill(int(window[row]), tokens[row], documents[row], is_label[row])
             else:
-                self._fill(int(source[row]), int(window[row]), tokens[row], None if documents is None else documents[row])
+                self._fill(int(source[row]), int(window[row]), tokens[row], None if documents is None else documents[row], is_label[row])
         if documents is not None:
             is_label[:, 1:] &= documents[:, 1:] == documents[:, :-1]
         labels = np.where(is_label[:, 1:], tokens[:, 1:], IGNORED)
@@ -112,13 +115,18 @@ class Batches:
             window[mine] = permuted_index(place, size, key)
         return source, window
 
-    def _fill(self, source: int, window: int, tokens: Indices, documents: Indices | None) -> None:
+    def _fill(self, source: int, window: int, tokens: Indices, documents: Indices | None, is_label: NDArray[np.bool_]) -> None:
+        """Fill in a window of a text; padding fills the rest of a last one that is shorter."""
         read, filled = self.corpus.sources[source], 0
-        for start, length in read.ranges(self.split).pieces(window * self.seq, self.seq + 1):
+        ranges = read.ranges(self.split)
+        for start, length in ranges.pieces(window * self.seq, min(self.seq + 1, ranges.size - window * self.seq)):
             read.tokens.copy(start, tokens[filled : filled + length])
             if documents is not None:
                 documents[filled : filled + length] = read.tokens.documents(start, length)
             filled += length
+        tokens[filled:], is_label[filled:] = PADDING, False
+        if documents is not None:
+            documents[filled:] = PADDING_DOCUMENT
 
 
 def prefetch(batches: Batches, shards: Iterable[range], device: torch.device) -> Iterator[Batch]:

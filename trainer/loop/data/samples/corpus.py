@@ -126,6 +126,7 @@ class Corpus:
     sources: tuple[Source, ...]
     blends: tuple[Blend, ...]
     documents: bool  # attention and loss stay inside documents
+    pads: bool = False  # the last window of a text may be shorter and is padded, so that no token is left out
 
     @property
     def examples(self) -> list[MappedExamples]:
@@ -155,7 +156,7 @@ def windows(corpus: Corpus, seq: int, split: Split) -> tuple[int, ...]:
     counts, short = list[int](), list[Problem]()
     for index, source in enumerate(corpus.sources):
         name, size, packed = source_name(corpus.name, index, len(corpus.sources)), source.ranges(split).size, source.pack(split, seq)
-        counts.append((size - 1) // seq if packed is None else packed.size)
+        counts.append((size - 1 + (seq - 1) * corpus.pads) // seq if packed is None else packed.size)
         if counts[-1] < 1:
             whole, apart = source.tokens.size, source.set_apart
             short.append(_no_example(name, seq, split) if packed else shortage(name, size, whole, seq, split, set_apart=apart))

@@ -59,9 +59,7 @@ class CorpusStats:
             "exact": self.exact,
             "bytes": self.bytes,
             "entropy": self.entropy,
-            "sources": [
-                {"train": part.train, "validation": part.validation, "epoch": part.epoch} for part in self.sources
-            ],
+            "sources": [{"train": part.train, "validation": part.validation, "epoch": part.epoch} for part in self.sources],
         }
 
 

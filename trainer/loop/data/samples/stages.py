@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class SourceOrder:
 def source_order(stages: Sequence[SampleBlend]) -> SourceOrder:
     """Return the order of the stages of a run."""
     before = [np.zeros(len(stages[0].weights), np.int64)]
-    for earlier, later in zip(stages, stages[1:], strict=False):
+    for earlier, later in pairwise(stages):
         sources, read = _read_sources(earlier.weights), before[-1].copy()
         read[sources] += blend_counts(later.first - earlier.first, [earlier.weights[each] for each in sources])
         before.append(read)
