@@ -205,6 +205,7 @@ IDLE: dict[str, Condition] = {
     "data.text_key":           _is_not("data.name", "text"),
     "data.prompt_key":         _is_not("data.name", "pairs"),
     "data.completion_key":     _is_not("data.name", "pairs"),
+    "data.validate":           _is("train.evaluate.every", 0),
     "data.cache":              _is("data.name", "synthetic"),
     "log.profile":             _ends_before(lambda run: run.log.profile),
     "log.timeline":            _ends_before(lambda run: run.log.timeline),
