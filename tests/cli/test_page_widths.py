@@ -93,7 +93,8 @@ def test_no_line_of_a_report_is_too_long(columns: int, monkeypatch: pytest.Monke
         name=LONG, steps=10**9, whole=10**12, starts=7, restarts=((1, 2), (3, 4)) * 9, goodput=0.5, again=((5, 1),) * 9,
         saved=tuple(range(0, 10**6, 25_000)), device="cpu", entropy=1e5, memory=(row,), time=(row, row, row), speed=(row,),
         skipped=3, skipped_spikes=2, spikes=4,
-        resident=2**60, losses=points, validations=sets, lost=12345, damaged=("plan.json", "run.json", "measured.json"),
+        resident=2**60, losses=points, validation=sets[0][1], validations=sets,
+        lost=12345, damaged=("plan.json", "run.json", "measured.json"),
     )  # fmt: skip
     for blocks in (True, False):
         assert not too_long(report_text(ran, Style(blocks=blocks)).splitlines(), columns)

@@ -73,7 +73,7 @@ class MeasuredRun:
     speed: tuple[PlannedMeasured, ...]
     resident: int | None  # peak bytes of the process, including all that is not a tensor; on a GPU, of its allocator
     losses: tuple[tuple[int, float], ...]
-    validations: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]  # by the name of a set; "" is the text that is held out
+    validation: tuple[tuple[int, float], ...]  # of the text that is held out, else of the first validation set
     step_bar: tuple[float, float] | None = None  # seconds between which the plan expects nine runs in ten
     is_warm: bool = True  # whether times leave out the first steps, which warm up
     lost: int = 0  # logged steps with a loss that was not finite, besides skipped ones
@@ -85,11 +85,7 @@ class MeasuredRun:
     restart_reasons: tuple[RestartReason, ...] = ()  # of each restart, also of those that reached no step
     batch: int | None = None  # of a run that ramps its batch up: sequences of the steps whose times are compared, its largest so far
     whole_batch: bool = True  # whether it is train.batch
-
-    @property
-    def validation(self) -> tuple[tuple[int, float], ...]:
-        """The validation losses that stand for all: of the text that is held out, else of the first set; () where there is none."""
-        return dict(self.validations).get("", self.validations[0][1]) if self.validations else ()
+    validations: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()  # by the name of a set; "" is the text that is held out
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
@@ -120,6 +116,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     steps, saves = max((int(row["step"]) for row in rows), default=0), tuple(recorded_saves(written))
     reasons = tuple(restart_reasons(written))
     skipped_spikes = sum("skipped" in row and ("spike" in row or "norm_spike" in row) for row in last)
+    validations = tuple(_validation_curves(rows))
     return MeasuredRun(
         name=name if isinstance(name, str) else folder.name,
         steps=steps,
@@ -139,7 +136,8 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         speed=tuple(_speed(plan, steady)),
         resident=max((int(row["memory_peak"]) for row in steady if row.get("memory_peak")), default=None),
         losses=tuple((int(row["step"]), row["loss"]) for row in rows if "loss" in row),
-        validations=tuple(_validation_curves(rows)),
+        validation=dict(validations).get("", validations[0][1]) if validations else (),
+        validations=validations,
         step_bar=_step_bar(plan),
         is_warm=len(timed) != 1,
         lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
