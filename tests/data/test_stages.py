@@ -120,6 +120,16 @@ def test_one_blend_is_the_order_of_weights_alone() -> None:
         assert np.array_equal(mine, plain)
 
 
+def test_a_stage_that_no_run_reaches_is_never_read(data: Data, folder: Path) -> None:
+    endless = replace(data, stages=(replace(STAGES[0], until=1e30), STAGES[3]))
+    alone = replace(data, stages=None, weights=(3.0, 1.0))
+    made, plain = (
+        Batches(open_corpus(each, folder), seed=SEED, seq=SEQ) for each in (endless, replace(alone, path=(alone.path or ())[:2]))
+    )
+    for mine, other in zip(made.locate(np.arange(10**6, 10**6 + 300)), plain.locate(np.arange(10**6, 10**6 + 300)), strict=True):
+        assert np.array_equal(mine, other)
+
+
 def test_the_first_blend_is_part_of_what_identifies_the_data_and_later_ones_are_not(data: Data, folder: Path) -> None:
     key = open_corpus(data, folder).key
     assert open_corpus(replace(data, stages=STAGES[:1] + STAGES[3:]), folder).key == key

@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import NamedTuple
 
+from ..numbers.bounded import MOST
 from ..run import Data
 
 ALONE = (1.0,)  # the weights of one source
@@ -44,7 +45,7 @@ def sample_blends(found: Sequence[Blend], seq: int) -> tuple[SampleBlend, ...]:
 
     The sample alone decides, so that a global batch follows from the samples consumed, never from the layout.
     """
-    ends = [ceil(Fraction(each.until) / seq) for each in found if each.until is not None]
+    ends = [min(ceil(Fraction(each.until) / seq), MOST) for each in found if each.until is not None]
     return tuple([SampleBlend(first, each.weights) for first, each in zip((0, *ends), found, strict=False)])
 
 
