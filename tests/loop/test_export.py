@@ -21,6 +21,7 @@ from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
 from distrain.trainer.loop.offline.export import _new_folder, export
 from distrain.trainer.loop.offline.export_checks import CHECK_BYTES, check_export, check_logits
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
+from distrain.trainer.loop.offline.saved_weights import finite_in
 from distrain.trainer.models.build import named_weights
 from distrain.trainer.models.families import op_table
 from distrain.trainer.models.hf_format.weights import write_hf_folder
@@ -37,7 +38,7 @@ KINDS = {
     "gpt2 as it fits": ("model=tiny", "model.bias=false", "model.tied=false", "model.vocab_multiple=192", "train.precision=bf16"),
     "llama":           ("model=tiny_llama", "parallel.zero=3"),
     "qwen2":           ("model=tiny_llama", "model.qkv_bias=true", "model.tied=true", "model.vocab=250", "model.vocab_multiple=8"),
-    "deepseek_v2":     ("model=tiny_mla",),
+    "deepseek_v3":     ("model=tiny_mla", "model.router.score=sigmoid", "model.router.bias=true", "model.router.bias_rate=0.003"),
 }
 # fmt: on
 
@@ -98,6 +99,12 @@ def test_weights_are_written_in_the_requested_dtype_and_checked_in_it(
         assert 0 <= float(rounded[2]) < 2
 
 
+def test_a_weight_that_a_dtype_can_not_hold_is_refused() -> None:
+    assert finite_in(torch.bfloat16, "head.weight", torch.tensor([7e4])).dtype == torch.bfloat16
+    with pytest.raises(Unreadable, match=r"^head\.weight is not finite as float16: use --dtype fp32$"):
+        finite_in(torch.float16, "head.weight", torch.tensor([1.0, 7e4]))
+
+
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_model_that_overflows_in_half_precision_is_not_exported_in_it(runs, tmp_path: Path) -> None:
     found = load_saved_run(runs["gpt2"])
@@ -125,6 +132,8 @@ def test_of_a_model_larger_than_memory_the_first_layers_are_compared(runs, kind:
     assert {each.name: each.read_bytes() for each in (tmp_path / "out").iterdir()} == {
         each.name: each.read_bytes() for each in (tmp_path / "whole").iterdir()
     }
+    for name, each in load_file(tmp_path / "out" / "model.safetensors").items():  # transformers keeps the router's bias in float32
+        assert each.dtype == (torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16), name
     export(runs[kind], tmp_path / "unchecked", "bf16", memory=1000)
     assert "; read back equal; logits are not compared: one layer and the embedding take more than" in capsys.readouterr().out
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "unchecked", "whole"]
@@ -152,6 +161,10 @@ def test_checkpoints_that_are_not_there_are_refused(runs, tmp_path: Path) -> Non
     with pytest.raises(Unreadable, match=r"up to step 2, 1 can be averaged, not 2: "):
         export(runs["gpt2"], tmp_path / "out", "fp32", step=2, average=2)
     shutil.copytree(runs["gpt2"], tmp_path / "run")
+    shard = next((tmp_path / "run" / "checkpoints" / "step_2").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(Unreadable, match=r"up to step 4, 1 can be averaged, not 2: "):
+        export(tmp_path / "run", tmp_path / "out", "fp32", average=2)
     (tmp_path / "run" / "checkpoints" / "step_2" / "manifest.json").write_text("")
     with pytest.raises(Unreadable, match=r"step_2 does not verify: manifest\.json is empty: restore it, or take another step"):
         export(tmp_path / "run", tmp_path / "out", "fp32", step=2)
