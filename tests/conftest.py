@@ -30,7 +30,7 @@ TIMED = (
 # Test files that take more than five seconds, the longest first: workers begin with these, and `bash scripts/test --quick` leaves them out.
 SLOW = (
     "test_matrix", "test_native", "test_delayed", "test_compression", "test_muon_layouts",
-    "test_pipe", "test_fit_resume", "test_moe_training", "test_moe", "test_fit_matrix", "test_checkpoint_layouts",
+    "test_pipe", "test_fit_resume", "test_moe_training", "test_moe", "test_fit_matrix", "test_fit_data", "test_checkpoint_layouts",
     "test_launch_commands", "test_cp", "test_fit_ends", "test_prove", "test_prove_written", "test_trace", "test_malformed_input",
     "test_streams_and_signals", "test_loss_kernels",
     "test_anomalies", "test_hf_family", "test_hf_offline", "test_huge", "test_export", "test_doors", "test_load", "test_keys",

@@ -16,8 +16,11 @@ from ..pages.compare_page import (
     figure_rows,
     loss_rows,
     progress,
+    validation_heading,
+    validation_names,
 )
 from ..pages.loss_chart import Points
+from ..pages.report_page import validation_words
 from .markup import Markup, element, join
 from .page import details, figure, page, paragraphs, section, sentence, swatch, table
 from .report_html import CONFIG
@@ -35,7 +38,7 @@ def comparison_html(runs: Sequence[ComparedRun], configs: Sequence[str], command
         table(("", "run", "steps and losses", "folder"), legend, (0, 1), wrapped=(1, 2, 3)),
         section("What differs", _side_by_side(runs, differences, wrapped=True) if differences else paragraphs([sentence(SAME_CONFIGS)])),
         section("Loss", figure(_drawing(runs, "loss, nats a token", lambda run: run.losses)), _losses(runs, lambda run: run.losses)),
-        section("Validation loss", *_validation(runs)),
+        *(section(validation_heading(name), *_validation(runs, name)) for name in validation_names(runs)),
         section("Measured, and (planned)", _side_by_side(runs, figure_rows(runs))),
         section("Tokens/s", figure(_drawing(runs, "tokens/s", lambda run: run.tokens_per_second, floor_at=0.0))),
         *(details(f"{CONFIG} of {run.mark}, {name}", config) for run, name, config in zip(runs, names, configs, strict=True)),
@@ -65,11 +68,13 @@ def _losses(runs: Sequence[ComparedRun], losses: Callable[[MeasuredRun], Points]
     return table(("", *headings), ([name, *values] for name, values in rows.items())) if rows else paragraphs([sentence(NO_COMMON_STEP)])
 
 
-def _validation(runs: Sequence[ComparedRun]) -> list[Markup]:
-    if not any(run.measured.validation for run in runs):
-        return []
-    drawn = _drawing(runs, "validation loss", lambda run: run.validation, dots=True)
-    return [figure(drawn), _losses(runs, lambda run: run.validation)]
+def _validation(runs: Sequence[ComparedRun], name: str) -> list[Markup]:
+    """The picture and the table of the losses of a validation set."""
+
+    def points(run: MeasuredRun) -> Points:
+        return dict(run.validations).get(name, ())
+
+    return [figure(_drawing(runs, validation_words(name), points, dots=True)), _losses(runs, points)]
 
 
 def _drawing(

@@ -148,4 +148,5 @@ def _traffic(plan: Plan) -> Iterator[Markup]:
 
 def _run(plan: Plan) -> Iterator[Markup]:
     yield fact_tables([facts.model_figures(plan), facts.run_figures(plan)])
-    yield paragraphs([sentence(each(plan)) for each in (facts.rampup_text, facts.preference_text, facts.saving_text)])
+    says = (facts.rampup_text, facts.stages_text, facts.preference_text, facts.saving_text)
+    yield paragraphs([sentence(each(plan)) for each in says])

@@ -20,6 +20,7 @@ from ..pages.report_page import (
     planned_measured_rows,
     planned_measured_title,
     restart_text,
+    validation_words,
 )
 from .markup import Markup, element
 from .page import details, figure, page, paragraphs, section, sentence, table, tiles
@@ -49,9 +50,9 @@ def _tiles(run: MeasuredRun) -> Iterator[tuple[str, str, str]]:
     """The figures that a reader looks for first, as far as they are known."""
     if run.losses:
         yield "loss", loss_label(run.losses[-1][1]), f"{loss_label(run.losses[0][1])} at step {run.losses[0][0]:,}"
-    if run.validation:
-        lowest = min(loss for _, loss in run.validation)
-        yield "validation loss", loss_label(run.validation[-1][1]), f"at best {loss_label(lowest)}"
+    for name, points in run.validations:
+        lowest = min(loss for _, loss in points)
+        yield validation_words(name), loss_label(points[-1][1]), f"at best {loss_label(lowest)}"
     for each in (*run.time[:1], *run.speed):
         if each.measured is not None:
             yield {"step": "a step"}.get(each.name, each.name), figure_text(each, each.measured), _against_plan(each)
@@ -82,7 +83,10 @@ def loss_drawing(run: MeasuredRun) -> str:
     """Return the SVG of a run's losses and validation losses over steps."""
     curves = [
         DrawnCurve(name="loss", points=run.losses, colour=line_of(0)[0]),
-        DrawnCurve(name="validation", points=run.validation, colour=line_of(1)[0], dots=True),
+        *(
+            DrawnCurve(name=name or "validation", points=points, colour=line_of(number)[0], dashes=line_of(number)[1], dots=True)
+            for number, (name, points) in enumerate(run.validations, 1)
+        ),
     ]
     return curve_drawing(curves, f"loss, {run.loss_unit}", events=_restarts(run))
 

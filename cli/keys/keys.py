@@ -38,13 +38,18 @@ def takes_text(hint: Any) -> bool:
     return hint in (str, str | None, str | tuple[str, ...] | None)
 
 
+def takes_own_names(hint: Any) -> bool:
+    """Whether a key of this type takes a mapping whose keys are the user's own names: data.validate.NAME=PATH."""
+    return any(get_origin(kind) is dict and get_args(kind)[0] is str for kind in get_args(hint))
+
+
 def unknown_key_problem(key: str, known: Mapping[str, Any], value: Any = None) -> Problem | None:
     """Return the problem of a key that does not exist, with the user's value in its fix; None if it exists."""
     if key in known:
         return None
     sections = _sections(known)
     section, _, name = key.rpartition(".")
-    if key in sections or (section in known and name in _mapping_keys(known[section])):
+    if key in sections or (section in known and (name in _mapping_keys(known[section]) or takes_own_names(known[section]))):
         return None
     if names := _mapping_keys(known.get(section)):
         return Problem(rule="unknown", says=f"no key {key}", mend=suggest_name(name, names))

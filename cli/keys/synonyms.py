@@ -204,6 +204,8 @@ ROWS: tuple[Synonym, ...] = (
     _row("tokenizer_path tokenizer_model tokenizer_name tokenizer_name_or_path tokenizer_file vocab_file tokenizer_type",
          "data.tokenizer", "bytes, or the path of a tokenizer.json", {}),
     _row("val_set_size validation_split valid_split val_split", "data.validation", "share of the tokens"),
+    _row("validation_file validation_files eval_file eval_files valid_data_path val_data_path eval_data_path valid_files eval_dataset",
+         "data.validate", "a set by a name of yours: {NAME: PATH}", {}),
     _row("text_column text_field content_key dataset_text_field", "data.text_key"),
     _row("num_workers dataloader_num_workers", "", "data is read ahead; there is no number of workers"),
     # log, checkpoints, validation

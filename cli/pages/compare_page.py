@@ -14,7 +14,7 @@ from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured, read_measur
 from ...trainer.spec.problem import one_line
 from ...trainer.spec.read import value_text
 from .loss_chart import SHARED_CELL, Points, comparison_chart
-from .report_page import figure_text, headline
+from .report_page import figure_text, headline, validation_words
 from .text_layout import Style, evenly_spaced, page_width, table, wrap
 
 MARKS = string.ascii_uppercase + string.ascii_lowercase  # one for each run, in the order given
@@ -59,13 +59,14 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def comparison_text(runs: Sequence[ComparedRun], style: Style) -> str:
     """The page of several runs."""
-    losses, validation = [run.measured.losses for run in runs], [run.measured.validation for run in runs]
+    losses, named = [run.measured.losses for run in runs], validation_names(runs)
+    validations = {name: [dict(run.measured.validations).get(name, ()) for run in runs] for name in named}
     drawn = comparison_chart({run.mark: run.measured.losses for run in runs}, style)
     sections = {
         "": _legend_lines(runs),
         "What differs": _difference_lines(runs),
         "Loss, nats a token": _loss_lines(runs, losses),
-        "Validation loss": _loss_lines(runs, validation) if any(validation) else [],
+        **{validation_heading(name): _loss_lines(runs, curves) for name, curves in validations.items()},
         "Measured, and (planned)": _side_by_side(runs, figure_rows(runs)),
         f"Loss over steps{f'; {SHARED_CELL}: several' if any(SHARED_CELL in line for line in drawn) else ''}": drawn,
     }
@@ -78,6 +79,16 @@ def config_differences(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in NOT_COMPARED)
     rows = {key: [one_line(value_text(run.config[key])) if key in run.config else "-" for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def validation_names(runs: Sequence[ComparedRun]) -> list[str]:
+    """The names of the validation sets of any run, "" of the text that is held out first."""
+    return sorted(dict.fromkeys(name for run in runs for name, _ in run.measured.validations), key=bool)
+
+
+def validation_heading(name: str) -> str:
+    """The heading of the losses of a validation set."""
+    return validation_words(name).replace("validation", "Validation", 1)
 
 
 def common_steps(curves: Sequence[Points]) -> list[int]:

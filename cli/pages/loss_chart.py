@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from math import isfinite
 
-from .text_layout import Style, page_width
+from .text_layout import Style, page_width, wrap
 
 HEIGHT = 12  # lines of a chart
 LABEL_WIDTH = 8  # columns of the labels beside it
@@ -16,12 +16,14 @@ BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # the bit of a d
 Points = Sequence[tuple[int, float]]
 
 
-def run_chart(losses: Points, validation: Points, style: Style, unit: str) -> list[str]:
-    """The loss over steps, as braille dots (2 x 4 a character) or stars; validation losses as `o`."""
+def run_chart(losses: Points, validations: Sequence[tuple[str, Points]], style: Style, unit: str) -> list[str]:
+    """The loss over steps, as braille dots (2 x 4 a character) or stars; validation losses as `o`, those of a named set as its number."""
     if len(losses) < 2:
         return []
     width, (across, down) = page_width() - LABEL_WIDTH - 2, (2, 4) if style.blocks else (1, 1)
-    points = [*losses, *validation]
+    numbers = cycle("123456789")
+    marks = [next(numbers) if name else "o" for name, _ in validations]
+    points = [*losses, *(point for _, curve in validations for point in curve)]
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     first, last = min(step for step, _ in points), max(step for step, _ in points)
 
@@ -31,9 +33,12 @@ def run_chart(losses: Points, validation: Points, style: Style, unit: str) -> li
 
     dots = {position(step, loss, width * across, HEIGHT * down) for step, loss in losses}
     characters = _braille(dots) if style.blocks else dict.fromkeys(dots, "*")
-    characters |= dict.fromkeys((position(step, loss, width, HEIGHT) for step, loss in validation), "o")
-    title = f"Loss, {unit}" + (", and validation (o)" if validation else "")
-    return [style.paint(title, "bold"), *_with_axes(characters, width, (low, high), (first, last), style)]
+    for (_, curve), mark in zip(validations, marks, strict=True):
+        characters |= dict.fromkeys((position(step, loss, width, HEIGHT) for step, loss in curve), mark)
+    named = ", ".join(f"{name or 'validation'} ({mark})" for (name, _), mark in zip(validations, marks, strict=True))
+    title = f"Loss, {unit}" + (f", and {named}" if named else "")
+    heading = [style.paint(line, "bold") for line in wrap(title, hang="  ")]
+    return [*heading, *_with_axes(characters, width, (low, high), (first, last), style)]
 
 
 def comparison_chart(curves: Mapping[str, Points], style: Style) -> list[str]:

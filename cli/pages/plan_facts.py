@@ -308,6 +308,21 @@ def preference_text(plan: Plan) -> str:
     return f"{says}; before the first step a forward pass over the pairs that the run reads {takes}"
 
 
+def stages_text(plan: Plan) -> str:
+    """What a run reads from each path of its data, where stages change their weights; "" where none does."""
+    if plan.run is None or not plan.run.stages:
+        return ""
+    shown = plan.run.stages if len(plan.run.stages) <= MAX_LEVELS else (plan.run.stages[0], plan.run.stages[-1])
+    parts = [f"{count_text(each.tokens)} tokens by weights {' : '.join(f'{weight:g}' for weight in each.weights)}" for each in shown]
+    between = [] if shown is plan.run.stages else [f"{len(plan.run.stages) - len(shown):,} stages between"]
+    read = [f"{count_text(each.tokens)}{f' ({_epochs_text(each.epochs)})' if each.epochs is not None else ''}" for each in plan.run.paths]
+    return f"the data change: {', then '.join([parts[0], *between, *parts[1:]])}; of the {len(read)} paths it reads {', '.join(read)}"
+
+
+def _epochs_text(epochs: float) -> str:
+    return f"{epochs:,.0f} epochs" if epochs >= 100 else f"{epochs:.3g} epochs"
+
+
 def saving_text(plan: Plan) -> str:
     """How often to save, for a run that is long enough to be interrupted; "" for a shorter one."""
     saving = plan.saving

@@ -129,11 +129,13 @@ def _run_lines(plan: Plan) -> list[str]:
     ideal = f" ({peak} at every device's peak)" if (peak := run.get("at every device's peak")) else ""
     cost = f", {price} at cluster.price" if (price := run.get("at cluster.price")) else ""
     work = f"{plural(plan.run.steps, 'step')}, {run['tokens']} tokens, {run['FLOP of the model']} FLOP of the model"
-    saving, rampup, preferences = facts.saving_text(plan), facts.rampup_text(plan), facts.preference_text(plan)
+    saving, rampup = facts.saving_text(plan), facts.rampup_text(plan)
+    stages, preferences = facts.stages_text(plan), facts.preference_text(plan)
     return [
         *lines,
         *wrap(f"{work}: {run.get('of training', 'time not known')}{ideal}{cost}", indent="  "),
         *(wrap(rampup, indent="  ") if rampup else []),
+        *(wrap(stages, indent="  ") if stages else []),
         *(wrap(preferences, indent="  ") if preferences else []),
         f"  a checkpoint takes {run['a checkpoint']}",
         *(wrap(saving, indent="  ") if saving else []),

@@ -22,14 +22,15 @@ def report_text(run: MeasuredRun, style: Style) -> str:
     """The page of a run."""
     head = [style.paint(line, "bold") for line in wrap(headline(run), hang="  ")]
     history = [line for each in history_sentences(run) for line in wrap(each, indent="  ")]
-    sections = ([*head, *history], planned_measured_table(run, style), run_chart(run.losses, run.validation, style, run.loss_unit))
+    sections = ([*head, *history], planned_measured_table(run, style), run_chart(run.losses, run.validations, style, run.loss_unit))
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
 def headline(run: MeasuredRun) -> str:
     """One line: the steps of a run and its first and last losses."""
     learned = f"; loss {loss_label(run.losses[0][1])} -> {loss_label(run.losses[-1][1])}" if run.losses else ""
-    held = f", validation {loss_label(run.validation[-1][1])}" if run.validation else ""
+    lasts = [f"{name} {loss_label(points[-1][1])}".lstrip() for name, points in run.validations]
+    held = f", validation {', '.join(lasts)}" if lasts else ""
     accuracy = f", accuracy {run.accuracy:.3f}" if run.accuracy is not None else ""
     unigram = f" (unigram entropy {loss_label(run.entropy)})" if run.entropy is not None else ""
     return f"{one_line(run.name)}: {run.steps:,} of {plural(run.whole, 'step')}{learned}{accuracy}{held}{unigram}"
@@ -145,10 +146,15 @@ def history_sentences(run: MeasuredRun) -> list[str]:
     if run.saved:
         says.append(f"checkpoints: step {', '.join(map(str, run.saved))}")
     says += saves_sentences(run.saves)
-    if run.validation:
-        points = evenly_spaced(run.validation, 8)
-        says.append("validation loss " + ", ".join(f"{loss:.3f} at step {step}" for step, loss in points))
+    for name, losses in run.validations:
+        points = ", ".join(f"{loss:.3f} at step {step}" for step, loss in evenly_spaced(losses, 8))
+        says.append(f"{validation_words(name)} {points}")
     return says
+
+
+def validation_words(name: str) -> str:
+    """What the losses of a validation set are; without a name, those of the text that is held out."""
+    return f"validation loss of {name}" if name else "validation loss"
 
 
 def restart_lines(run: MeasuredRun) -> list[str]:

@@ -15,7 +15,9 @@ from distrain.trainer.rundir.checkpoints import newest_saved, seal
 from distrain.trainer.rundir.resume import check_resume
 from distrain.trainer.rundir.run_in_manifest import run_from_record, run_record
 from distrain.trainer.spec.changed_run import with_changes
-from distrain.trainer.spec.run import Run
+from distrain.trainer.spec.run import DataStage, Run
+
+Stage = tuple[tuple[float, ...], float | None]  # weights, until
 
 DECIDED = ("model", "data", "optim", "train")  # sections of which every key has a row of its own in POLICIES
 
@@ -225,6 +227,83 @@ def test_different_data_are_refused_unless_accepted(key: str) -> None:
     accepted, others = found.remarks(7)
     assert accepted.startswith(f"changed since step 7, as checkpoint.accept allows: {key} ")
     assert others == "the data are different: the run reads them from their first sample on"
+
+
+WEIGHTS, LATER = (0.9, 0.1), (0.5, 0.5)
+
+
+def blended(*stages: Stage, weights: tuple[float, ...] | None = None) -> tuple[tuple[str, object], ...]:
+    made = tuple(DataStage(weights=weights, until=until) for weights, until in stages) or None
+    return ("data.weights", weights), ("data.stages", made)
+
+
+# What a run that had read 1,000 tokens of 10 samples may make of its stages, the first of which ends at 1,200 tokens.
+# fmt: off
+ALIKE: list[tuple[Stage, ...]] = [
+    ((WEIGHTS, 1200.0), (LATER, 1500.0), (WEIGHTS, None)),
+    ((WEIGHTS, 1000.0), (LATER, None)),
+    ((WEIGHTS, 1200.0), ((0.0, 1.0), None)),
+    ((WEIGHTS, None),),
+]
+OTHERS_BEFORE: list[tuple[Stage, ...]] = [
+    ((WEIGHTS, 900.0), (LATER, None)),
+    (((0.8, 0.2), 1200.0), (LATER, None)),
+    ((WEIGHTS, 500.0), (WEIGHTS, None)),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("stages", ALIKE, ids=str)
+@pytest.mark.parametrize("same_data", [True, None])
+def test_stages_to_come_may_change_and_are_named(stages: tuple[Stage, ...], same_data: bool | None) -> None:
+    before = with_changes(run("data=text", "data.path=[a,b]", "train.seq=100"), blended((WEIGHTS, 1200.0), (LATER, None)))
+    found = compare_runs(before, with_changes(before, blended(*stages)), step=7, samples=10, same_data=same_data)
+    assert (found.problems, found.other_data) == ((), False)
+    (said,) = found.remarks(7)
+    assert said.startswith("changed since step 7: data.stages [{weights:[0.9,0.1],until:1200},{weights:[0.5,0.5]}] -> [{weights:[0.9,0.1]")
+
+
+@pytest.mark.parametrize("stages", OTHERS_BEFORE, ids=str)
+def test_stages_that_were_read_may_not_change(stages: tuple[Stage, ...]) -> None:
+    before = with_changes(run("data=text", "data.path=[a,b]", "train.seq=100"), blended((WEIGHTS, 1200.0), (LATER, None)))
+    for same_data in (True, False, None):
+        (problem,) = compare_runs(before, with_changes(before, blended(*stages)), step=7, samples=10, same_data=same_data).problems
+        assert problem.says.startswith(
+            "data.stages was [{weights:[0.9,0.1],until:1200},{weights:[0.5,0.5]}] when step 7 was saved, and is "
+        )
+        assert problem.mend.endswith("or checkpoint.accept=[data.stages] to go on all the same")
+    accepted = with_changes(before, (*blended(*stages), ("checkpoint.accept", ("data.stages",))))
+    found = compare_runs(before, accepted, step=7, samples=10, same_data=False)
+    assert (found.problems, found.other_data) == ((), True)
+
+
+def test_constant_weights_may_go_on_as_a_first_stage_and_back() -> None:
+    constant = with_changes(run("data=text", "data.path=[a,b]", "train.seq=100"), blended(weights=WEIGHTS))
+    staged = with_changes(constant, blended((WEIGHTS, 1000.0), (LATER, None)))
+    for before, now, samples, keys in ((constant, staged, 10, 2), (staged, constant, 10, 2), (staged, constant, 11, 0)):
+        found = compare_runs(before, now, step=7, samples=samples, same_data=True)
+        assert len(found.reported) == keys
+        assert bool(found.problems) == (keys == 0)
+    (problem,) = compare_runs(constant, with_changes(constant, blended(weights=LATER)), step=7, samples=10, same_data=False).problems
+    assert problem.says == "data.weights was [0.9,0.1] when step 7 was saved, and is [0.5,0.5] now"
+
+
+def test_without_a_count_of_samples_every_step_had_the_batch_of_the_run() -> None:
+    before = with_changes(run("data=text", "data.path=[a,b]", "train.seq=100", "train.batch=4"), blended((WEIGHTS, 1200.0), (LATER, None)))
+    sooner = with_changes(before, blended((WEIGHTS, 800.0), (LATER, None)))
+    assert [bool(compare_runs(before, sooner, step=step, same_data=True).problems) for step in (2, 3)] == [False, True]
+
+
+def test_other_validation_sets_are_no_change() -> None:
+    assert changes(run("data=text", "data.path=a.txt"), ("data.validate", {"wiki": "w.txt"})) == Changes()
+
+
+def test_a_relative_path_is_no_other_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that saved a checkpoint has absolute ones."""
+    monkeypatch.chdir(tmp_path)
+    now = run("data=text", "data.path=a.txt", "data.validation=0.2")
+    saved_by(tmp_path, with_changes(now, [("data.path", str(tmp_path / "a.txt")), ("data.validation", 0.1)]))
+    assert [each.says.split()[0] for each in check_resume(now, tmp_path, data_key="another").problems] == ["data.validation"]
 
 
 def test_a_file_whose_tokens_have_changed_is_refused() -> None:

@@ -88,11 +88,13 @@ def test_no_line_of_a_report_is_too_long(columns: int, monkeypatch: pytest.Monke
     monkeypatch.setenv("COLUMNS", str(columns))
     row = PlannedMeasured(name="forward and backward", unit="seconds", planned=1e-9, measured=1e9)
     points = tuple((step * 10**9, 1e6 / (step + 1)) for step in range(200))
+    sets = (("", points[::20]), *((f"a_set_of_quite_a_long_name_indeed{each:02}"[-32:], points[::40]) for each in range(12)))
     ran = MeasuredRun(
         name=LONG, steps=10**9, whole=10**12, starts=7, restarts=((1, 2), (3, 4)) * 9, goodput=0.5, again=((5, 1),) * 9,
         saved=tuple(range(0, 10**6, 25_000)), device="cpu", entropy=1e5, memory=(row,), time=(row, row, row), speed=(row,),
         skipped=3, skipped_spikes=2, spikes=4,
-        resident=2**60, losses=points, validation=points[::20], lost=12345, damaged=("plan.json", "run.json", "measured.json"),
+        resident=2**60, losses=points, validation=sets[0][1], validations=sets,
+        lost=12345, damaged=("plan.json", "run.json", "measured.json"),
     )  # fmt: skip
     for blocks in (True, False):
         assert not too_long(report_text(ran, Style(blocks=blocks)).splitlines(), columns)

@@ -18,6 +18,7 @@ from distrain.trainer.loop.data.files.find import DataFile, library_files
 from distrain.trainer.loop.data.prepare import cache_folder
 from distrain.trainer.loop.data.tokenize.text_files import SHARE, split_turns
 from distrain.trainer.loop.data.tokenize.workers import tokenize_turns
+from distrain.trainer.spec.derived.data_blends import Blend
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read
 from distrain.trainer.spec.run import Data
@@ -85,7 +86,7 @@ def test_each_of_several_paths_with_weights_is_a_source(tmp_path: Path) -> None:
         path.write_text(path.name * 9)
     corpus = small_corpus(tmp_path, name="text", path=tuple(map(str, paths)), weights=(1.0, 3.0))
     assert [documents(corpus, source) for source in (0, 1)] == [of_bytes([path.name * 9]) for path in paths]
-    assert [source.weight for source in corpus.sources] == [1, 3]
+    assert corpus.blends == (Blend((1.0, 3.0), None),)
 
 
 def test_the_standard_library_is_read_in_a_fixed_order(tmp_path: Path) -> None:

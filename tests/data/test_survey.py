@@ -69,7 +69,7 @@ def test_figures_of_a_prepared_corpus_are_exact(tmp_path: Path) -> None:
         "exact": True,
         "bytes": path.stat().st_size,
         "entropy": corpus.entropy,
-        "sources": [{"weight": 1.0, "train": corpus.size("train"), "validation": corpus.size("validation"), "epoch": corpus.size("train")}],
+        "sources": [{"train": corpus.size("train"), "validation": corpus.size("validation"), "epoch": corpus.size("train")}],
     }
     assert {next(iter(line["progress"])) for line in lines if "progress" in line} == {"hash", "tokenize"}
     assert figures(ask("look", **words)) == {**figures(lines), "entropy": None}
@@ -140,8 +140,8 @@ def test_each_source_of_a_blend_is_counted(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
     found = figures(ask(name="text", path=paths, weights=[1, 3], validation=0.0, cache=str(tmp_path / "cache")))
     assert found["sources"] == [
-        {"weight": 1.0, "train": 100 * len(LINE) + 1, "validation": 0, "epoch": 100 * len(LINE) + 1},
-        {"weight": 3.0, "train": 300 * len(LINE) + 1, "validation": 0, "epoch": 300 * len(LINE) + 1},
+        {"train": 100 * len(LINE) + 1, "validation": 0, "epoch": 100 * len(LINE) + 1},
+        {"train": 300 * len(LINE) + 1, "validation": 0, "epoch": 300 * len(LINE) + 1},
     ]
 
 

@@ -16,7 +16,7 @@ from distrain.trainer.loop.state.reference_file import REFERENCE_FILE, HeldRefer
 from distrain.trainer.spec.run import Run
 
 VALUES = [np.array([[1.0, 2.0], [np.nan, np.nan]]), np.zeros((1, 2))]
-CORPUS = Corpus(name="preferences", key="a", vocab=256, sources=(), documents=True)
+CORPUS = Corpus(name="preferences", key="a", vocab=256, sources=(), blends=(), documents=True)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Problems of a plan: every rule is broken, and every printed fix applied."""
 
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -10,11 +11,18 @@ from distrain.trainer.models.mla.ops import LATENT as LATENT_KEYS
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.rules import OF_LAYOUT, OF_RUN
 from distrain.trainer.spec.changed_run import with_changes
-from distrain.trainer.spec.run import Model
+from distrain.trainer.spec.run import Data, DataStage, Model
+
+
+def stages(*rows: Any) -> tuple[DataStage, ...]:
+    """Stages of weights, each but perhaps the last followed by its until."""
+    return tuple(DataStage(weights=weights, until=until) for weights, until in zip_longest(rows[::2], rows[1::2]))
+
 
 WIDTHS: Keys = dict.fromkeys(LATENT_KEYS, 8)
 LATENT: Keys = {"model": Model(family="mla", layers=2, hidden=64, heads=4, vocab=256, experts=4, top_k=2, **WIDTHS)}
 FROM, UNTIL, BY = "train.rampup.batch", "train.rampup.until", "train.rampup.by"
+BLEND: Keys = {"data": Data(name="text", path=("a", "b"))}
 LISTED: Keys = {"parallel.schedule": "a.csv", "parallel.actions": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "parallel.pp": 2, "train.batch": 32}
 PREFERENCES: Keys = {"data.name": "preferences", "data.documents": True}
 # fmt: off
@@ -286,6 +294,34 @@ BROKEN: list[tuple[Keys, str]] = [
     (LISTED | {FROM: 16, UNTIL: 1e6},
         ("train.rampup.batch=16: parallel.schedule=a.csv lists as many micro-batches in every step: "
          "set parallel.schedule=1f1b or train.rampup.batch=null train.rampup.until=null")),
+    (BLEND | {"data.stages": ()},
+        "data.stages=[] names no stage: set data.stages=null"),
+    ({"data.stages": stages((1, 2))},
+        ("data.stages blends paths, and data=synthetic has none: set data.stages=null")),
+    (BLEND | {"data.weights": (1.0, 2.0), "data.stages": stages((1, 2))},
+        "data.weights=[1.0,2.0] blends the whole run, and data.stages has weights of its own: set data.weights=null"),
+    (BLEND | {"data.stages": stages((1, 2, 3))},
+        "data.stages[0].weights=[1,2,3] has 3 weights for 2 paths: give each path of data.path one weight; 0 leaves it out of a stage"),
+    (BLEND | {"data.stages": stages((1, 2), 5e6, (0, 0))},
+        "data.stages[1].weights=[0,0] reads no path: set one above 0"),
+    (BLEND | {"data.stages": stages((0, 2), 5e6, (0, 1))},
+        "no stage of data.stages reads path 1 of 2 of data.path: its weight is 0 in each: leave the path and its weights out"),
+    (BLEND | {"data.stages": stages((1, 2), 5e6, (1, 1), 2e12)},
+        "data.stages[1].until=2e12: the last stage goes on to the end of the run: leave its until out, or add the stage that follows"),
+    (BLEND | {"data.stages": (*stages((1, 2)), *stages((1, 1)))},
+        "data.stages[0] has no until, and a stage follows it: set until to the tokens of the run that end it, as until: 2e12"),
+    (BLEND | {"data.stages": stages((1, 2), 5e6, (1, 1), 5e6, (1, 3))},
+        "data.stages[1].until=5000000 is not after that of the stage before: put the earlier stage first"),
+    ({"data.validate": {"wiki": "w.txt"}},
+        "data.validate names files, and a run on data=synthetic has no text like theirs: set data.validate=null"),
+    ({"data.name": "preferences", "data.path": "a.jsonl", "data.validate": {"wiki": "w.jsonl"}},
+        "data.validate names sets of text, and a run on preferences validates on the pairs that data.validation holds out: "
+        "set data.validate=null"),
+    (BLEND | {"data.validate": {"wiki": "w.txt", "1st": "a.txt"}},
+        ("data.validate names a set '1st': it becomes a part of keys in logs: "
+         "begin it with a letter, then up to 31 letters, digits, - or _")),
+    (BLEND | {"data.validate": {"wiki": ("w.txt", "")}},
+        "data.validate.wiki=[w.txt,] names no file: set data.validate.wiki=PATH"),
     ({"train.steps": None},
         "neither train.steps nor train.tokens is set: set one of them"),
     ({"train.tokens": 1e9},

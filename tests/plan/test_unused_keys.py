@@ -150,6 +150,8 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("optim.muon.adjust_lr_fn", "original", "optim.name=adamw", {}, {"optim.name": "muon"}),
     ("optim.min_lr", 1e-5, "optim.schedule=constant", {"optim.schedule": "constant"}, {}),
     ("data.path", "x.txt", "data.name=stdlib", {"data.name": "stdlib"}, {"data.name": "text"}),
+    ("data.validate", {"w": "w.txt"}, "train.evaluate.every=0", {"data.name": "stdlib"},
+        {"data.name": "stdlib", "train.evaluate.every": 9}),
     ("data.weights", (1.0, 2.0), "data.name=synthetic", {}, {"data.name": "text", "data.path": ("a", "b")}),
     ("data.tokenizer", "x.json", "data.name=synthetic", {}, {"data.name": "tokens", "data.path": "a"}),
     ("data.end", 7, "data.name=synthetic", {}, {"data.name": "text", "data.path": "a"}),

@@ -12,7 +12,7 @@ from distrain.trainer.plan.layout_of_run import layout_of_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.warnings import WARNINGS
 from distrain.trainer.spec.changed_run import with_changes
-from distrain.trainer.spec.run import Offload
+from distrain.trainer.spec.run import Data, DataStage, Offload
 
 # Runs that are legal but slow, wasteful or not fully planned: (the warning's rule, keys, how the warning begins).
 
@@ -72,6 +72,9 @@ COSTLY: list[tuple[str, Keys, str]] = [
         "parallel.tp=4 is more than model.kv_heads=2: each is held by 2 ranks"),
     ("rampup", {"train.rampup.batch": (32, 64), "train.rampup.until": (1e6, 1e9)},
         "the run ends with steps of 64 sequences: train.batch=256 is never trained: end train.rampup.until before the run"),
+    ("stages", {"data": Data(name="text", path=("a", "b")), "data.stages": (
+        DataStage(weights=(1.0, 0.0), until=1e6), DataStage(weights=(1.0, 2.0), until=1e15), DataStage(weights=(1.0, 1.0)))},
+        "the run ends at 26.2 M tokens, in stage 2 of 3 of data.stages: later ones are never read: end the stages before the run ends"),
     ("idle", {"parallel.sequence": True},
         "parallel.sequence=true does nothing with parallel.tp=1"),
     ("recompute", {"parallel.recompute": "selective"},

@@ -20,8 +20,8 @@ Mode = Literal["look", "prepare"]
 class DataFacts:
     """Numbers of tokens for training and validation and of documents in a run's data; None where that is not known yet.
 
-    `key` identifies the tokens and does not depend on the names of their files. `exact`: none of the numbers is an estimate. `sources` are
-    (weight, tokens that an epoch reads) of each source. `remarks` are lines for the user.
+    `key` identifies the tokens and does not depend on the names of their files. `exact`: none of the numbers is an estimate. `epochs` are
+    the tokens that an epoch of each source reads. `remarks` are lines for the user.
     """
 
     key: str | None
@@ -29,19 +29,24 @@ class DataFacts:
     validation_tokens: int | None
     documents: int | None
     exact: bool
-    sources: tuple[tuple[float, int | None], ...]
+    epochs: tuple[int | None, ...]
     remarks: tuple[str, ...]
 
 
 def names_files(run: Run) -> bool:
     """Whether a run's data section names files of the user's, or is wrong about them."""
-    return run.data.path is not None or run.data.name in ("text", "tokens", "pairs", "preferences") or run.data.tokenizer != "bytes"
+    return bool(_paths(run)) or run.data.name in ("text", "tokens", "pairs", "preferences") or run.data.tokenizer != "bytes"
 
 
 def are_local(run: Run) -> bool:
     """Whether a run's files should be on this machine: a run on other hosts may have them only there."""
-    paths = (run.data.path,) if isinstance(run.data.path, str) else run.data.path or ()
-    return run.launch.name == "local" or all(Path(path).expanduser().exists() for path in paths)
+    return run.launch.name == "local" or all(Path(path).expanduser().exists() for path in _paths(run))
+
+
+def _paths(run: Run) -> list[str]:
+    """Return the files, folders and patterns that a run trains on or validates with."""
+    several = [run.data.path or (), *(run.data.validate or {}).values()]
+    return [path for each in several for path in ((each,) if isinstance(each, str) else each)]
 
 
 def survey_data(run: Run, mode: Mode, progress: Callable[[str], None] = lambda line: None) -> DataFacts:
@@ -80,6 +85,6 @@ def survey_data(run: Run, mode: Mode, progress: Callable[[str], None] = lambda l
         validation_tokens=facts["tokens"]["validation"],
         documents=facts["documents"],
         exact=facts["exact"],
-        sources=tuple((each["weight"], each["epoch"]) for each in facts["sources"]),
+        epochs=tuple(each["epoch"] for each in facts["sources"]),
         remarks=tuple(remarks),
     )

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..models.families import is_made_by_transformers
-from ..plan.result import Plan
+from ..plan.result import Plan, WholeRun
+from ..spec.derived.data_blends import tokens_of_sources
 from ..spec.numbers.as_text import count_text
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
@@ -41,7 +42,7 @@ class FileChecks:
         return _with_resume(run, FileCheck(problems=(*problems, *weight_problems(run)), data=data))
 
     def _data(self, run: Run) -> DataFacts | tuple[Problem, ...]:
-        key = repr((run.data, run.model.vocab, run.train.seq, run.launch.name))
+        key = repr((run.data, run.model.vocab, run.train.seq, run.train.evaluate.every > 0, run.launch.name))
         if key not in self._surveys:
             try:
                 self._surveys[key] = survey_data(run, "look")
@@ -99,11 +100,11 @@ def epoch_warnings(run: Run, plan: Plan, data: DataFacts | None) -> Iterator[Pro
     """Warn if a run repeats its data far more often than helps."""
     if data is None or plan.run is None:
         return
-    whole = sum(weight for weight, _ in data.sources)
-    epochs = max((plan.run.tokens * weight / whole / tokens for weight, tokens in data.sources if tokens), default=0.0)
+    read = zip(tokens_of_sources(run.data, plan.run.tokens), data.epochs, strict=True)
+    epochs = max((tokens / epoch for tokens, epoch in read if epoch), default=0.0)
     if epochs > MANY_EPOCHS and data.train_tokens:
         about = "" if data.exact else "about "
-        often = f"{epochs:,.0f} epochs" + (" of one of its sources" if len(data.sources) > 1 else "")
+        often = f"{epochs:,.0f} epochs" + (" of one of its sources" if len(data.epochs) > 1 else "")
         says = f"the run reads {count_text(plan.run.tokens)} tokens, and the data hold {about}{count_text(data.train_tokens)}: {often}"
         yield Problem(rule="epochs", says=says, mend=f"beyond {MANY_EPOCHS:.0f} they teach less and less (arXiv:2305.16264)")
 
@@ -113,4 +114,12 @@ def with_files(run: Run, plan: Plan, check: FileCheck) -> Plan:
     refused = tuple(replace(each, says=f"{WOULD_REFUSE}: {each.says}") for each in check.problems)
     said = tuple(Problem(rule="data", says=remark) for remark in check.data.remarks) if check.data else ()
     warnings = (*plan.warnings, *refused, *said, *epoch_warnings(run, plan, check.data))
-    return replace(plan, warnings=warnings, runnable=plan.runnable and not refused)
+    return replace(plan, warnings=warnings, runnable=plan.runnable and not refused, run=_with_epochs(plan.run, check.data))
+
+
+def _with_epochs(run: WholeRun | None, data: DataFacts | None) -> WholeRun | None:
+    """Return the whole run with how often it reads each path, where that is known."""
+    if run is None or data is None or len(run.paths) != len(data.epochs):
+        return run
+    pairs = zip(run.paths, data.epochs, strict=True)
+    return replace(run, paths=tuple(replace(path, epochs=path.tokens / epoch) if epoch else path for path, epoch in pairs))

@@ -69,7 +69,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
             done = step + 1
             is_last = done == last
             stopping = stop_vote.vote(requested=stop.requested)
-            evaluates = setup.validation is not None and not stopping and (is_last or is_due(run.train.evaluate.every, done))
+            evaluates = bool(setup.validations) and not stopping and (is_last or is_due(run.train.evaluate.every, done))
             saves = stopping or is_save_due(run, done, last)
             finished = results.finish([result, *(setup.engine.flush() if evaluates or saves or is_last else ())])
             instruments.report(done, finished[-1].result.loss if finished else None)
@@ -136,7 +136,7 @@ def train_step(
 def log_step(
     run: Run, setup: TrainingSetup, step: FinishedStep, anomalies: Anomalies, meter: ThroughputMeter, *, logs: bool, evaluates: bool
 ) -> None:
-    """Write the metrics of a finished step if it `logs` or is anomalous, and its validation loss if it `evaluates`."""
+    """Write the metrics of a finished step if it `logs` or is anomalous, and its validation losses if it `evaluates`."""
     row = anomalies.add_step(step.result, step.done)
     if row or logs:
         row = step_row(setup.start.after(run, step.done), step.result, step.lr, meter) | row
@@ -147,13 +147,14 @@ def log_step(
 
 
 def _validation_row(run: Run, setup: TrainingSetup) -> dict[str, Any]:
-    """Evaluate train.evaluate.batches batches of the validation split."""
-    assert setup.validation is not None
+    """Evaluate the text that is held out and each validation set; return what a row has of them."""
     setup.channel.report_phase("evaluate")
-    samples = range(run.train.evaluate.batches * run.train.batch)
-    found = evaluate(run, setup.engine, setup.grid, setup.validation, samples, setup.channel.report_progress)
-    pairs = {} if found.preferences is None else preference_row(found.preferences, "validation_")
-    return {"validation_loss": finite_or_none(found.loss)} | pairs
+    on_progress, row = setup.channel.report_progress, dict[str, Any]()
+    for each in setup.validations:
+        found = evaluate(run, setup.engine, setup.grid, each.batches, each.samples, on_progress)
+        row |= {each.key: finite_or_none(found.loss)}
+        row |= preference_row(found.preferences, "validation_") if found.preferences else {}
+    return row
 
 
 def is_due(every: int, done: int) -> bool:

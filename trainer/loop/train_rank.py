@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -21,6 +21,8 @@ from ..plan.layout.workers import worker_ranks
 from ..plan.mesh_position import mesh_position
 from ..plan.plan import make_plan
 from ..plan.result import Plan
+from ..rundir.metric_rows import validation_key
+from ..spec.numbers.as_text import plural
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
 from .build import build_engine
@@ -29,12 +31,15 @@ from .data.prepare import cache_folder, prepare_corpus
 from .data.samples.batches import Batches
 from .data.samples.corpus import Corpus
 from .data.samples.corpus_stats import corpus_stats, stats_line
+from .data.source_reader import Progress
+from .data.validation_sets import prepare_validation_sets
 from .failures.fail_together import fail_together
 from .failures.failure import AllRanksFailed, report_failure
 from .metrics.sinks import SinkContext, Sinks
 from .metrics.throughput import planned_figures
 from .state.start_state import load_initial_state
 from .state.training_setup import TrainingSetup
+from .step.evaluate import Validation, validations_of
 from .step.train_progress import TrainProgress
 from .train import train
 
@@ -81,9 +86,8 @@ def _wait_for_all(host: dist.ProcessGroup) -> None:
 def set_up_training(run: Run, folder: Path, world: World, host: dist.ProcessGroup, channel: Channel, at_end: ExitStack) -> TrainingSetup:
     """Open the data, build the engine, load its initial state and open the sinks; all ranks call this together."""
     gather = gather_over(host)
-    corpus = _open_corpus(run, world, channel, gather)
-    batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)
-    validation = Batches(corpus, seed=run.train.seed, seq=run.train.seq, split="validation") if run.train.evaluate.every else None
+    corpus, sets = _open_data(run, world, channel, gather)
+    batches, validations = Batches(corpus, seed=run.train.seed, seq=run.train.seq), validations_of(run, corpus, sets)
 
     plan = make_plan(run)
     copies = head_shards(run, run.parallel.tp).copies
@@ -92,16 +96,17 @@ def set_up_training(run: Run, folder: Path, world: World, host: dist.ProcessGrou
     inner = inner_ranks(run.parallel, position.mesh, run.cluster.gpus)
     groups = make_grid(world, position, copies=copies, shard=shard, worker=worker, inner=inner)
     engine = build_engine(run, groups, plan.engine)
-    start, recent = load_initial_state(run, folder, groups, engine, batches, validation, channel, gather, host)
+    start, recent = load_initial_state(run, folder, groups, engine, batches, validations, channel, gather, host)
 
     sinks = None
     if world.is_rank0:
         sinks = _open_sinks(run, plan, folder, start, channel, at_end)
         _report_data(run, corpus, start, channel)
+        _report_validation_sets(run, sets, validations, channel)
     return TrainingSetup(
         plan=plan,
         batches=batches,
-        validation=validation,
+        validations=validations,
         engine=engine,
         grid=groups,
         channel=channel,
@@ -113,24 +118,33 @@ def set_up_training(run: Run, folder: Path, world: World, host: dist.ProcessGrou
     )
 
 
-def _open_corpus(run: Run, world: World, channel: Channel, gather: Gather) -> Corpus:
-    """Prepare the corpus on rank 0, then open it on all ranks; raises AllRanksFailed."""
-    prepared = partial(prepare_corpus, run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data))
+def _open_data(run: Run, world: World, channel: Channel, gather: Gather) -> tuple[Corpus, dict[str, Corpus]]:
+    """Prepare the corpus and the validation sets on rank 0, then open them on all ranks; raises AllRanksFailed."""
     show = _data_progress(channel, remarks=run.launch.name != "local")
-    fail_together(gather, lambda: prepared(progress=show) if world.is_rank0 else None)
-    return fail_together(gather, lambda: prepared(progress=lambda what, done, total: None, verify=False))
+    fail_together(gather, lambda: _read_data(run, show, verify=True) if world.is_rank0 else None)
+    return fail_together(gather, lambda: _read_data(run, lambda what, done, total: None, verify=False))
+
+
+def _read_data(run: Run, progress: Progress, *, verify: bool) -> tuple[Corpus, dict[str, Corpus]]:
+    where: dict[str, Any] = {"vocab": run.model.vocab, "seq": run.train.seq, "cache": cache_folder(run.data)}
+    corpus = prepare_corpus(run.data, **where, progress=progress, verify=verify)
+    sets = prepare_validation_sets(run.data, **where, progress=progress, verify=verify) if run.train.evaluate.every else {}
+    return corpus, sets
 
 
 def _data_progress(channel: Channel, *, remarks: bool) -> Callable[[str, int, int], None]:
-    """Return a callback that shows how far the preparation of data is.
+    """Return a callback that shows how far the preparation of data is, and each remark once.
 
     Without `remarks` those without a total are dropped: `fit` read the data before it started the ranks, and has shown them.
     """
 
+    said = set[str]()
+
     def show(what: str, done: int, total: int) -> None:
         if total:
             channel.report_status(f"{what}: {100 * done / total:.0f} %")
-        elif remarks:
+        elif remarks and what not in said:
+            said.add(what)
             channel.say(what)
 
     return show
@@ -142,13 +156,24 @@ def _open_sinks(run: Run, plan: Plan, folder: Path, start: TrainProgress, channe
     return sinks
 
 
+def _report_validation_sets(run: Run, sets: Mapping[str, Corpus], validations: Sequence[Validation], channel: Channel) -> None:
+    """Report the size of each validation set, and how much of it each evaluation reads."""
+    noun, by_key = "example" if run.data.name == "pairs" else "document", {each.key: each for each in validations}
+    for name, corpus in sets.items():
+        each, (source,) = by_key[validation_key(name)], corpus.sources
+        documents = f" in {plural(source.documents, noun)}" if source.documents is not None else ""
+        many, whole = len(each.samples), sum(each.batches.windows)
+        read = f"all {plural(whole, 'sequence')}" if many == whole else f"{many:,} of {plural(whole, 'sequence')}"
+        channel.say(f"validation set {name}: {corpus.size('validation'):,} tokens{documents}, {read} each time")
+
+
 def _report_data(run: Run, corpus: Corpus, start: TrainProgress, channel: Channel) -> None:
     """Report how much text there is, how often the run reads it, and the loss in tokens of a model that knows their frequencies only."""
     if run.data.name != "synthetic":
         noun = "pair" if run.data.has_preferences else "example" if run.data.has_prompts else "document"
         tokens = start.after(run, max(start.step, start.last_step(run))).tokens
-        channel.say(stats_line(corpus_stats(corpus, run.train.seq), tokens, noun))
+        channel.say(stats_line(corpus_stats(corpus, run.train.seq), run.data, tokens, noun))
     if run.data.has_preferences:
         return  # the loss is not of tokens
-    what = "completions" if corpus.examples else "text"
+    what = f"{'completions' if corpus.examples else 'text'}{' of the first stage' if run.data.stages else ''}"
     channel.say(f"unigram entropy of the training {what}: {corpus.entropy:.4f} nats a token")

@@ -149,9 +149,26 @@ class PreferencePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageOfRun:
+    """The tokens of a run that are read in a stage of its data, and the weights of the paths in it."""
+
+    tokens: float
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathOfRun:
+    """The tokens of a run that are read from a path of its data, and how often all of the path's (None: its size is not known here)."""
+
+    tokens: float
+    epochs: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class WholeRun:
     """The whole run: model FLOPs, seconds if all devices ran at their peak, planned seconds, bytes of a checkpoint. `mfu` is the mean over
-    the run; `levels` are those of a batch that is ramped up, () where every step has the same. `preferences`: of a run on these."""
+    the run; `levels` are those of a batch that is ramped up, () where every step has the same. `stages` are those of data.stages that the
+    run begins, and `paths` what it reads from each path in them; () where the blend does not change. `preferences`: of a run on these."""
 
     steps: int
     tokens: int
@@ -163,6 +180,8 @@ class WholeRun:
     checkpoint_bytes: int
     mfu: float | None = None  # None: no time or no peak
     levels: tuple[BatchLevel, ...] = ()
+    stages: tuple[StageOfRun, ...] = ()
+    paths: tuple[PathOfRun, ...] = ()
     preferences: PreferencePlan | None = None
 
 

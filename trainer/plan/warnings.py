@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 from ..models.families import has_experts
 from ..models.ops.op_table import block_weights
-from ..spec.derived.batch_levels import level_of_step, run_steps
+from ..spec.derived.batch_levels import level_of_step, run_steps, samples_before
+from ..spec.derived.data_blends import tokens_of_stages
 from ..spec.keys.units import LINK, gib_text, percent_text
-from ..spec.numbers.as_text import plural
+from ..spec.numbers.as_text import count_text, plural
 from ..spec.problem import Problem
 from .axes.low_rank import FactorElements
 from .axes.weight_slices import HeadShards, idle_ranks, local_sizes
@@ -179,6 +180,16 @@ def _unfinished_rampup(context: CostContext, layout: Layout, cost: LayoutCost, t
         yield Problem(rule="rampup", says=says, mend="end train.rampup.until before the run")
 
 
+def _unread_stages(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    """A run that ends before its last stage of data begins."""
+    run = context.run
+    tokens = samples_before(run.train, run_steps(run.train)) * run.train.seq
+    many, begun = len(run.data.stages or ()), len(tokens_of_stages(run.data, tokens))
+    if begun < many:
+        says = f"the run ends at {count_text(tokens)} tokens, in stage {begun} of {many} of data.stages: later ones are never read"
+        yield Problem(rule="stages", says=says, mend="end the stages before the run ends")
+
+
 def _padding(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     model, sizes, degree = context.run.model, context.table.sizes, layout.mesh.tp
     local = local_sizes(sizes, degree, vocab_multiple=model.vocab_multiple)
@@ -307,6 +318,7 @@ WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], I
     _stale_gradients,
     _unbalanced_stages,
     _unfinished_rampup,
+    _unread_stages,
     _padding,
     _replicated_kv_heads,
     _useless_recompute,

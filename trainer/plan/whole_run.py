@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ..spec.derived.batch_levels import levels_of_run
+from ..spec.derived.data_blends import tokens_of_sources, tokens_of_stages
 from .costs.checkpoint import saved_width
 from .costs.cost_context import CostContext
 from .gpu_hours_cost import gpu_hours_cost
 from .layout.layout import Layout
 from .layout_cost import StepSeconds, layout_cost
 from .layout_of_run import layout_at_batch
-from .result import BatchLevel, WholeRun
+from .result import BatchLevel, PathOfRun, StageOfRun, WholeRun
 
 
 def plan_whole_run(context: CostContext, layout: Layout, seconds: StepSeconds | None, errors: int = 0) -> WholeRun:
@@ -21,6 +22,7 @@ def plan_whole_run(context: CostContext, layout: Layout, seconds: StepSeconds | 
     tokens = sum([each.tokens for each in levels])
     flops = context.flops_per_token * tokens
     peak = device.peak.get(train.precision)
+    changes = bool(run.data.stages)
     total = sum([each.steps * (each.step or 0.0) for each in levels]) if seconds else None
     return WholeRun(
         steps=sum([each.steps for each in levels]),
@@ -36,6 +38,8 @@ def plan_whole_run(context: CostContext, layout: Layout, seconds: StepSeconds | 
         + errors,
         mfu=flops / (peak * context.world * total) if peak and total else None,
         levels=levels if train.rampup.batches else (),
+        stages=tuple([StageOfRun(tokens=many, weights=weights) for many, weights in tokens_of_stages(run.data, tokens)]) if changes else (),
+        paths=tuple([PathOfRun(tokens=each) for each in tokens_of_sources(run.data, tokens)]) if changes else (),
     )
 
 

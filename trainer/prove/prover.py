@@ -198,8 +198,8 @@ class Prover:
         self._live(f"{result.trial.layout.name}: one process simulates its {simulated.replace('_', ' ')}")
         reply = self._server.ask(simulated, layout=str(result.trial.folder))
         if answer := reply.get("answer"):
-            losses, norms, evaluation = tuple(answer["losses"]), tuple(answer["norms"]), answer["evaluation"]
-            result = replace(result, held_to=Curve(losses=losses, norms=norms, rates=result.curve.rates, evaluation=evaluation))
+            losses, norms, rates = tuple(answer["losses"]), tuple(answer["norms"]), result.curve.rates
+            result = replace(result, held_to=Curve(losses=losses, norms=norms, rates=rates, evaluations=answer["evaluations"]))
         return self._with_answer(result, reference, reply)
 
     def _with_answer(self, result: LayoutResult, reference: LayoutResult, reply: Mapping[str, Any]) -> LayoutResult:

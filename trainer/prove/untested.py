@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..models.families import has_experts
-from ..spec.derived.batch_levels import steps_of_levels
+from ..spec.derived.batch_levels import samples_before, steps_of_levels
+from ..spec.derived.data_blends import tokens_of_stages
+from ..spec.numbers.as_text import plural
 from ..spec.run import Run
 from .judge import ProofResult
 from .trials.plan_proof import Proof
@@ -55,6 +57,12 @@ def skipped_checks(proof: Proof, result: ProofResult) -> Iterator[str]:
         yield "evaluation"
     if len(begun := steps_of_levels(proof.reference.run.train)) > 1 and begun[1].steps >= proof.steps:
         yield f"a batch that grows, as train.rampup has it after step {begun[1].steps:,}"
+
+    run = proof.reference.run
+    tokens = samples_before(run.train, proof.steps) * run.train.seq
+    unread = len(run.data.stages or ()) - len(tokens_of_stages(run.data, tokens))
+    if unread > 0:
+        yield f"{plural(unread, 'later stage')} of data.stages"
 
 
 def _pads_vocabulary(run: Run) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..spec.changed_run import with_changes
 from ..spec.run import Run
 
-PATH_KEYS = ("model.hf", "model.weights", "data.cache", "log.dir", "launch.hostfile")  # and data.path, data.tokenizer
+PATH_KEYS = ("model.hf", "model.weights", "data.cache", "log.dir", "launch.hostfile")  # and those of data
 
 
 def relative_folder(folder: Path) -> str:
@@ -22,9 +22,9 @@ def with_absolute_paths(run: Run) -> Run:
     paths = {key: getattr(getattr(run, part), name) for key in PATH_KEYS for part, name in [key.split(".")]}
     found: dict[str, object] = {key: _absolute_path(value) for key, value in paths.items() if value}
     if run.data.path:
-        found["data.path"] = (
-            _absolute_pattern(run.data.path) if isinstance(run.data.path, str) else tuple(map(_absolute_pattern, run.data.path))
-        )
+        found["data.path"] = _absolute_patterns(run.data.path)
+    if run.data.validate:
+        found["data.validate"] = {name: _absolute_patterns(paths) for name, paths in run.data.validate.items()}
     if run.data.tokenizer != "bytes":
         found["data.tokenizer"] = _absolute_path(run.data.tokenizer)
     return with_changes(run, found.items())
@@ -33,6 +33,10 @@ def with_absolute_paths(run: Run) -> Run:
 def _absolute_path(path: str) -> str:
     """Return the absolute path; an empty one stays empty."""
     return str(Path(os.path.expanduser(path)).absolute()) if path else path
+
+
+def _absolute_patterns(words: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    return _absolute_pattern(words) if isinstance(words, str) else tuple(map(_absolute_pattern, words))
 
 
 def _absolute_pattern(word: str) -> str:

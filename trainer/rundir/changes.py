@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..plan.layout.layout import mesh_of
 from ..plan.layout.schedule_of_run import delay_of
 from ..plan.layout.workers import OUTER_MOMENTUM, worker_count
+from ..spec.derived.data_blends import blends_before
 from ..spec.problem import Problem
 from ..spec.read import value_text
 from ..spec.run import Model, Run
@@ -31,6 +32,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("model.router.bias_rate", "reported"),      # how fast, not where
     ("model.",               "refused"),
     ("data.cache",           "free"),
+    ("data.validate",        "free"),        # evaluated, not trained on
     ("data.",                "acceptable"),
     ("optim.name",           "acceptable"),
     ("optim.mup",            "acceptable"),    # the rates of most weights
@@ -71,6 +73,7 @@ FAMILY_KEY = "model.family"
 DELAY_KEYS = ("parallel.schedule", "parallel.pp", "parallel.vertical")  # by which weights are late
 SYNC_KEYS = ("parallel.sync.every", "parallel.sync.outer.lr", "parallel.sync.outer.momentum", "parallel.sync.outer.nesterov")
 MOMENTS_KEY = "optim.moments"
+BLEND_KEYS = ("data.weights", "data.stages")  # by which sources are blended, in the samples that were read and in those to come
 DOCUMENTS_KEY = "data.documents"  # which labels count, not which tokens there are
 
 
@@ -173,16 +176,18 @@ def compare_runs(
     now: Run,
     *,
     step: int,
+    samples: int | None = None,
     same_data: bool | None = None,
     configs: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
 ) -> Changes:
-    """Judge what changed since the checkpoint of a step was saved.
+    """Judge what changed since the checkpoint of a step was saved, after so many samples (None: step x train.batch).
 
     `same_data`: whether the tokens are the same, however they are named; None where that is not known yet, and then the keys
     for their place decide nothing. `configs` are the two config.json of a model of family hf.
     """
     found = [each for each in run_differences(before, now) if key_policy(each.key) != "free"]
-    data = list(_data_differences([each for each in found if each.key.startswith("data.")], now, same_data))
+    to_come = [each for each in found if each.key in BLEND_KEYS] if _same_so_far(before, now, step, samples) else []
+    data = list(_data_differences([each for each in found if each.key.startswith("data.") and each not in to_come], now, same_data))
     others = [each for each in found if not each.key.startswith("data.")]
     accepted = [each for each in (*data, *others) if key_policy(each.key) == "acceptable" and each.key in now.checkpoint.accept]
     refused = [each for each in (*data, *others) if key_policy(each.key) in ("refused", "acceptable") and each not in accepted]
@@ -199,6 +204,7 @@ def compare_runs(
         problems=(*(each.problem(step, names) for each in refused), *_config_problems(*configs, step=step)),
         reported=(
             *(each for each in others if key_policy(each.key) == "reported"),
+            *to_come,
             *_delay_differences(before, now),
             *_sync_differences(before, now),
         ),
@@ -207,6 +213,13 @@ def compare_runs(
         new_moments=tuple(kind for kind in new if kind not in old),
         dropped_moments=tuple(kind for kind in kept if kind not in new or kind not in old),
     )
+
+
+def _same_so_far(before: Run, now: Run, step: int, samples: int | None) -> bool:
+    """Return whether two runs blend the samples alike that the first has read: then they differ in stages to come alone."""
+    read = step * before.train.batch if samples is None else samples
+    old, new = (blends_before(each.data, before.train.seq, read) for each in (before, now))
+    return old == new
 
 
 def _delay_differences(before: Run, now: Run) -> Iterator[ChangedKey]:
@@ -239,11 +252,12 @@ def _sync_differences(before: Run, now: Run) -> Iterator[ChangedKey]:
 
 def _data_differences(found: list[ChangedKey], now: Run, same: bool | None) -> Iterator[ChangedKey]:
     """Yield the differences that mean different tokens or document ends; other names for the same tokens are no difference."""
-    documents, words = [each for each in found if each.key == DOCUMENTS_KEY], [each for each in found if each.key != DOCUMENTS_KEY]
-    yield from documents
+    documents, blended = [each for each in found if each.key == DOCUMENTS_KEY], [each for each in found if each.key in BLEND_KEYS]
+    words = [each for each in found if each not in documents and each not in blended]
+    yield from (*documents, *blended)
     if same is None:
         yield from (each for each in words if each.key not in DATA_PLACE_KEYS)
-    elif not same:
+    elif not same and not (blended and not words):  # another first blend alone is another identity
         key = "data.path" if now.data.path else "data.name"
         value = effective_values(now)[key]
         yield from words or [ChangedKey(key=key, before=value, now=value, content=True)]

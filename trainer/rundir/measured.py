@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..spec.numbers.as_text import plural
 from .checkpoints import checkpoint_steps
-from .metric_rows import SLOW_KEY, is_step_row
+from .metric_rows import SLOW_KEY, is_step_row, validation_losses
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number
 from .run_summary import newest_checkpoint, planned_steps
 from .saves_and_restarts import RecordedSave, RestartReason, SavesInAll, median_pause, recorded_saves, restart_reasons, saves_in_all
@@ -73,7 +73,7 @@ class MeasuredRun:
     speed: tuple[PlannedMeasured, ...]
     resident: int | None  # peak bytes of the process, including all that is not a tensor; on a GPU, of its allocator
     losses: tuple[tuple[int, float], ...]
-    validation: tuple[tuple[int, float], ...]
+    validation: tuple[tuple[int, float], ...]  # of the text that is held out, else of the first validation set
     step_bar: tuple[float, float] | None = None  # seconds between which the plan expects nine runs in ten
     is_warm: bool = True  # whether times leave out the first steps, which warm up
     lost: int = 0  # logged steps with a loss that was not finite, besides skipped ones
@@ -87,6 +87,7 @@ class MeasuredRun:
     whole_batch: bool = True  # whether it is train.batch
     loss_unit: str = "nats a token"
     accuracy: float | None = None  # of a run on preferences: the share of pairs in order at its last step
+    validations: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()  # by the name of a set; "" is the text that is held out
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
@@ -117,6 +118,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     steps, saves = max((int(row["step"]) for row in rows), default=0), tuple(recorded_saves(written))
     reasons = tuple(restart_reasons(written))
     skipped_spikes = sum("skipped" in row and ("spike" in row or "norm_spike" in row) for row in last)
+    validations = tuple(_validation_curves(rows))
     return MeasuredRun(
         name=name if isinstance(name, str) else folder.name,
         steps=steps,
@@ -136,7 +138,8 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         speed=tuple(_speed(plan, steady)),
         resident=max((int(row["memory_peak"]) for row in steady if row.get("memory_peak")), default=None),
         losses=tuple((int(row["step"]), row["loss"]) for row in rows if "loss" in row),
-        validation=tuple((int(row["step"]), row["validation_loss"]) for row in rows if "validation_loss" in row),
+        validation=dict(validations).get("", validations[0][1]) if validations else (),
+        validations=validations,
         step_bar=_step_bar(plan),
         is_warm=len(timed) != 1,
         lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
@@ -151,6 +154,13 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         loss_unit="of a pair of answers" if nested_value(run, "data", "name") == "preferences" else "nats a token",
         accuracy=next((row["accuracy"] for row in reversed(rows) if "accuracy" in row), None),
     )
+
+
+def _validation_curves(rows: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, tuple[tuple[int, float], ...]]]:
+    """The name and the losses by step of each validation set, that of the text that is held out first."""
+    losses = [(int(row["step"]), validation_losses(row)) for row in rows]
+    for name in sorted(dict.fromkeys(name for _, found in losses for name in found), key=bool):
+        yield name, tuple((step, found[name]) for step, found in losses if name in found)
 
 
 def _saved_steps(folder: Path) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from ..spec.problem import Problem, suggest_name
 from ..spec.run import Run
+from .absolute_paths import with_absolute_paths
 from .changes import Changes, acceptable_keys, compare_runs
 from .checkpoints import SavedStep, newest_saved
 from .run_in_manifest import CONFIG_KEY, read_hf_config, read_run_file, run_from_record
@@ -57,7 +58,10 @@ def compare_with_saved(before: Run, run: Run, saved: SavedStep, data_key: str | 
     """Judge what changed since the run `before` saved a checkpoint."""
     key = saved.extra.get("data", {}).get("key")
     same = None if key is None or data_key is None else key == data_key
-    return compare_runs(before, run, step=saved.step, same_data=same, configs=(saved.extra.get(CONFIG_KEY, {}), read_hf_config(run)))
+    configs = saved.extra.get(CONFIG_KEY, {}), read_hf_config(run)
+    return compare_runs(
+        before, with_absolute_paths(run), step=saved.step, samples=saved.extra.get("samples"), same_data=same, configs=configs
+    )
 
 
 def resume_mode_problem(folder: Path, mode: Mode, newest: Path | None, passed: tuple[str, ...]) -> Problem | None:

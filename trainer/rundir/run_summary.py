@@ -17,7 +17,7 @@ from .checkpoints import newest_saved
 from .files import OUTCOME_FILE
 from .lock import LOCK_FILE as LOCK
 from .lock import lock_holder
-from .metric_rows import is_step_row
+from .metric_rows import VALIDATION_KEY, is_step_row, main_validation_loss, validation_key, validation_losses
 from .read_files import nested_value
 
 State = Literal["running", "finished", "stopped", "failed", "new", "damaged"]
@@ -94,7 +94,7 @@ def run_summary(folder: Path) -> RunSummary:
         steps=steps,
         of=planned,
         loss=last.get("loss"),
-        validation=last.get("validation_loss"),
+        validation=main_validation_loss(last),
         checkpoint=checkpoint,
         when=_last_write(folder),
         state=state,
@@ -153,7 +153,7 @@ def planned_steps(plan: Mapping[str, Any], run: Mapping[str, Any]) -> int | None
 
 
 def _last_figures(file: Path) -> tuple[dict[str, Any], int]:
-    """The last step, loss and validation loss in metrics.jsonl, and how many of its lines can't be read.
+    """The last step, loss and validation losses in metrics.jsonl, and how many of its lines can't be read.
 
     A last line without its newline is not counted: it is being written, or a crash cut it short and the next attempt repairs it.
     """
@@ -169,7 +169,7 @@ def _last_figures(file: Path) -> tuple[dict[str, Any], int]:
     found: dict[str, Any] = {}
     unreadable = 0
     for line in reversed(lines[1:-1] if start else lines[:-1]):
-        if {"step", "loss"} <= found.keys() and ("validation_loss" in found or b'"validation_loss"' not in line):
+        if {"step", "loss"} <= found.keys() and (validation_losses(found) or f'"{VALIDATION_KEY}'.encode() not in line):
             unreadable += not (line.startswith(b"{") and line.endswith(b"}"))  # most lines are not parsed
             continue
         row = _json_object(line)
@@ -182,7 +182,8 @@ def _last_figures(file: Path) -> tuple[dict[str, Any], int]:
 
 def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
     """The step and the finite losses of a logged row."""
-    losses = {key: row[key] for key in ("loss", "validation_loss") if isinstance(row.get(key), float) and isfinite(row[key])}
+    named = ("loss", *map(validation_key, validation_losses(row)))
+    losses = {key: row[key] for key in named if isinstance(row.get(key), float) and isfinite(row[key])}
     step = row.get("step")
     return losses | ({"step": step} if isinstance(step, int) and not isinstance(step, bool) else {})
 

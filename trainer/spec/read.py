@@ -60,6 +60,8 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
         return _section(value, nested, f"{key}.", problems)
     if get_origin(hint) is dict and isinstance(value, Mapping) and (names := _allowed_names(hint)):
         return _mapping(value, hint, names, key, problems)
+    if _is_list(value) and (kind := _listed_section(hint)):
+        return tuple([_listed(each, kind, f"{key}[{number}]", problems) for number, each in enumerate(value)])
     if isinstance(value, str) and value not in _allowed_names(hint) and (of := dimension_of(key)):
         parsed = parse_quantity(value, of)
         if parsed is None:
@@ -77,8 +79,34 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
             raise msgspec.ValidationError("not a finite number")
         return msgspec.convert(_as_integers(value), hint)
     except msgspec.ValidationError:
-        problems.append(_range_problem(value, hint, key) or _suffix_problem(value, hint, key) or _type_problem(value, hint, key))
+        inside = list(_item_problems(value, hint, key)) if isinstance(value, Mapping) else []
+        problems += inside or [_range_problem(value, hint, key) or _suffix_problem(value, hint, key) or _type_problem(value, hint, key)]
         return None
+
+
+def _listed_section(hint: Any) -> Any:
+    """Return the data class of which a key takes a list; None for any other key."""
+    return next((get_args(kind)[0] for kind in _choices(hint) if get_origin(kind) is tuple and is_dataclass(get_args(kind)[0])), None)
+
+
+def _listed(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
+    """Read one section of a list."""
+    if isinstance(value, Mapping):
+        return _section(value, kind, f"{key}.", problems)
+    problems.append(_type_problem(value, kind, key))
+    return None
+
+
+def _item_problems(value: Mapping[Any, Any], hint: Any, key: str) -> Iterator[Problem]:
+    """Yield the problems of the values of a mapping whose keys are the user's own names."""
+    kind = next((get_args(each)[1] for each in _choices(hint) if get_origin(each) is dict), None)
+    for name, each in value.items() if kind is not None else ():
+        found: list[Problem] = []
+        if isinstance(name, str):
+            _value(each, kind, f"{key}.{name}", found)
+        else:
+            found.append(Problem(rule="type", says=f"{key}: {name} is not a name", mend="begin it with a letter"))
+        yield from found
 
 
 def _mapping(value: Mapping[Any, Any], hint: Any, names: list[str], key: str, problems: list[Problem]) -> dict[str, Any]:
@@ -175,6 +203,9 @@ def _hint(value: Any, hint: Any, key: str) -> str:
     if list_kind is not None and _is_list(value):
         unknown = [each for each in value if isinstance(each, str) and each not in _allowed_names(get_args(list_kind)[0])]
         return _hint(unknown[0], get_args(list_kind)[0], key) if unknown else ""
+    own_names = next((get_args(kind)[1] for kind in kinds if get_origin(kind) is dict and get_args(kind)[0] is str), None)
+    if own_names is not None and value is not None and _accepts(value, own_names):
+        return f"write {key}.NAME={value_text(value)}"
     section = next((kind for kind in kinds if is_dataclass(kind)), None)
     if section is not None and not isinstance(value, Mapping | list | None):
         accepting = [row.name for row in fields(section) if _accepts(value, _key_types(section)[row.name])]
@@ -235,6 +266,15 @@ def value_text(value: Any) -> str:
         return "null"
     if _is_list(value):
         return f"[{','.join(map(value_text, value))}]"
+    if is_dataclass(value):
+        return value_text({row.name: _shorten(each) for row in fields(value) if (each := getattr(value, row.name)) != row.default})
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{value_text(each)}" for key, each in value.items()) + "}"
     return str(value)
+
+
+def _shorten(value: Any) -> Any:
+    """Return a value of a section with whole numbers as a user writes them, not as floats: 12000, 2e12."""
+    if _is_list(value):
+        return [_shorten(each) for each in value]
+    return f"{value:.12g}".replace("e+", "e") if isinstance(value, float) and value.is_integer() else value

@@ -13,6 +13,7 @@ from .sections.cluster import Cluster as Cluster
 from .sections.cluster import Device as Device
 from .sections.cluster import Link as Link
 from .sections.cluster import NodeHost as NodeHost
+from .sections.data_stage import DataStage as DataStage
 from .sections.model import LayerType as LayerType
 from .sections.model import Model as Model
 from .sections.optimizer import Optim
@@ -149,11 +150,12 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The data, its tokenizer, and the share held out for validation."""
+    """The data, its tokenizer, the share held out for validation, and validation sets of files of their own, by name."""
 
     name: Literal["stdlib", "text", "tokens", "pairs", "preferences", "synthetic"] = "synthetic"
     path: str | tuple[str, ...] | None = None
     weights: tuple[Positive, ...] | None = None
+    stages: tuple[DataStage, ...] | None = None
     tokenizer: str = "bytes"
     end: Natural | None = None
     text_key: str = "text"
@@ -163,6 +165,7 @@ class Data:
     rejected_key: str = "rejected"
     documents: bool = False
     validation: Below1 = 0.01
+    validate: dict[str, str | tuple[str, ...]] | None = None
     cache: str | None = None
 
     @property

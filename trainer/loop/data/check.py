@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...spec.derived.data_blends import has_sources
 from ...spec.numbers.as_text import plural
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Data
@@ -68,8 +69,9 @@ class CheckedData:
     tokenizer: Tokenizer | None
 
 
-def check_data(data: Data, vocab: int, remark: Remark) -> CheckedData:
-    """Return what there is to read; raises Unreadable with every problem of the keys, the files and the tokenizer."""
+def check_data(data: Data, vocab: int, remark: Remark, *, trains: bool = True) -> CheckedData:
+    """Return what there is to read; raises Unreadable with every problem of the keys, the files and the tokenizer. If it `trains`, files
+    that are named like held-out data are remarked on."""
     problems = _key_problems(data)
     by, groups, read = None, list[list[DataFile]](), list[list[TokenFile]]()
     if data.name in ("text", "stdlib") or data.has_prompts:
@@ -82,17 +84,16 @@ def check_data(data: Data, vocab: int, remark: Remark) -> CheckedData:
     if data.name == "text":
         problems += _text_problems(files, data.text_key)
         _remark_on_json(files, remark)
-        _remark_on_names(files, HELD_OUT | TEST_WORDS, remark)
     elif data.has_prompts:
         problems += _pair_problems(files, data)
-        _remark_on_names(files, HELD_OUT | TEST_WORDS, remark)
     elif data.name == "tokens":
         read = _open_token_files(data, vocab, groups, problems, remark)
-        _remark_on_names(files, TEST_WORDS, remark)
         if data.end is not None and data.end >= vocab:
             problems.append(
                 data_problem(f"data.end={data.end} is not in the vocabulary, model.vocab={vocab}", f"its ids end at {vocab - 1}")
             )
+    if trains and data.name in FROM_FILES:
+        _remark_on_names(files, TEST_WORDS if data.name == "tokens" else HELD_OUT | TEST_WORDS, remark)
     if problems:
         raise Unreadable(problems)
     return CheckedData(groups=groups, token_files=read, tokenizer=by)
@@ -137,13 +138,13 @@ def paths_of(data: Data) -> tuple[str, ...]:
 
 
 def _find_sources(data: Data, remark: Remark, problems: list[Problem]) -> list[list[DataFile]]:
-    """Return the files of each source: of each path if there are weights, else of all paths; append to `problems`."""
+    """Return the files of each source: of each path if paths have weights, else of all paths; append to `problems`."""
     key = data.prompt_key if data.has_prompts else data.text_key
     search = TOKEN_SEARCH if data.name == "tokens" else PAIR_SEARCH if data.has_prompts else TEXT_SEARCH
     if data.name != "tokens":
         search = search._replace(accepts=lambda path: _is_text_of(path, key))
     groups = find_files(paths_of(data), search, remark, problems)
-    return groups if data.weights else [[file for files in groups for file in files]]
+    return groups if has_sources(data) else [[file for files in groups for file in files]]
 
 
 def _is_text_of(path: Path, key: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...spec.derived.data_blends import blends, has_sources
 from ...spec.run import Data
 from .check import CheckedData, check_data
 from .file_hashes import NotCached
@@ -24,7 +25,7 @@ def prepare_corpus(data: Data, *, vocab: int, seq: int, cache: Path, progress: P
     `verify=False` trusts the sizes of files that another process on this node has just verified.
     """
     checked = check_data(data, vocab, lambda remark: progress(remark, 0, 0))
-    corpus = _read_corpus(checked, SourceReader(data, vocab, cache.expanduser(), progress, verify))
+    corpus = read_corpus(checked, SourceReader(data, vocab, cache.expanduser(), progress, verify))
     windows(corpus, seq, "train")
     if remark := packing_remark(corpus.examples, seq):
         progress(remark, 0, 0)
@@ -44,29 +45,30 @@ def cache_folder(data: Data) -> Path:
 def cached_corpus(checked: CheckedData, data: Data, *, vocab: int, cache: Path) -> Corpus | None:
     """Return the corpus if all of it is in the cache and this can be checked quickly; None otherwise."""
     try:
-        return _read_corpus(
+        return read_corpus(
             checked, SourceReader(data, vocab, cache.expanduser(), lambda what, done, total: None, verify=False, only_cached=True)
         )
     except NotCached:
         return None
 
 
-def _read_corpus(checked: CheckedData, reader: SourceReader) -> Corpus:
+def read_corpus(checked: CheckedData, reader: SourceReader) -> Corpus:
+    """Return the corpus of checked data, read as `reader` says; raises Unreadable, and NotCached if that is all that it reads."""
     data = reader.data
     read = _read_sources(checked, reader)
     sources = tuple(
         Source(
             tokens=each.tokens,
             validation=each.validation,
-            weight=weight,
             documents=each.documents,
             set_apart=each.set_apart,
             bytes=each.bytes,
         )
-        for each, weight in zip(read, data.weights or [1.0], strict=True)
+        for each in read
     )
-    key = hash_key([[each.key for each in read], data.weights, data.validation])
-    return Corpus(name=data.name, key=key, vocab=reader.vocab, sources=sources, documents=data.documents)
+    first = blends(data)[0].weights if has_sources(data) else None
+    key = hash_key([[each.key for each in read], first, data.validation])
+    return Corpus(name=data.name, key=key, vocab=reader.vocab, sources=sources, blends=blends(data), documents=data.documents)
 
 
 def _read_sources(checked: CheckedData, reader: SourceReader) -> list[SourceTokens]:

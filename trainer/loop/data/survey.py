@@ -39,6 +39,7 @@ from .tokenize.estimate import TokenEstimate, estimate_tokens
 from .tokenize.pairs import PairReader, keys_of
 from .tokenize.text_files import text_reader
 from .tokenize.workers import exit_with_parent
+from .validation_sets import CheckedSet, check_validation_sets, evaluates_held_out, read_validation_sets
 
 _INTERVAL = 0.1  # seconds between progress lines
 
@@ -129,8 +130,10 @@ def prepare_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, ev
     checked = check_data(data, vocab, answers.remark)
     if checked.tokenizer:
         _estimate_sources(checked, data, answers)  # for its remarks
+    sets = _check_sets(data, vocab, checked, answers) if evaluate else []
     corpus = prepare_corpus(data, vocab=vocab, seq=seq, cache=cache_folder(data), progress=answers.report_progress)
-    if evaluate:
+    read_validation_sets(sets, vocab=vocab, seq=seq, cache=cache_folder(data), progress=answers.report_progress)
+    if evaluate and evaluates_held_out(data, corpus):
         windows(corpus, seq, "validation")
     return replace(corpus_stats(corpus, seq), entropy=corpus.entropy)
 
@@ -138,11 +141,13 @@ def prepare_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, ev
 def quick_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, evaluate: bool) -> CorpusStats:
     """Return quick figures and write nothing; raises Unreadable with every problem."""
     checked = check_data(data, vocab, answers.remark)
+    if evaluate:
+        _check_sets(data, vocab, checked, answers)
     estimates = _estimate_sources(checked, data, answers) if checked.tokenizer else []
     corpus = cached_corpus(checked, data, vocab=vocab, cache=cache_folder(data))
     if corpus:
         windows(corpus, seq, "train")
-        if evaluate:
+        if evaluate and evaluates_held_out(data, corpus):
             windows(corpus, seq, "validation")
         if remark := packing_remark(corpus.examples, seq):
             answers.remark(remark)
@@ -153,6 +158,11 @@ def quick_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, eval
         parts, documents = _text_shares(estimates, data, seq), _rounded_sum([each.documents if each else None for each in estimates])
     exact = data.name == "tokens"
     return CorpusStats(key=None, sources=tuple(parts), documents=documents, exact=exact, bytes=_total_bytes(checked))
+
+
+def _check_sets(data: Data, vocab: int, checked: CheckedData, answers: AnswerStream) -> list[CheckedSet]:
+    """Return the validation sets; raises Unreadable with every problem of theirs."""
+    return check_validation_sets(data, vocab, [file for files in checked.groups for file in files], answers.remark)
 
 
 def _estimate_sources(checked: CheckedData, data: Data, answers: AnswerStream) -> list[TokenEstimate | None]:
@@ -166,14 +176,14 @@ def _estimate_sources(checked: CheckedData, data: Data, answers: AnswerStream) -
 def _token_file_shares(checked: CheckedData, data: Data, seq: int) -> list[SourceShare]:
     """Return the tokens of each source of token files; raises Unreadable if one is certainly too short to train on."""
     parts, problems = list[SourceShare](), list[Problem]()
-    for index, (files, weight) in enumerate(zip(checked.token_files, data.weights or (1.0,), strict=True)):
+    for index, files in enumerate(checked.token_files):
         size, apart = sum(each.size for each in files), validation_flags(files)
         held = round(size * data.validation) if apart is None else sum(each.size for each, held in zip(files, apart, strict=True) if held)
         split_is_known = apart is not None or (data.end is None and all(each.bounds is None for each in files))
         if size - held <= seq and (split_is_known or size <= seq):
             name = source_name(data.name, index, len(checked.token_files))
             problems.append(shortage(name, size - held, size, seq, "train", set_apart=apart is not None))
-        parts.append(SourceShare(weight=weight, train=size - held, validation=held))
+        parts.append(SourceShare(train=size - held, validation=held))
     if problems:
         raise Unreadable(problems)
     return parts
@@ -182,12 +192,12 @@ def _token_file_shares(checked: CheckedData, data: Data, seq: int) -> list[Sourc
 def _text_shares(estimates: list[TokenEstimate | None], data: Data, seq: int) -> list[SourceShare]:
     """Return the tokens of each source of text; raises Unreadable if one is certainly too short to train on."""
     parts, problems = list[SourceShare](), list[Problem]()
-    for index, (each, weight) in enumerate(zip(estimates, data.weights or (1.0,), strict=True)):
+    for index, each in enumerate(estimates):
         size = None if each is None else round(each.tokens)
         held = None if size is None else round(size * data.validation)
         if each and each.exact and size is not None and size <= seq:
             problems.append(shortage(source_name(data.name, index, len(estimates)), size, size, seq, "train", set_apart=False))
-        parts.append(SourceShare(weight=weight, train=None if size is None or held is None else size - held, validation=held))
+        parts.append(SourceShare(train=None if size is None or held is None else size - held, validation=held))
     if problems:
         raise Unreadable(problems)
     return parts

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ...plan.result import Plan
-from ...rundir.metric_rows import is_step_row
+from ...rundir.metric_rows import is_step_row, validation_key
 from ...spec.read import value_text
 from ...spec.run import Run
 from ...system.atomic_file import append_line, write_atomically
@@ -29,7 +29,7 @@ MAX_WAITING_ROWS = 100_000  # the newest rows, kept in memory until the disk has
 WANDB = "wandb.json"  # in RUN_DIR: {"id", "project", "entity"} of the wandb run that all attempts of this run write to
 PLAN_KEYS = ("world", "mesh", "engine", "schedule", "microbatches", "model", "time", "bubble_fraction", "throughput", "run")
 TABLE_SECTIONS = ("model", "parallel", "train", "optim", "data", "plan")  # of the config, shown in TensorBoard's table of runs
-TABLE_CURVES = ("loss", "validation_loss", "grad_norm", "tokens_per_second")  # metrics of that table
+TABLE_CURVES = ("loss", validation_key(), "grad_norm", "tokens_per_second")  # metrics of that table, beside those of validation sets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,8 @@ class Tensorboard:
             for key, value in config.items()
             if key.split(".")[0] in TABLE_SECTIONS and isinstance(value, str | int | float)
         }
-        experiment, session_start, _ = tensorboard.summary.hparams(table, dict.fromkeys(TABLE_CURVES))
+        curves = (*TABLE_CURVES, *map(validation_key, context.run.data.validate or ()))
+        experiment, session_start, _ = tensorboard.summary.hparams(table, dict.fromkeys(curves))
         for summary in (experiment, session_start):
             self.writer.file_writer.add_summary(summary)
 

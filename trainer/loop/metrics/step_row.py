@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from ...engines.engine import PreferenceFigures, StepResult
+from ...rundir.metric_rows import validation_losses
 from ..step.train_progress import TrainProgress
 from .throughput import ThroughputMeter
 
@@ -54,8 +55,8 @@ def console_line(row: Row, last: int) -> str:
         parts.append(f"accuracy {row['accuracy']:.3f}")
     if row.get("margin") is not None:
         parts.append(f"margin {row['margin']:.4f}")
-    if row.get("validation_loss") is not None:
-        parts.append(f"validation {row['validation_loss']:.4f}")
+    if held := [f"{name} {loss:.4f}".lstrip() for name, loss in validation_losses(row).items() if loss is not None]:
+        parts.append(f"validation {', '.join(held)}")
     if row.get("validation_accuracy") is not None:
         parts.append(f"accuracy {row['validation_accuracy']:.3f}")
     if row.get("grad_norm") is not None:

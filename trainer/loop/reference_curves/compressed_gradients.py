@@ -25,7 +25,7 @@ from ...spec.run import Run
 from ...spec.sections.lr_schedule import learning_rate
 from ..data.samples.batches import Batch
 from ..train import is_due
-from .reference_run import ReferenceCurve, compare_with_run, evaluation_loss, plain_optimizer, read_batches, set_rate, whole_model
+from .reference_run import ReferenceCurve, compare_with_run, evaluation_losses, plain_optimizer, read_batches, set_rate, whole_model
 
 
 @dataclass(kw_only=True)
@@ -73,7 +73,7 @@ def compressed_curve(run: Run) -> ReferenceCurve:
     """
     train, steps = run.train, run.train.steps or 0
     ranks, blocks = mesh_position(run, 0).mesh.dp, simulated_blocks(run)
-    data, module = read_batches(run, "train"), whole_model(run)
+    data, module = read_batches(run), whole_model(run)
     weights = dict(module.named_parameters())
     optimizer = plain_optimizer(run, weights)
     losses, norms = [], []
@@ -99,8 +99,8 @@ def compressed_curve(run: Run) -> ReferenceCurve:
         if is_due(run.checkpoint.every, step + 1):
             for block in blocks:
                 block.restart()
-    evaluation = evaluation_loss(run, module, weights) if train.evaluate.every else None
-    return ReferenceCurve(losses=losses, norms=norms, evaluation=evaluation, weights=weights)
+    evaluations = evaluation_losses(run, module, weights)
+    return ReferenceCurve(losses=losses, norms=norms, evaluations=evaluations, weights=weights)
 
 
 def simulated_blocks(run: Run) -> list[SimulatedBlock]:

@@ -19,7 +19,7 @@ from .reference_run import (
     ReferenceCurve,
     compare_with_run,
     copy_weights,
-    evaluation_loss,
+    evaluation_losses,
     mean_loss,
     plain_optimizer,
     read_batches,
@@ -33,7 +33,7 @@ def delayed_curve(run: Run) -> ReferenceCurve:
     train, parallel, steps = run.train, run.parallel, run.train.steps or 0
     late = _updates_late(parallel)
     stages = _weights_of_stages(run)
-    data, module = read_batches(run, "train"), whole_model(run)
+    data, module = read_batches(run), whole_model(run)
     newest = dict(module.named_parameters())
     optimizers = [plain_optimizer(run, {name: newest[name] for name in names}) for names in stages]
     oldest = max(late(stage) for stage in range(len(stages)))
@@ -62,8 +62,8 @@ def delayed_curve(run: Run) -> ReferenceCurve:
         norms.append((sum(squares) / len(totals)) ** 0.5)
         if is_due(train.evaluate.every, step + 1) or is_due(run.checkpoint.every, step + 1):
             history = deque([history[-1]], maxlen=oldest + 1)  # a flush: the next sequences meet the newest weights
-    evaluation = evaluation_loss(run, module, newest) if train.evaluate.every else None
-    return ReferenceCurve(losses=losses, norms=norms, evaluation=evaluation, weights=newest)
+    evaluations = evaluation_losses(run, module, newest)
+    return ReferenceCurve(losses=losses, norms=norms, evaluations=evaluations, weights=newest)
 
 
 def _updates_late(parallel: Parallel) -> Callable[[int], int]:

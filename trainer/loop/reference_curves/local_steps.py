@@ -19,7 +19,7 @@ from .reference_run import (
     ReferenceCurve,
     compare_with_run,
     copy_weights,
-    evaluation_loss,
+    evaluation_losses,
     mean_loss,
     plain_optimizer,
     read_batches,
@@ -40,7 +40,7 @@ def local_steps_curve(run: Run) -> ReferenceCurve:
     """Train a run of parallel.sync.every > 1, in any layout, in one process."""
     train, steps, sync = run.train, run.train.steps or 0, run.parallel.sync
     mesh = mesh_of(run.parallel, run.cluster.nodes * run.cluster.gpus)
-    data, module = read_batches(run, "train"), whole_model(run)
+    data, module = read_batches(run), whole_model(run)
     workers = [_Worker(run, module) for _ in range(worker_count(run.parallel, mesh, run.cluster.gpus))]
     agreed = [nn.Parameter(each.detach().clone()) for each in module.parameters()]
     outer = torch.optim.SGD(agreed, lr=sync.outer.lr, momentum=sync.outer.momentum, nesterov=sync.outer.nesterov)
@@ -57,8 +57,8 @@ def local_steps_curve(run: Run) -> ReferenceCurve:
             _step_together(workers, agreed, outer)
         if is_save_due(run, done, steps):
             _average_states(run, workers)
-    evaluation = evaluation_loss(run, module, workers[0].weights) if train.evaluate.every else None
-    return ReferenceCurve(losses=losses, norms=norms, evaluation=evaluation, weights=copy_weights(workers[0].weights))
+    evaluations = evaluation_losses(run, module, workers[0].weights)
+    return ReferenceCurve(losses=losses, norms=norms, evaluations=evaluations, weights=copy_weights(workers[0].weights))
 
 
 def _step_alone(run: Run, module: nn.Module, worker: _Worker, batch: Batch, step: int) -> tuple[float, float]:

@@ -26,19 +26,22 @@ from ...spec.run import Parallel, Run
 from ..checkpoint import LoadFailed
 from ..data.prepare import cache_folder, prepare_corpus
 from ..data.samples.batches import Batch, Batches
+from ..data.samples.corpus import Corpus
+from ..data.validation_sets import prepare_validation_sets
 from ..offline.weight_diff import furthest_weight, read_last_weights
+from ..step.evaluate import validations_of
 
 Weights = Mapping[str, Tensor]  # by logical name
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceCurve:
-    """The mean loss of each step, the root mean square of its updates' gradient norms, the loss of the evaluation at the end (None: there
-    is none), and the weights at the end."""
+    """The mean loss of each step, the root mean square of its updates' gradient norms, the losses of the evaluation at the end by their
+    keys in rows ({}: there is none), and the weights at the end."""
 
     losses: list[float]
     norms: list[float]
-    evaluation: float | None
+    evaluations: Mapping[str, float]
     weights: Weights
 
 
@@ -90,10 +93,19 @@ def _round_moments(run: Run, weights: Mapping[str, nn.Parameter], optimizer: tor
             held.copy_(held.to(torch.bfloat16) if near else round_at_random(held.view(words.shape), words, half).view(held.shape))
 
 
-def read_batches(run: Run, split: Any) -> Batches:
-    """Return the samples of a split."""
-    corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
-    return Batches(corpus, seed=run.train.seed, seq=run.train.seq, split=split)
+def read_batches(run: Run) -> Batches:
+    """Return the samples that a run trains on."""
+    return Batches(_corpus(run), seed=run.train.seed, seq=run.train.seq)
+
+
+def _corpus(run: Run) -> Corpus:
+    return prepare_corpus(run.data, **_where(run))
+
+
+def _where(run: Run) -> dict[str, Any]:
+    """Return how the run reads its data."""
+    cache = cache_folder(run.data)
+    return {"vocab": run.model.vocab, "seq": run.train.seq, "cache": cache, "progress": lambda *_: None}
 
 
 def mean_loss(run: Run, module: nn.Module, weights: Weights, batch: Batch, step: int | None) -> Tensor:
@@ -110,18 +122,19 @@ def mean_loss(run: Run, module: nn.Module, weights: Weights, batch: Batch, step:
     return loss
 
 
-def evaluation_loss(run: Run, module: nn.Module, weights: Weights) -> float:
-    """Return the loss of weights on the batches that the run evaluates."""
+def evaluation_losses(run: Run, module: nn.Module, weights: Weights) -> dict[str, float]:
+    """Return the losses of weights on what the run evaluates, by their keys in rows; {} where it evaluates nothing."""
+    sets = prepare_validation_sets(run.data, **_where(run)) if run.train.evaluate.every else {}
     with torch.no_grad():
         module.eval()
-        batch = read_batches(run, "validation").batch(0, run.train.evaluate.batches * run.train.batch)
-        return float(mean_loss(run, module, weights, batch, None))
+        batches = {each.key: each.batches.batch(0, len(each.samples)) for each in validations_of(run, _corpus(run), sets)}
+        return {key: float(mean_loss(run, module, weights, batch, None)) for key, batch in batches.items()}
 
 
 def compare_with_run(layout: str, simulate: Callable[[Run], ReferenceCurve]) -> dict[str, Any]:
     """Simulate the run of a run folder, and compare the weights with those that it ended with.
 
-    Returns {"losses", "norms", "evaluation", "weights": the largest difference, "weight": its name, "left_out": names of weights that are
+    Returns {"losses", "norms", "evaluations", "weights": the largest difference, "weight": its name, "left_out": names of weights that are
     not compared}. Raises LoadFailed if the run has no checkpoint, or begins with other weights than drawn ones.
     """
     run = decode((Path(layout) / "run.json").read_bytes(), type=Run)
@@ -130,4 +143,4 @@ def compare_with_run(layout: str, simulate: Callable[[Run], ReferenceCurve]) -> 
     curve, saved = simulate(run), read_last_weights(Path(layout))
     weights = {**dict(named_constants(whole_model(run))), **curve.weights}
     compared = furthest_weight(run, ((name, weights[name].detach(), tensor) for name, tensor in saved))
-    return {"losses": curve.losses, "norms": curve.norms, "evaluation": curve.evaluation, **compared}
+    return {"losses": curve.losses, "norms": curve.norms, "evaluations": curve.evaluations, **compared}

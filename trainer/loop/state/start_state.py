@@ -14,11 +14,13 @@ from ...launch.rank.channel import Channel, ignore_text
 from ...parallel.process_groups import Grid
 from ...rundir.changes import Changes, compare_runs
 from ...rundir.run_in_manifest import CONFIG_KEY, read_hf_config, run_from_record
+from ...spec.derived.data_blends import blends
 from ...spec.run import Run
 from ..checkpoint import Gather, SavedCheckpoint, choose_checkpoint
 from ..checkpoint.shard_positions import weight_shapes
 from ..data.samples.batches import Batches
 from ..failures.fail_together import fail_together
+from ..step.evaluate import Validation
 from ..step.train_progress import BEGINNING, TrainProgress, resumed_progress
 from .engine_state import dropped_errors, load_hf_weights, restore_engine
 from .reference_pass import compute_reference, find_reference
@@ -38,7 +40,7 @@ def load_initial_state(
     grid: Grid,
     engine: Engine,
     batches: Batches,
-    validation: Batches | None,
+    validations: Sequence[Validation],
     channel: Channel,
     gather: Gather,
     host: dist.ProcessGroup,
@@ -57,8 +59,8 @@ def load_initial_state(
         say(f"passed over {reason}")
     reference = None
     if run.data.has_preferences and run.train.preference.has_reference:
-        samples = _samples_to_read(run, search.checkpoint, changes_since)
-        splits = [(each, wanted) for each, wanted in zip((batches, validation), samples, strict=True) if each is not None]
+        splits = [(batches, _samples_to_read(run, search.checkpoint, changes_since))]
+        splits += [(each.batches, (each.samples,)) for each in validations]
         reference = find_reference(run, folder, grid, splits, channel, host)
     begins = not search.checkpoint or (reference is not None and not reference.is_complete)
     if run.model.weights and (run.model.lora.rank or begins):  # LoRA's checkpoints hold what is trained alone
@@ -88,7 +90,8 @@ def _load_checkpoint(
     """Load a checkpoint into the engine, check its loss, and say what has changed since it was saved."""
     fail_together(gather, partial(restore_engine, engine, checkpoint, changes.new_moments, channel.report_progress))
     channel.report_phase("compare")
-    check_resumed_loss(run, engine, grid, batches, checkpoint.step, checkpoint.extra)
+    before = run_from_record(checkpoint.extra) or run
+    check_resumed_loss(run, engine, grid, batches.blended(blends(before.data)), checkpoint.step, checkpoint.extra)
     dropped = dropped_errors(engine, checkpoint)
     if grid.world.is_rank0:
         for remark in filter(None, (*changes.remarks(checkpoint.step), dropped)):
@@ -103,15 +106,12 @@ def _resumed(run: Run, checkpoint: SavedCheckpoint, changes: Changes) -> TrainPr
     return resumed_progress(checkpoint.step, checkpoint.extra, before, run, other_data=changes.other_data)
 
 
-def _samples_to_read(
-    run: Run, checkpoint: SavedCheckpoint | None, changes_since: Callable[[SavedCheckpoint], Changes]
-) -> tuple[Sequence[range], Sequence[range]]:
-    """Return the samples that the run reads of its training and its validation split; those with which a checkpoint is checked are among
-    the former."""
+def _samples_to_read(run: Run, checkpoint: SavedCheckpoint | None, changes_since: Callable[[SavedCheckpoint], Changes]) -> Sequence[range]:
+    """Return the samples that the run trains on from here, and those with which a checkpoint is checked."""
     start = _resumed(run, checkpoint, changes_since(checkpoint)) if checkpoint else BEGINNING
     end = start.after(run, max(start.step, start.last_step(run))).sample + run.train.batch
     first, count = (checkpoint.extra if checkpoint else {}).get("first", {}).get("samples", (0, 0))
-    return (range(start.sample, end), range(first, first + count)), (range(run.train.evaluate.batches * run.train.batch),)
+    return range(start.sample, end), range(first, first + count)
 
 
 def _changes_since(run: Run, batches: Batches, checkpoint: SavedCheckpoint) -> Changes:
@@ -122,6 +122,7 @@ def _changes_since(run: Run, batches: Batches, checkpoint: SavedCheckpoint) -> C
         run_from_record(extra) or run,
         run,
         step=checkpoint.step,
+        samples=extra.get("samples"),
         same_data=None if key is None else key == batches.corpus.key,
         configs=(extra.get(CONFIG_KEY, {}), read_hf_config(run)),
     )

@@ -15,6 +15,7 @@ from ...parallel.world import World
 from ...plan.result import Plan
 from ..data.samples.batches import Batches
 from ..metrics.sinks import Sinks
+from ..step.evaluate import Validation
 from ..step.train_progress import TrainProgress
 
 
@@ -24,7 +25,7 @@ class TrainingSetup:
 
     plan: Plan
     batches: Batches  # of the training split
-    validation: Batches | None  # None: the run evaluates nothing
+    validations: tuple[Validation, ...]  # (): the run evaluates nothing
     engine: Engine
     grid: Grid
     channel: Channel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,8 +13,11 @@ from ...engines.engine import Engine, PreferenceFigures
 from ...launch.rank.channel import OnProgress, ignore_text
 from ...layers.preference_loss import FIGURES
 from ...parallel.process_groups import Grid
+from ...rundir.metric_rows import validation_key
 from ...spec.run import Run
 from ..data.samples.batches import Batches
+from ..data.samples.corpus import Corpus
+from ..data.validation_sets import evaluates_held_out
 from .model_inputs import model_inputs
 
 
@@ -21,6 +26,33 @@ class Evaluation(NamedTuple):
 
     loss: float
     preferences: PreferenceFigures | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """What an evaluation reads: the key of its loss in rows of metrics.jsonl, and samples, none twice of a set of its own."""
+
+    key: str
+    batches: Batches
+    samples: range
+
+
+def validations_of(run: Run, corpus: Corpus, sets: Mapping[str, Corpus]) -> tuple[Validation, ...]:
+    """Return what each evaluation of a run reads: train.evaluate.batches batches of the text that is held out, and as many of each
+    validation set, or all of a smaller one."""
+    if not run.train.evaluate.every:
+        return ()
+    many, found = run.train.evaluate.batches * run.train.batch, list[Validation]()
+    if evaluates_held_out(run.data, corpus):
+        found.append(Validation(key=validation_key(), batches=_read(run, corpus), samples=range(many)))
+    for name, each in sets.items():
+        batches = _read(run, each)
+        found.append(Validation(key=validation_key(name), batches=batches, samples=range(min(many, sum(batches.windows)))))
+    return tuple(found)
+
+
+def _read(run: Run, corpus: Corpus) -> Batches:
+    return Batches(corpus, seed=run.train.seed, seq=run.train.seq, split="validation")
 
 
 def evaluate(run: Run, engine: Engine, grid: Grid, batches: Batches, samples: range, on_progress: OnProgress = ignore_text) -> Evaluation:

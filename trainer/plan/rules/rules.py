@@ -20,6 +20,7 @@ from ..costs.precision import COMPUTES
 from ..engines import ENGINES, PAPERS_NAME
 from ..layout.mesh import replica_degrees
 from .broken_rule import BrokenRule, Rule
+from .data_rules import stages_rule, validate_rule
 from .degrees import nearest_divisors, replicas
 from .fp8_rule import fp8_rule
 from .further_tokens_rule import further_tokens_rule
@@ -289,8 +290,8 @@ def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (
     names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, router_rule, lora_rule, further_tokens_rule,
-    hugging_face_rule, mup_rule, pairs_rule, rampup_rule, length_rule, rates_rule, step_windows_rule, precision_rule, device_rule,
-    agreement_rule, preference_rule,
+    hugging_face_rule, mup_rule, pairs_rule, stages_rule, validate_rule, rampup_rule, length_rule, rates_rule, step_windows_rule,
+    precision_rule, device_rule, agreement_rule, preference_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,

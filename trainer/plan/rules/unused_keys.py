@@ -212,6 +212,7 @@ IDLE: dict[str, Condition] = {
     "data.completion_key":     _is_not("data.name", "pairs"),
     "data.chosen_key":         _is_not("data.name", "preferences"),
     "data.rejected_key":       _is_not("data.name", "preferences"),
+    "data.validate":           _is("train.evaluate.every", 0),
     "data.cache":              _is("data.name", "synthetic"),
     "log.profile":             _ends_before(lambda run: run.log.profile),
     "log.timeline":            _ends_before(lambda run: run.log.timeline),
@@ -247,7 +248,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
     "train.evaluate":  ("every",),
     "search":          ("by", "runnable", "rows", "headroom", "nodes", "boundaries"),
     "optim":           ("name", "lr", "weight_decay", "mup", "schedule", "warmup", "gradient_copy"),
-    "data":            ("name", "documents", "validation"),
+    "data":            ("name", "stages", "documents", "validation"),
     "log":             ("every", "sinks", "dir", "ledger"),
     "checkpoint":      ("every", "final", "keep", "resume", "accept"),  # the ends of runs that go on are saves, of which some are kept
     "launch":          ("name", "device_check"),

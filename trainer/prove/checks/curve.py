@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf, isfinite, nan
 from pathlib import Path
 
-from ...rundir.metric_rows import is_step_row
+from ...rundir.metric_rows import is_step_row, main_validation_loss, validation_key, validation_losses
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The loss (nats a token), gradient norm and learning rate of each step, and the loss of the last step's evaluation, if it made one."""
+    """The loss (nats a token), gradient norm and learning rate of each step, and the losses of the last step's evaluation by their keys in
+    rows, if it made one."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     rates: tuple[float, ...]
-    evaluation: float | None = None
+    evaluations: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def evaluation(self) -> float | None:
+        """The loss that stands for all of the evaluation's."""
+        loss: float | None = main_validation_loss(self.evaluations)
+        return loss
 
 
 def read_curve(folder: Path) -> Curve | None:
@@ -28,12 +35,12 @@ def read_curve(folder: Path) -> Curve | None:
     with suppress(OSError, ValueError, KeyError):
         written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         rows = [row for row in written if is_step_row(row)]
-        evaluations = [row["validation_loss"] for row in rows if "validation_loss" in row]
+        evaluations = [found for row in rows if (found := validation_losses(row))]
         return Curve(
             losses=tuple(_number(row["loss"]) for row in rows),
             norms=tuple(_number(row["grad_norm"]) for row in rows),
             rates=tuple(row["lr"] for row in rows),
-            evaluation=_number(evaluations[-1]) if evaluations else None,
+            evaluations={validation_key(name): _number(loss) for name, loss in evaluations[-1].items()} if evaluations else {},
         )
     return None
 
@@ -54,10 +61,10 @@ def norm_differences(one: Curve, other: Curve) -> list[float]:
 
 
 def evaluation_difference(one: Curve, other: Curve) -> float | None:
-    """The difference of the evaluations' losses; infinite if only the other lacks its own, None if the first curve has none."""
-    if one.evaluation is None:
+    """The largest difference of the evaluations' losses; infinite if only the other lacks one, None if the first curve has none."""
+    if not one.evaluations:
         return None
-    return largest([abs(one.evaluation - other.evaluation) if other.evaluation is not None else inf])
+    return largest([abs(loss - other.evaluations.get(key, inf)) for key, loss in one.evaluations.items()])
 
 
 def largest(differences: Sequence[float]) -> float:

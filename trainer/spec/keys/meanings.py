@@ -214,6 +214,7 @@ KEYS = {
     "data.name":                    Key("where tokens come from"),
     "data.path":                    Key("files, folders or patterns; none for stdlib and synthetic", null="to be set for the others"),
     "data.weights":                 Key("share of the samples for each path", null="all paths are one text"),
+    "data.stages":                  Key("weights of the paths in each stage, until so many tokens of the run", null="data.weights"),
     "data.tokenizer":               Key("bytes, or the path of a Hugging Face tokenizer.json"),
     "data.end":                     Key("token id that ends a document", null="0 of bytes, a tokenizer's own; none in files of tokens"),
     "data.text_key":                Key("key of the text in a line of .jsonl"),
@@ -223,6 +224,7 @@ KEYS = {
     "data.rejected_key":            Key("preferences: key of the answer that was rejected, of the prompt's kind"),
     "data.documents":               Key("attention and loss stay inside documents; pairs, preferences: of examples, always"),
     "data.validation":              Key("share of the tokens that is held out for validation"),
+    "data.validate":                Key("validation sets of files of their own, as NAME: PATH or NAME: [PATH, PATH]", null="none"),
     "data.cache":                   Key("folder that keeps tokenized text", null="distrain in the user's cache folder"),
 
     "log.every":                    Key("interval between logged steps", "steps"),

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ....layers.cross_entropy import IGNORED
 from ....layers.transformer.document_bounds import DocumentBounds, document_bounds
+from ....spec.derived.data_blends import Blend, sample_blends
 from .answer_pairs import AnswerPairs, References, answer_pairs
 from .corpus import Corpus, Split, windows
-from .order import Indices, blend, permuted_index, random_key
-from .packing import PackedWindows
+from .order import Indices, permuted_index, random_key
+from .packing import PADDING, PADDING_DOCUMENT, PackedWindows
+from .stages import source_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +71,28 @@ def microbatch_samples(first_sample: int, *, micro: int, dp_rank: int, dp: int, 
 class Batches:
     """The samples of a split, each a window of `seq` tokens and the next token of each.
 
-    The windows of a text lie end to end; those of examples hold whole ones, then padding. Training takes each once an epoch, in an
+    The windows of a text lie end to end, and what is left at its end is not read, unless the corpus pads it; those of examples hold whole
+    ones, then padding. Training takes each once an epoch, in an
     order that depends on (seed, source, epoch). Validation takes them in an order that depends only on the corpus, so that the
-    first few are a fair sample, and starts again at the end. Each of several sources has its own epochs, and a share by weight.
+    first few are a fair sample, and starts again at the end. Each of several sources has its own epochs, and a share by weight, which
+    stages of the run change; validation keeps that of the first stage.
     """
 
     def __init__(self, corpus: Corpus, *, seed: int, seq: int, split: Split = "train") -> None:
         """Raises Unreadable if a source has less than one window."""
         self.corpus, self.seq, self.split = corpus, seq, split
+        self._order = source_order(sample_blends(corpus.blends if split == "train" else corpus.blends[:1], seq))
         self.windows = windows(corpus, seq, split)  # of each source: samples in an epoch
         self._packed = [source.pack(split, seq) for source in corpus.sources]
         self.references: References | None = None  # of preferences, once they are known
         self.reference_identity: Mapping[str, Any] = {}  # what they depend on
         self._seed = seed if split == "train" else int(corpus.key[:15], 16)
+
+    def blended(self, blends: Sequence[Blend]) -> Batches:
+        """Return the batches of the same corpus that other blends of its sources make."""
+        other = copy(self)
+        other._order = source_order(sample_blends(blends, self.seq))
+        return other
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Return samples first_sample .. + count of the run, counted from 0 across epochs."""
@@ -98,7 +111,7 @@ class Batches:
                 assert documents is not None  # the corpus ignores labels
                 packed.fill(int(window[row]), tokens[row], documents[row], is_label[row])
             else:
-                self._fill(int(source[row]), int(window[row]), tokens[row], None if documents is None else documents[row])
+                self._fill(int(source[row]), int(window[row]), tokens[row], None if documents is None else documents[row], is_label[row])
         if documents is not None:
             is_label[:, 1:] &= documents[:, 1:] == documents[:, :-1]
         labels = np.where(is_label[:, 1:], tokens[:, 1:], IGNORED)
@@ -124,7 +137,7 @@ class Batches:
 
     def locate(self, samples: Indices) -> tuple[Indices, Indices]:
         """Return (source [n], window [n]) of each sample [n]."""
-        source, nth = blend(samples, [each.weight for each in self.corpus.sources])
+        source, nth = self._order.locate(samples)
         window = np.empty_like(nth)
         for index, size in enumerate(self.windows):
             mine = source == index
@@ -133,13 +146,18 @@ class Batches:
             window[mine] = permuted_index(place, size, key)
         return source, window
 
-    def _fill(self, source: int, window: int, tokens: Indices, documents: Indices | None) -> None:
+    def _fill(self, source: int, window: int, tokens: Indices, documents: Indices | None, is_label: NDArray[np.bool_]) -> None:
+        """Fill in a window of a text; padding fills the rest of a last one that is shorter."""
         read, filled = self.corpus.sources[source], 0
-        for start, length in read.ranges(self.split).pieces(window * self.seq, self.seq + 1):
+        ranges = read.ranges(self.split)
+        for start, length in ranges.pieces(window * self.seq, min(self.seq + 1, ranges.size - window * self.seq)):
             read.tokens.copy(start, tokens[filled : filled + length])
             if documents is not None:
                 documents[filled : filled + length] = read.tokens.documents(start, length)
             filled += length
+        tokens[filled:], is_label[filled:] = PADDING, False
+        if documents is not None:
+            documents[filled:] = PADDING_DOCUMENT
 
 
 def prefetch(batches: Batches, shards: Iterable[range], device: torch.device) -> Iterator[Batch]:

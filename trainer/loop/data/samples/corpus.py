@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ....spec.derived.data_blends import Blend
 from ....spec.problem import Problem, Unreadable
 from ..files.data_error import data_problem
 from .order import Indices, random_key
@@ -87,11 +88,10 @@ def merge_ranges(begins: Indices, ends: Indices) -> TokenRanges:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One data source; samples are drawn from sources in proportion to their weights."""
+    """One data source; samples are drawn from sources in proportion to the weights of a blend."""
 
     tokens: Tokens
     validation: TokenRanges
-    weight: float
     documents: int | None  # None: unknown
     bytes: int  # size of its files
     set_apart: bool  # whether files named for validation validate
@@ -117,13 +117,16 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """The sources of a run's batches; `key` depends only on their contents and the `data` keys."""
+    """The sources of a run's batches, and the blends of them that it reads one after another; `key` depends only on the contents of the
+    sources, the `data` keys and the first blend."""
 
     name: str
     key: str
     vocab: int
     sources: tuple[Source, ...]
+    blends: tuple[Blend, ...]
     documents: bool  # attention and loss stay inside documents
+    pads: bool = False  # the last window of a text may be shorter and is padded, so that no token is left out
 
     @property
     def examples(self) -> list[MappedExamples]:
@@ -146,8 +149,9 @@ class Corpus:
 
     @cached_property
     def entropy(self) -> float:
-        """Unigram entropy of the training text in nats a token, sources by weight: the loss of a model that knows only frequencies."""
-        weights = np.array([source.weight for source in self.sources]) / sum(source.weight for source in self.sources)
+        """Unigram entropy of the training text in nats a token, sources by the weights of the first blend: the loss of a model that knows
+        only frequencies."""
+        weights = np.array(self.blends[0].weights) / sum(self.blends[0].weights)
         shares = sum(weight * _id_frequencies(source, self.vocab) for weight, source in zip(weights, self.sources, strict=True))
         return float(-sum(share * log(share) for share in shares if share))
 
@@ -157,7 +161,7 @@ def windows(corpus: Corpus, seq: int, split: Split) -> tuple[int, ...]:
     counts, short = list[int](), list[Problem]()
     for index, source in enumerate(corpus.sources):
         name, size, packed = source_name(corpus.name, index, len(corpus.sources)), source.ranges(split).size, source.pack(split, seq)
-        counts.append((size - 1) // seq if packed is None else packed.size)
+        counts.append((size - 1 + (seq - 1) * corpus.pads) // seq if packed is None else packed.size)
         if counts[-1] < 1:
             whole, apart = source.tokens.size, source.set_apart
             short.append(_no_example(name, seq, split) if packed else shortage(name, size, whole, seq, split, set_apart=apart))

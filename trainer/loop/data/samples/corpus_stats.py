@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ....spec.derived.data_blends import tokens_of_sources
+from ....spec.run import Data
 from .corpus import Corpus
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceShare:
-    """One source: its weight, its tokens, and those that an epoch reads where its windows are padded (None: unknown)."""
+    """One source: its tokens, and those that an epoch reads where its windows are padded (None: unknown)."""
 
-    weight: float
     train: int | None
     validation: int | None
     padded: int | None = None
@@ -58,9 +59,7 @@ class CorpusStats:
             "exact": self.exact,
             "bytes": self.bytes,
             "entropy": self.entropy,
-            "sources": [
-                {"weight": part.weight, "train": part.train, "validation": part.validation, "epoch": part.epoch} for part in self.sources
-            ],
+            "sources": [{"train": part.train, "validation": part.validation, "epoch": part.epoch} for part in self.sources],
         }
 
 
@@ -68,7 +67,6 @@ def corpus_stats(corpus: Corpus, seq: int) -> CorpusStats:
     """Return the statistics of a prepared corpus, without `entropy`, which takes time (`corpus.entropy`)."""
     parts = [
         SourceShare(
-            weight=each.weight,
             train=each.train.size,
             validation=each.validation.size,
             padded=packed.size * seq if (packed := each.pack("train", seq)) else None,
@@ -84,17 +82,16 @@ def corpus_stats(corpus: Corpus, seq: int) -> CorpusStats:
     )
 
 
-def stats_line(stats: CorpusStats, tokens: int, noun: str = "document") -> str:
-    """Return a line for people: the tokens there are, and the epochs of a run that reads `tokens`."""
+def stats_line(stats: CorpusStats, data: Data, tokens: int, noun: str = "document") -> str:
+    """Return a line for people: the tokens there are, and the epochs of a run that reads `tokens` by the blends of `data`."""
     documents = f" in {stats.documents:,} {noun}{'s' if stats.documents != 1 else ''}" if stats.documents is not None else ""
     held_out = f", {stats.validation:,} more for validation" if stats.validation else ""
     train = "?" if stats.train is None else f"{stats.train:,}"
-    return f"data: {train} tokens{documents}{held_out}; the run reads {tokens:,}, {_epochs(stats, tokens)}"
+    return f"data: {train} tokens{documents}{held_out}; the run reads {tokens:,}, {_epochs(stats, data, tokens)}"
 
 
-def _epochs(stats: CorpusStats, tokens: int) -> str:
-    whole = sum(part.weight for part in stats.sources)
-    epochs = [tokens * part.weight / whole / part.epoch for part in stats.sources if part.epoch]
+def _epochs(stats: CorpusStats, data: Data, tokens: int) -> str:
+    epochs = [read / part.epoch for part, read in zip(stats.sources, tokens_of_sources(data, tokens), strict=True) if part.epoch]
     if len(epochs) == 1:
         return f"{_round_text(epochs[0])} epochs"
     return f"{', '.join(map(_round_text, epochs[:-1]))} and {_round_text(epochs[-1])} epochs of its {len(epochs)} sources"

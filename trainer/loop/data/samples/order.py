@@ -45,8 +45,7 @@ def blend(samples: Indices, weights: Sequence[float]) -> tuple[Indices, Indices]
     """
     if len(weights) == 1:
         return np.zeros_like(samples), samples
-    half = len(weights) // 2
-    share = min(max(round(sum(weights[:half]) / sum(weights) * _ONE), 1), _ONE - 1)
+    half, share = _first_half(weights)
     before = samples * share // _ONE
     first = (samples + 1) * share // _ONE > before
     source, nth = np.empty_like(samples), np.empty_like(samples)
@@ -54,6 +53,21 @@ def blend(samples: Indices, weights: Sequence[float]) -> tuple[Indices, Indices]
     source[~first], nth[~first] = blend((samples - before)[~first], weights[half:])
     source[~first] += half
     return source, nth
+
+
+def blend_counts(count: int, weights: Sequence[float]) -> list[int]:
+    """Return how many of the first samples of a `blend` are of each source."""
+    if len(weights) == 1:
+        return [count]
+    half, share = _first_half(weights)
+    first = count * share // _ONE
+    return [*blend_counts(first, weights[:half]), *blend_counts(count - first, weights[half:])]
+
+
+def _first_half(weights: Sequence[float]) -> tuple[int, int]:
+    """Return how many of two or more weights are the first half, and their share in parts of _ONE."""
+    half = len(weights) // 2
+    return half, min(max(round(sum(weights[:half]) / sum(weights) * _ONE), 1), _ONE - 1)
 
 
 def _feistel(place: Words, size: int, key: Words) -> Words:
