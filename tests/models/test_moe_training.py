@@ -143,6 +143,23 @@ LONGER = (*BASE, *CURVES["sigmoid"], "model.shared_experts=1", "train.steps=4")
 RESUMED = (*LONGER, "train.microbatch=2", "checkpoint.resume=auto")
 
 
+@pytest.mark.parametrize("chosen", [2, 4], ids=["uneven routing", "all experts"])
+def test_expert_ranks_hold_the_planned_activations_in_the_mean(ranks: RankPool, tmp_path: Path, chosen: int) -> None:
+    """A plan counts even routing. Where every token chooses all experts routing is even, and each rank holds what is planned; else one rank
+    holds more by the copies that another holds less."""
+    layout = ("cluster.gpus=2", "parallel.ep=2", "parallel.zero=2", "train.microbatch=4")
+    words = (*BASE, "model=tiny_gpt_oss", f"model.top_k={chosen}", *layout)
+    run = load_recipe(words[0], words[1:])
+    memory = make_plan(run).memory
+    assert memory is not None
+    stage = memory.stages[0].bytes
+    planned = stage.activations + stage.logits + 8 * run.train.microbatch  # labels of each sequence
+    measured = json.loads((ranks.train(tmp_path / "run", *words).folder / "measured.json").read_text())["ranks"]
+    held = [each["activations"] for each in measured]
+    assert sum(held) == 2 * planned
+    assert (held[0] == held[1]) == (chosen == run.model.experts)
+
+
 @pytest.fixture(scope="module")
 def stopped(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of expert and tensor ranks that was stopped after two steps."""
