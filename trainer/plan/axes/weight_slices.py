@@ -8,6 +8,7 @@ from math import prod
 from typing import Literal
 
 from ...models.ops.op_table import Dims, Parameter, round_up
+from ...spec.derived.weight_decay import is_decayed
 from ...spec.numbers.divisors import least_divisor
 
 # Dims that the tensor axis splits
@@ -58,6 +59,11 @@ class WeightShard:
     def is_split(self) -> bool:
         """Whether the tensor axis splits the weight."""
         return self.copies == 1 or self.shared
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies to it."""
+        return is_decayed(self.name, len(self.size))
 
     @property
     def matrix(self) -> tuple[int, int]:
