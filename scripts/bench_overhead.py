@@ -142,9 +142,7 @@ def bare_deepspeed(run: Run) -> Step:
 
     module, batches = module_and_batches(run)
     rank, ranks, size = get_rank(), get_world_size(), run.train.microbatch
-    engine, *_ = import_deepspeed().initialize(
-        model=module, optimizer=torch_optimizer(run, module), config=deepspeed_config(run, ranks)
-    )
+    engine, *_ = import_deepspeed().initialize(model=module, optimizer=torch_optimizer(run, module), config=deepspeed_config(run, ranks))
 
     def step(number: int) -> None:
         first = number * run.train.batch + rank * size

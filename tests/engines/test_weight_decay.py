@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 
 BASE = (
     *("quickstart", "data=synthetic", "model=tiny_gpt_oss", "model.layers=2", "train.steps=3", "train.batch=4", "train.seq=16"),
-    *("train.evaluate.every=0", "log.every=1", "train.microbatch=1", "optim.lr=5e-3", "optim.warmup=0", "optim.weight_decay=30", "log.ledger=true"),
+    *(
+        "train.evaluate.every=0",
+        "log.every=1",
+        "train.microbatch=1",
+        "optim.lr=5e-3",
+        "optim.warmup=0",
+        "optim.weight_decay=30",
+        "log.ledger=true",
+    ),
 )
 # fmt: off
 ROWS = {  # what the curve is of, how it is laid out

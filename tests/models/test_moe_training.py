@@ -97,8 +97,8 @@ def test_every_layout_trains_as_one_process_does(train_ranks: Any, row: tuple[st
 
 
 def test_expert_ranks_in_bf16_round_as_one_process_does(ranks: RankPool, tmp_path: Path) -> None:
-    """In bf16 a mixture departs from float32 by the tokens that rounding sends to other experts. That is no matter of the layout: with equal
-    micro-batches the losses of a first step are the same number."""
+    """In bf16 a mixture departs from float32 by the tokens that rounding sends to other experts. The layout has no part in that: with
+    equal micro-batches the losses of a first step are the same number."""
     words = (*BASE, "model=tiny_gpt_oss", "model.layers=2", "train.microbatch=2", "train.precision=bf16", "train.gradients=fp32")
     meshes = ("cluster.gpus=1", "cluster.gpus=2 parallel.zero=2", "cluster.gpus=2 parallel.zero=2 parallel.ep=2")
     jobs = [ranks.train(tmp_path / str(at), *words, *mesh.split()) for at, mesh in enumerate(meshes)]

@@ -103,8 +103,8 @@ MATRICES = {
 )
 def test_a_mesh_trains_the_curves_of_one_process(ranks: RankPool, tmp_path: Path, engines: str, mesh: str) -> None:
     """bf16 is looser because a weight has 8 bits: 2e-4 of a loss and 0.13 % of a norm were seen, and 1 % of a norm where the model norms
-    what its halves return, which at first is small. A token of a mixture that rounding sends to another expert moves a loss by up to 1.6e-3,
-    in one process too (tests/models/test_moe.py)."""
+    what its halves return, which at first is small. A token of a mixture that rounding sends to another expert moves a loss by up to
+    1.6e-3, in one process too (tests/models/test_moe.py)."""
     layouts = [layout for layout in MATRICES[engines].trained_layouts if layout.choices[0] == MESHES[mesh]]
     assert layouts
     for at, layout in enumerate(layouts):

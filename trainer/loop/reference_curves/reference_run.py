@@ -60,7 +60,9 @@ def plain_optimizer(run: Run, weights: Mapping[str, nn.Parameter]) -> torch.opti
     groups = []
     for name, each in weights.items():
         divisor = width_factor(run) if is_rate_divided(run, name, each.dim()) else 1.0
-        groups.append({"params": [each], "weight_decay": run.optim.weight_decay * divisor * is_decayed(name, each.dim()), "divisor": divisor})
+        groups.append(
+            {"params": [each], "weight_decay": run.optim.weight_decay * divisor * is_decayed(name, each.dim()), "divisor": divisor}
+        )
     made: torch.optim.Optimizer
     if run.optim.name == "sgd":
         made = torch.optim.SGD(groups, lr=run.optim.lr, momentum=run.optim.momentum)

@@ -153,7 +153,10 @@ def _flash_core(model: Model, train: Train, causal: bool, mean_dim: str) -> tupl
     )
     in_blocks_saves = (Tensor(("windowed_tokens", "batch", *QUERY)),) if share and not model.sinks else ()
     torch_saves = _softmax_saves(model) if model.dropout else (LOG_SUMS, *in_blocks_saves)
-    return (Op(name="attention.core", product=product, saves_megatron=(LOG_SUMS,), saves_torch=torch_saves, core=True),)
+    has_values = not model.dropout and (not share or model.sinks)  # the kernel's own, beside those that the output product saves
+    padded = (Tensor((*TOKENS, *QUERY)),) if has_values else ()
+    core = Op(name="attention.core", product=product, saves_megatron=(LOG_SUMS,), saves_torch=torch_saves, saves_padded=padded, core=True)
+    return (core,)
 
 
 def has_fused_core(model: Model, train: Train) -> bool:

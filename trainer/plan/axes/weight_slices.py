@@ -96,6 +96,11 @@ class HeadShards:
             self.size = -(-self.group // self.copies)
 
     @property
+    def are_padded(self) -> bool:
+        """Whether some rank has query heads that are padding."""
+        return self.lanes * self.copies * self.size > self.heads
+
+    @property
     def idle_ranks(self) -> int:
         """Ranks without query heads."""
         if self.copies == 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import NamedTuple
 
 from ...models.ops.op_table import Op, OpTable, block_weights, is_hidden_matrix
@@ -123,13 +124,14 @@ class SplitCosts:
         self.device = rates(cluster.device, run.train.precision, fused=split.fused, own=own, alone=cluster.nodes * cluster.gpus == 1)
         self.gradient = widths(run).gradient
         self.kind = "cpu" if run.cluster.device.kind == "cpu" else "cuda"
-        # 1 where the core of our context parallelism runs again in its own backward, and saves no log-sum-exp: FusedCore in
-        # trainer/layers/transformer/core_attention.py
+        # 1 where context parallelism's core runs again in its own backward, and saves no log-sum-exp: FusedCore (core_attention.py)
         has_flash = run.train.precision != "fp32" and "bf16" in run.cluster.device.peak  # compute capability 8 or later
         has_mask = run.data.documents and not has_document_kernel(run)
         fused_core = own and self.kind == "cuda" and (has_mask or not has_flash or split.fused)
         self.has_context = for_each(lambda degree: int(degree > 1), split.degree("cp"))  # 1 where ranks share a sequence
         self.core_again = int(fused_core and run.parallel.cp_comm == "all_gather") * self.has_context
+        exchanges = self.has_context * (run.parallel.cp_comm == "all_to_all")  # they keep the core's values in any case
+        self.has_padding = own * (1 - exchanges) * for_each(partial(_has_padding, table.sizes), split.degree("tp"))
         self.local = self._local_tensors(run, split.form)
         outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local
         self.stream = self.local.bytes(STREAM)
@@ -206,10 +208,11 @@ class SplitCosts:
         return seconds._replace(forward=seconds.forward + copies, input_gradients=seconds.input_gradients + copies)
 
     def _op_bytes(self, op: Op, local: LocalTensors) -> OpBytes:
-        """The bytes of an op, with what it saves where ranks share a sequence."""
+        """The bytes of an op, with what it saves where ranks share a sequence, or where the tensor axis does not divide the heads."""
         held = op_bytes(op, local, self.kind)
         swapped = self.has_context * sum(map(local.bytes, op.saves_exchanged))
-        return held._replace(saved=held.saved + swapped - self.core_again * _log_sum_bytes(op, local))
+        padded = self.has_padding * sum(map(local.bytes, op.saves_padded))
+        return held._replace(saved=held.saved + swapped + padded - self.core_again * _log_sum_bytes(op, local))
 
     def _local_tensors(self, run: Run, form: ActivationForm) -> LocalTensors:
         multiple, activation = run.model.vocab_multiple, widths(run).activation
@@ -260,9 +263,13 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
 
 def _with_core_again(op: Op, seconds: OpSeconds, again: int) -> OpSeconds:
     """The seconds of an op, whose backward runs a fused core of attention `again`, 0 or 1 times."""
-    if not (op.core and op.product and op.product.fused):
-        return seconds
-    return seconds._replace(input_gradients=seconds.input_gradients + again * seconds.forward)
+    is_fused = op.core and op.product and op.product.fused
+    return seconds._replace(input_gradients=seconds.input_gradients + again * seconds.forward) if is_fused else seconds
+
+
+def _has_padding(sizes: Mapping[str, int], degree: int) -> int:
+    """1 where some of so many tensor ranks have query heads that are padding."""
+    return int("heads" in sizes and HeadShards(sizes["heads"], sizes["kv_heads"], degree).are_padded)
 
 
 def _log_sum_bytes(op: Op, local: LocalTensors) -> int:

@@ -39,7 +39,8 @@ def traffic_terms(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterator
     if stage:
         added = (sum(padded) - sum(flat)) * width.weight
         says = (
-            f"weights in one message for those that decay and one for the others, padded by {added} bytes to a multiple of {ALIGNED * ranks} elements"
+            f"weights in one message for those that decay and one for the others, "
+            f"padded by {added} bytes to a multiple of {ALIGNED * ranks} elements"
         )
         yield TrafficTerm(verb="all_gather", bytes=sum(padded) * width.weight, says=says)
 
