@@ -22,6 +22,7 @@ from .bounds import Bounds
 from .front import Best, CostedLayout, Front, MeshKey, mesh_key
 from .garbage_collection import pause_garbage_collection
 from .pass_table import Pass, PassTable
+from .run_seconds import ranked_seconds, share_of_several
 from .space import Candidate, Space, StateChoice, Zero
 from .state_bounds import LeastBytes, LeastSeconds, least_bytes, least_seconds
 
@@ -197,11 +198,12 @@ class LayoutSearch:
             if least is None:
                 least = known.bytes = self._bytes_of(each, states, row, engine)
             seconds, peak = each.seconds[known.simulates], least.bytes(each.kept)
+            share = self._share_of_several(each)
             if self._may_matter(mesh, seconds, peak):
                 added = known.seconds
                 if added is None:
                     added = known.seconds = self._seconds_of(each, states, row, engine)
-                if self._may_matter(mesh, seconds + added.seconds(each.micros), peak):
+                if self._may_matter(mesh, seconds + share * added.seconds(each.micros), peak):
                     self._cost(each, row.state, engine)
 
     def _bytes_of(self, each: Pass, states: MeshStates, row: StateRow, engine: str | None) -> LeastBytes:
@@ -246,16 +248,23 @@ class LayoutSearch:
         peak, _, host = peak_bytes(self.context, layout, kinds)
         if not fits(self.context, peak, host):
             return
-        seconds, mesh = each.seconds_on(engine) + max([kind.exposed + kind.step for kind in kinds]), mesh_key(each.parallel)
-        if self._may_matter(mesh, seconds, peak):
+        added, mesh = max([kind.exposed + kind.step for kind in kinds]), mesh_key(each.parallel)
+        if self._may_matter(mesh, each.seconds_on(engine) + self._share_of_several(each) * added, peak):
             timed = has_times(self.context, layout)
-            found = CostedLayout(step_seconds(self.context, layout, blocks, kinds).step if timed else inf, peak, candidate)
+            step = step_seconds(self.context, layout, blocks, kinds).step if timed else inf
+            found = CostedLayout(ranked_seconds(self.context, layout, step) if timed else inf, peak, candidate)
             self.best.add(mesh, found)
             self.front.add(found)
 
     def _layout(self, each: Pass, state: StateChoice, engine: str | None) -> tuple[Candidate, Layout]:
         candidate = Candidate(self.space.layout(each.parallel, state, each.staged.choice), each.microbatch, engine)
         return candidate, candidate_layout(self.context, candidate)
+
+    def _share_of_several(self, each: Pass) -> float:
+        """The share of the run's samples for which a bound of what states cost beside these passes holds."""
+        parallel = each.parallel
+        assert parallel.dp != "auto"
+        return share_of_several(self.run.train, parallel.dp * each.microbatch)
 
     def _is_too_slow(self, seconds: float) -> bool:
         return seconds > self.slowest * self.front.fastest
