@@ -253,6 +253,37 @@ def test_where_the_batch_grows_the_whole_run_ranks_as_brute_force_does(name: str
     assert best[0][0][0] > 1.02 * of_step[best[0][1]], "steps of fewer micro-batches take longer for each sample"
 
 
+@pytest.mark.parametrize("given", [1, 2])
+@pytest.mark.parametrize("fixed", [frozenset[str](), frozenset({"parallel.cp_comm"})], ids=["either way", "keys gathered"])
+def test_each_layout_keeps_documents_apart_as_it_trains_them(given: int, fixed: frozenset[str]) -> None:
+    """Compiled layers on a GPU read a mask where their ranks gather keys, and bounds where they do not, or are not compiled (ZeRO 3): what
+    the recipe's own degrees do does not matter."""
+    run = run_of("llama")
+    run = replace(run, data=replace(run.data, documents=True), train=replace(run.train, batch=2))
+    whole = replace(run, search=replace(run.search, headroom=0.0), parallel=Parallel(cp=given, dp=4 // given))
+    found = search_layouts(whole, fixed, rows=100)
+    estimators: dict[tuple[object, ...], Estimator] = {}
+    expected: dict[MeshKey, list[Figures]] = {}
+    legal = 0
+    for each in every_layout(run):
+        parallel = each.parallel
+        if engine_for(each, parallel)[1] or (fixed and parallel.cp_comm != "all_gather"):
+            continue
+        key = (each.engine, parallel.cp_comm, parallel.cp > 1, parallel.zero == 3)
+        if key not in estimators:
+            estimators[key] = Estimator(each)
+        estimate = estimators[key](parallel, each.train.microbatch)
+        if estimate.legal and estimate.peak is not None:
+            legal += 1
+            if estimate.fits:
+                mesh = (parallel.tp, parallel.pp, parallel.cp, parallel.ep)
+                expected.setdefault(mesh, []).append((estimate.step or float("inf"), estimate.peak))
+    best = sorted(min(figures) for figures in expected.values())
+    assert found.legal == legal
+    assert [(each.seconds, each.peak) for each in found.best] == [each for each in best if each[0] <= SLOWEST * best[0][0]]
+    assert len(found.contexts) == (3 if fixed else 4)
+
+
 def test_where_no_rate_is_known_the_smallest_layouts_are_found() -> None:
     run = run_of("gpt")
     bare = replace(run, cluster=replace(run.cluster, device=replace(run.cluster.device, peak={})))

@@ -44,7 +44,8 @@ class FoundBoundaries:
 @dataclass(frozen=True, kw_only=True)
 class FoundLayout:
     """One layout of an answer. `overrides` are the words that give it to the recipe. `slower_by` are the seconds of a step by which each
-    term is above the best layout's; none where the batch grows, and layouts are ranked by `days`. Seconds are None where a rate is unknown, `cost` where the cluster has no price."""
+    term is above the best layout's; none where the batch grows, and layouts are ranked by `days`. Seconds are None where a rate is
+    unknown, `cost` where the cluster has no price."""
 
     overrides: tuple[str, ...]
     mesh: dict[str, int]

@@ -1,10 +1,10 @@
 """The seconds by which a search ranks layouts: a step's, or where the batch grows (train.rampup) the whole run's as if they were a step's.
 
-A run of levels, n steps of batch b each, takes T = sum n s, s the seconds of a step of that batch. It has E = sum n b / B steps of B =
-train.batch, in samples, so that T / E are the seconds for as many samples as a step of train.batch has. E is the same in every layout: T / E
+A run of levels, n steps of batch b each, takes T = sum n s, s the seconds of a step of that batch. Its samples are those of E = sum n b / B
+steps of B = train.batch, so that T / E are the seconds for as many samples as such a step has. E is the same in every layout: T / E
 ranks them as T does. Without a ramp-up it is the step.
 
-A lower bound of a step of train.batch, of M micro-batches, bounds T / E too: that of a step of m < M micro-batches is at least m / M of it.
+A lower bound of a step of train.batch, of M micro-batches, bounds T / E too: that of a step of m < M micro-batches is m / M of it or more.
 What it counts for each micro-batch is so, and what it counts once a step, or as waiting for other stages, does not fall with fewer. A run
 whose large steps alone have so many micro-batches that closed forms must do (part_seconds.py) is the one exception: that a simulated wait is
 no shorter than theirs is not proven.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from ...spec.run import CpComm, Offload, Parallel, Run
+from ...spec.run import Offload, Parallel, Run
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
@@ -21,6 +21,7 @@ from ..stage_cost import stage_costs
 from .bounds import Bounds
 from .front import Best, CostedLayout, Front, MeshKey, mesh_key
 from .garbage_collection import pause_garbage_collection
+from .op_kinds import OpKind, op_kinds
 from .pass_table import Pass, PassTable
 from .run_seconds import ranked_seconds, share_of_several
 from .space import Candidate, Space, StateChoice, Zero
@@ -33,17 +34,17 @@ SLOWEST = 1.25  # times the fastest layout's seconds: slower ones, which waste m
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """The result of a search: the best layout of each of the best meshes, the front of time against memory, the sizes of the space; the
-    contexts in which they were costed, by parallel.cp_comm."""
+    context in which each kind of layouts was costed."""
 
     best: tuple[CostedLayout, ...]
     front: tuple[CostedLayout, ...]
     legal: int  # layouts
     costed: int  # of them; the others were discarded by bounds
-    contexts: Mapping[str, CostContext]
+    contexts: tuple[tuple[OpKind, CostContext], ...]
 
     def context_of(self, candidate: Candidate) -> CostContext:
         """The context in which a candidate was costed."""
-        return self.contexts[candidate.parallel.cp_comm]
+        return next(context for kind, context in self.contexts if kind.holds(candidate.parallel))
 
 
 def search_layouts(
@@ -51,18 +52,22 @@ def search_layouts(
 ) -> SearchResult:
     """Search the layouts of a run, as its `search` section says; keys in `fixed` stay as the run has them. Layouts whose ranks share
     sequences are searched with both ways of parallel.cp_comm. `known`: a layout that others have to beat."""
-    settings = run.search
-    first = LayoutSearch(Space(run, fixed, runnable=settings.runnable), rows=rows, by_memory=by_memory, headroom=settings.headroom)
-    if known is not None:
-        first.best.add(NO_MESH, known)
-        first.front.add(known)
-    found = first.run_all()
-    if "parallel.cp_comm" in fixed:
-        return found
-    comm: CpComm = "all_to_all" if run.parallel.cp_comm == "all_gather" else "all_gather"
-    other = Space(replace(run, parallel=replace(run.parallel, cp_comm=comm)), fixed, runnable=settings.runnable, shares_sequences=True)
-    also = LayoutSearch(other, rows=rows, by_memory=by_memory, headroom=settings.headroom, after=first).run_all()
-    return replace(also, legal=found.legal + also.legal, costed=found.costed + also.costed, contexts={**found.contexts, **also.contexts})
+    settings, searches, found = run.search, list[LayoutSearch](), list[SearchResult]()
+    kinds = op_kinds(run, fixed)
+    for kind in kinds:
+        space = Space(kind.run, fixed, runnable=settings.runnable, shares=kind.shares, zeros=kind.zeros)
+        after = searches[-1] if searches else None
+        searches.append(LayoutSearch(space, rows=rows, by_memory=by_memory, headroom=settings.headroom, after=after))
+        if known is not None and after is None:
+            searches[0].best.add(NO_MESH, known)
+            searches[0].front.add(known)
+        found.append(searches[-1].run_all())
+    return replace(
+        found[-1],
+        legal=sum([each.legal for each in found]),
+        costed=sum([each.costed for each in found]),
+        contexts=tuple([(kind, each.context) for kind, each in zip(kinds, searches, strict=True)]),
+    )
 
 
 class StateRow(NamedTuple):
@@ -131,7 +136,7 @@ class LayoutSearch:
             front=tuple(self._in_time(self.front.rows)),
             legal=sum(map(self.space.size, table.meshes)),
             costed=self.costed,
-            contexts={self.run.parallel.cp_comm: self.context},
+            contexts=(),
         )
 
     def _search(self, table: PassTable, timed: bool) -> None:
