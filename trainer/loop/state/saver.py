@@ -78,7 +78,7 @@ class Saver:
             self.finish()
 
     def finish(self, *, at_end: bool = False) -> bool:
-        """Wait for the save under way, `at_end` with nothing left to train, and tell the user how it ended. Return whether there was one."""
+        """Wait for the save under way, `at_end` with nothing left to train; tell the user how it ended. Return whether there was one."""
         writer, channel = self._writer, self._setup.channel
         if writer is None or not writer.is_busy:
             return False

@@ -5,9 +5,9 @@ steps of B = train.batch, so that T / E are the seconds for as many samples as s
 ranks them as T does. Without a ramp-up it is the step.
 
 A lower bound of a step of train.batch, of M micro-batches, bounds T / E too: that of a step of m < M micro-batches is m / M of it or more.
-What it counts for each micro-batch is so, and what it counts once a step, or as waiting for other stages, does not fall with fewer. A run
-whose large steps alone have so many micro-batches that closed forms must do (part_seconds.py) is the one exception: that a simulated wait is
-no shorter than theirs is not proven.
+What it counts for each micro-batch is so, and what it counts once a step, or as waiting for other stages, does not fall with fewer. The one
+exception: where only a run's large steps have so many micro-batches that closed forms must do (part_seconds.py), it is not proven that a
+simulated wait is no shorter than theirs.
 """
 
 from __future__ import annotations
