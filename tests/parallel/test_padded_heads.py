@@ -28,9 +28,7 @@ ROWS = {  # what is set, whether ranks keep different bytes
                         "parallel.tp=4"), True),
     "context ranks":  ((*ODD, "cluster.gpus=4", "parallel.cp=2"), True),
     "core again":     ((*ODD, "cluster.gpus=2", "parallel.recompute=selective"), False),
-    "scores apart":   ((*ODD, "cluster.gpus=2", "train.attention=math"), False),
     "latent":         (("model=tiny_mla", "model.heads=3", "cluster.gpus=2", "parallel.tp=2"), False),
-    "no padding":     (("model=tiny_llama", "model.heads=4", "model.kv_heads=2", "cluster.gpus=2", "parallel.tp=2"), False),
 }
 # fmt: on
 

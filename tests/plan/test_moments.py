@@ -154,7 +154,8 @@ def test_a_search_finds_the_best_layouts() -> None:
 )  # fmt: skip
 def test_a_cpu_takes_longer_for_moments_in_bf16_by_what_was_measured(words: tuple[str, ...], steps: float) -> None:
     """The optimizer's seconds beside those of AdamW in float32; a GPU's are of what it moves."""
-    base, device = ("data=synthetic", "engine=native", "train.precision=fp32", "cluster=1x1"), Device(name="cpu", kind="cpu", memory=1e10, bandwidth=1e10)
+    base = ("data=synthetic", "engine=native", "train.precision=fp32", "cluster=1x1")
+    device = Device(name="cpu", kind="cpu", memory=1e10, bandwidth=1e10, dispatch=0.0)
     times = []
     for more in ((), ("optim.moments=bf16", *words)):
         run = load_recipe("quickstart", [*base, *more])

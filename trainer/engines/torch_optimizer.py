@@ -20,7 +20,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
             some = [row for row, each in rows if each is decays and is_expert is not getattr(row, "allreduce", True)]
             group = {"params": some, "weight_decay": weight_decay if decays else 0.0}
             if some:
-                groups.append(group | ({"moe": True, "name": some[0].group_name} if is_expert else {}))
+                groups.append(group | ({"moe": True, "name": getattr(some[0], "group_name", "")} if is_expert else {}))
     return groups
 
 

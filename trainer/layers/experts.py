@@ -61,7 +61,8 @@ class _GroupedMatmul(torch.autograd.Function):
         grad = grad.contiguous()
         bias_grad = grouped_sum(grad, ends) / ctx.sums if ctx.has_bias else None
         if ctx.gradients is not None:
-            ctx.gradients.defer([ctx.parameter], lambda: [grouped_weight_gradient(x, grad, ends)])
+            x = x.detach()  # without the graph behind it
+            ctx.gradients.defer([ctx.parameter], lambda: [grouped_weight_gradient(x, grad, ends)], [x, grad, ends])
             return grouped_matmul(grad, weight.mT, ends), None, bias_grad, None, None, None
         return grouped_matmul(grad, weight.mT, ends), grouped_weight_gradient(x, grad, ends), bias_grad, None, None, None
 

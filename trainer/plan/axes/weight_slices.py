@@ -123,6 +123,11 @@ class HeadShards:
         return DimShard(run.offset, run.length, run.size, copy, self.copies)
 
 
+def has_padded_heads(sizes: Mapping[str, int], degree: int) -> int:
+    """1 where some of so many ranks of the tensor axis have query heads that are padding."""
+    return int("heads" in sizes and HeadShards(sizes["heads"], sizes["kv_heads"], degree).are_padded)
+
+
 def _clipped_shard(whole: int, first: int, size: int) -> DimShard:
     """The `size` elements from `first`, as far as they are below `whole`."""
     offset = min(first, whole)

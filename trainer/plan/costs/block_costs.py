@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
@@ -14,9 +14,10 @@ from ...spec.run import Run
 from ..axes import tp
 from ..axes.axis import ActivationForm
 from ..axes.message import AxisMessage
-from ..axes.weight_slices import HeadShards
+from ..axes.weight_slices import HeadShards, has_padded_heads
 from ..layout.mesh import Wires
 from .block_temporary_bytes import OpBytes, block_temporary_bytes, later_backward_bytes, op_bytes
+from .deferred_bytes import deferred_bytes
 from .local_tensors import BlockSplit, LocalTensors, logits_bytes
 from .number_or_array import for_each, is_number, larger
 from .op_seconds import OpSeconds, op_kernels, op_seconds
@@ -34,7 +35,8 @@ class BlockCost:
     """One block on one rank: parameters; bytes and seconds of a micro-batch (seconds None: the device's peak is unknown).
 
     `frozen` counts those of `dense` that are not trained. `saved` are the activations kept for backward, `recomputed` those that
-    recomputation adds while it runs, `temporary` the most that the passes hold beside `saved` (block_temporary_bytes.py).
+    recomputation adds while it runs, `deferred` what products hold whose weights' gradients wait (deferred_bytes.py), `temporary` the most
+    that the passes hold beside `saved` (block_temporary_bytes.py).
     `replicated` counts the trained parameters that every tensor-parallel rank holds, `shared` those that several hold together, `matrices`
     and `expert_matrices` those of products' weights, of `dense` and of `experts`.
     `weight_gradients` is the part of `backward` that computes weight gradients. `message_forward` and `message_backward` are exposed
@@ -50,6 +52,7 @@ class BlockCost:
     expert_matrices: int
     saved: int
     recomputed: int
+    deferred: int
     temporary: int
     logits: int
     forward: float | None
@@ -131,7 +134,7 @@ class SplitCosts:
         self.has_context = for_each(lambda degree: int(degree > 1), split.degree("cp"))  # 1 where ranks share a sequence
         self.core_again = int(fused_core and run.parallel.cp_comm == "all_gather") * self.has_context
         exchanges = self.has_context * (run.parallel.cp_comm == "all_to_all")  # they keep the core's values in any case
-        self.has_padding = own * (1 - exchanges) * for_each(partial(_has_padding, table.sizes), split.degree("tp"))
+        self.has_padding = own * (1 - exchanges) * for_each(partial(has_padded_heads, table.sizes), split.degree("tp"))
         self.local = self._local_tensors(run, split.form)
         outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local
         self.stream = self.local.bytes(STREAM)
@@ -250,6 +253,7 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
         expert_matrices=elements.expert_matrices,
         saved=saved,
         recomputed=every - saved,
+        deferred=sum([deferred_bytes(op, local) for op in ops]),
         temporary=block_temporary_bytes(row.bytes, repeats, stream, residual=row not in (*costs.ends, *costs.further)),
         logits=row.logits,
         forward=seconds.forward,
@@ -265,11 +269,6 @@ def _with_core_again(op: Op, seconds: OpSeconds, again: int) -> OpSeconds:
     """The seconds of an op, whose backward runs a fused core of attention `again`, 0 or 1 times."""
     is_fused = op.core and op.product and op.product.fused
     return seconds._replace(input_gradients=seconds.input_gradients + again * seconds.forward) if is_fused else seconds
-
-
-def _has_padding(sizes: Mapping[str, int], degree: int) -> int:
-    """1 where some of so many tensor ranks have query heads that are padding."""
-    return int("heads" in sizes and HeadShards(sizes["heads"], sizes["kv_heads"], degree).are_padded)
 
 
 def _log_sum_bytes(op: Op, local: LocalTensors) -> int:

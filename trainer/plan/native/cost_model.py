@@ -45,6 +45,7 @@ FLOAT64_BYTES, INT64_BYTES = 8, 8
 class NativeCosts(CostModel):
     """Costs of flat buckets of weights, as counted on live tensors and messages."""
 
+    defers_products = True
     simulates_uneven = True
     hides_messages = False
 
