@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from statistics import median
 from time import process_time
+from typing import Any
 
 import torch
 
@@ -79,7 +80,7 @@ def lone_grid(run: Run) -> Grid:
 
 def optimizer_step(run: Run, grid: Grid) -> tuple[Callable[[], None], int]:
     """Return the optimizer's step of an engine that has taken one, without the norm, and the elements that it steps."""
-    engine = build_engine(run, grid, make_plan(run).engine)
+    engine: Any = build_engine(run, grid, make_plan(run).engine)
     tokens = torch.ones((1, run.train.seq), dtype=torch.long)
     engine.step(lambda _: (tokens, tokens, {}), 1e-4, run.train.seq)
     optimizer, divisor, is_finite = engine.bucket_optimizer, torch.tensor(1.0), torch.tensor(True)

@@ -231,7 +231,7 @@ def bf16_departure(seed: int, choice: list[float]) -> tuple[float, int]:
     run = run_of(model__act="swiglu_clamped", model__expert_bias=True, model__router__bias=True, train__seed=seed)
     losses, ties = [], 0
     for dtype in (torch.float32, torch.bfloat16):
-        module = build_model(run, device=CPU, dtype=torch.float32, seed=seed).to(dtype)
+        module: Any = build_model(run, device=CPU, dtype=torch.float32, seed=seed).to(dtype)
         for _, bias in named_constants(module):
             bias.copy_(torch.tensor(choice))
         total, labels = module(*batch_of(run))

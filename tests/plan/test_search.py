@@ -237,6 +237,7 @@ def test_where_the_batch_grows_the_whole_run_ranks_as_brute_force_does(name: str
         for batch, engine, comm in product((0, 2, 6, 12), ENGINES, get_args(CpComm))
     }
     for each in every_layout(run):
+        assert each.parallel.dp != "auto"
         if 2 % (each.parallel.dp * each.train.microbatch) or engine_for(each, each.parallel)[1]:
             continue
         kind, layout = (each.engine, each.parallel.cp_comm), (each.parallel, each.train.microbatch)
