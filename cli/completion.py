@@ -18,8 +18,8 @@ OPTIONS = {
     "fit": ("-m", "--config-dir", "--help"),
     "prove": ("--json", "--reasons", "--config-dir", "--help"),
     "report": ("--json", "--html", "--timeline", "--svg", "--trace", "--help"),
-    "export": ("--dtype", "--help"),
-    "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--seed", "--tokenizer", "--help"),
+    "export": ("--dtype", "--step", "--average", "--help"),
+    "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--step", "--seed", "--tokenizer", "--help"),
     "calibrate": ("-o", "--name", "--devices", "--force", "--json", "--config-dir", "--help"),
     "doctor": ("--config-dir", "--help"),
 }

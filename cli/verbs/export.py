@@ -1,7 +1,8 @@
-"""`distrain export`: writes a run's newest checkpoint as a Hugging Face folder."""
+"""`distrain export`: writes a run's checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,14 +14,19 @@ def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
     dest: Annotated[Path, typer.Argument(metavar="DEST", show_default=False)],
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option("--dtype", help="The data type of the written weights.")] = "fp32",
+    step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="The step of the checkpoint, not the newest.")] = None,
+    average: Annotated[int, typer.Option("--average", metavar="N", min=1, help="The mean over N checkpoints, up to that one.")] = 1,
 ) -> int:
-    """Write a run's newest checkpoint as a Hugging Face folder: safetensors, config.json, generation_config.json, its tokenizer.
+    """Write a run's newest checkpoint, another or the mean of several, as a Hugging Face folder.
 
-    The folder is loaded back, by transformers where it is installed, and kept only if its logits equal ours.
+    It holds safetensors, config.json, generation_config.json and the run's tokenizer. One file is in memory at a time. The folder is
+    kept only if every weight reads back equal, and the logits of transformers, where it is installed, equal ours: of all layers, or of
+    as many as fit into memory.
 
     \b
     distrain export runs/quickstart quickstart-hf
     distrain export runs/quickstart quickstart-bf16 --dtype bf16
+    distrain export runs/quickstart quickstart-mean --average 2
     """
     from ...trainer.rundir.files import find_run_folder
     from ...trainer.system.regular_file import expand_home
@@ -28,7 +34,8 @@ def export(
 
     folder, destination = find_run_folder(run_dir), expand_home(dest).absolute()
     _check_destination(dest, destination)
-    return run_child("distrain.trainer.loop.offline.export", [str(folder), str(destination), dtype])
+    options = {"dtype": dtype, "step": step, "average": average}
+    return run_child("distrain.trainer.loop.offline.export", [str(folder), str(destination), json.dumps(options)])
 
 
 def _check_destination(given: Path, destination: Path) -> None:

@@ -18,6 +18,7 @@ def generate(
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The number of new tokens, at most.")] = 200,
     temperature: Annotated[float, typer.Option("--temperature", metavar="T", min=0, help="0 always takes the most likely token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", min=1, help="Sample from the K most likely tokens only.")] = None,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="The step of the checkpoint, not the newest.")] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 0,
     tokenizer: Annotated[str | None, typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json, instead of the run's.")] = None,
 ) -> int:
@@ -37,5 +38,13 @@ def generate(
     if not temperature:
         unused = [("--top-k", top_k), ("--seed", seed or None)]
         print_problems([f"{name} {value} does nothing with --temperature 0" for name, value in unused if value is not None])
-    options = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed, "tokenizer": tokenizer}
+    options = {
+        "prompt": prompt,
+        "tokens": tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "seed": seed,
+        "step": step,
+        "tokenizer": tokenizer,
+    }
     return run_child("distrain.trainer.loop.offline.generate", [str(find_run_folder(run_dir)), "-"], json.dumps(options))

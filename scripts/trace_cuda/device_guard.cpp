@@ -16,7 +16,8 @@ struct CUDAHooks : CUDAHooksInterface {  // the registry looks this name up
   DeviceIndex getCurrentDevice() const override { return 0; }
   DeviceIndex current_device() const override { return 0; }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks);
+// A CUDA build of torch registers its own, with the default priority, when it is loaded after this library.
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, CUDAHooks)
 
 }  // namespace
 }  // namespace at
@@ -49,6 +50,10 @@ struct OneDevice : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
 };
 
 OneDevice one_device;
-c10::impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, &one_device);
 
 }  // namespace
+
+// Called once torch is loaded: the last guard of a device is the one that torch uses.
+extern "C" void register_device_guard() {
+  c10::impl::DeviceGuardImplRegistrar(DeviceType::CUDA, &one_device);
+}

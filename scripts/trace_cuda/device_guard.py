@@ -11,6 +11,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,13 +26,29 @@ class NoGuard(Exception):
 
 
 def load_device_guard() -> None:
-    """Load the library, before torch is imported. Raises NoGuard.
+    """Load the library, then import torch, whose build may be one for GPUs. Raises NoGuard.
 
     Threads of torch's autograd abort when such a process exits: end it with os._exit.
     """
     if "torch" in sys.modules:
         raise NoGuard("torch has been imported already")
-    ctypes.CDLL(str(device_guard()), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(device_guard()), mode=ctypes.RTLD_GLOBAL)
+    with _silent_stderr():  # a CUDA build of torch says that its hooks are passed over
+        import_module("torch")
+    library.register_device_guard()
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Send what this process writes to stderr to /dev/null."""
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def device_guard() -> Path:

@@ -33,6 +33,7 @@ SMALL = (
     "train.steps=2",
     "optim.warmup=1",
 )
+EXPORT_OPTIONS = json.dumps({"dtype": "fp32"})
 OPTIONS = {"prompt": "a", "tokens": 2, "temperature": 0.8, "top_k": None, "seed": 0, "tokenizer": None}
 
 
@@ -86,7 +87,7 @@ def test_a_diverged_run_has_a_report_but_no_text_and_no_export(
     status, _, err = run_main(generate, [str(folder), json.dumps(OPTIONS)], monkeypatch)
     assert (status, err.splitlines()) == (1, [err.rstrip("\n")])
     assert "the model's logits are not finite: the run has diverged" in err
-    status, out, err = run_main(export, [str(folder), str(folder.parent / "out"), "fp32"], monkeypatch)
+    status, out, err = run_main(export, [str(folder), str(folder.parent / "out"), EXPORT_OPTIONS], monkeypatch)
     assert (status, out, err.splitlines()) == (1, "", [err.rstrip("\n")])
     assert " is not finite: the run has diverged: use an earlier checkpoint" in err
     assert not (folder.parent / "out").exists()
@@ -119,7 +120,10 @@ def test_a_false_run_json_prints_one_line(key: str, value: Any, folder: Path, mo
     said[section][name] = value
     drop_record(folder / "checkpoints" / "step_2")  # a checkpoint that records its run is not read with run.json
     (folder / "run.json").write_text(json.dumps(said))
-    for module, argv in ((generate, [str(folder), json.dumps(OPTIONS)]), (export, [str(folder), str(folder.parent / "out"), "fp32"])):
+    for module, argv in (
+        (generate, [str(folder), json.dumps(OPTIONS)]),
+        (export, [str(folder), str(folder.parent / "out"), EXPORT_OPTIONS]),
+    ):
         status, _, err = run_main(module, argv, monkeypatch)
         assert status in (0, 1)
         assert all(line.startswith("distrain: ") for line in err.splitlines())

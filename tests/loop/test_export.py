@@ -13,13 +13,19 @@ import pytest
 import torch
 from msgspec import json as encoder
 from msgspec import to_builtins
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
-from distrain.trainer.loop.offline.export import _check_logits, _new_folder, _round_weights, _write_model, export
+from distrain.trainer.loop.offline.export import _new_folder, export
+from distrain.trainer.loop.offline.export_checks import CHECK_BYTES, check_export, check_logits
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
+from distrain.trainer.loop.offline.saved_weights import finite_in
+from distrain.trainer.models.build import named_weights
+from distrain.trainer.models.families import op_table
+from distrain.trainer.models.hf_format.weights import write_hf_folder
+from distrain.trainer.models.ops.op_table import parameter_count
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.metric_rows import read_step_rows
 from distrain.trainer.spec.problem import Unreadable
@@ -32,7 +38,7 @@ KINDS = {
     "gpt2 as it fits": ("model=tiny", "model.bias=false", "model.tied=false", "model.vocab_multiple=192", "train.precision=bf16"),
     "llama":           ("model=tiny_llama", "parallel.zero=3"),
     "qwen2":           ("model=tiny_llama", "model.qkv_bias=true", "model.tied=true", "model.vocab=250", "model.vocab_multiple=8"),
-    "deepseek_v2":     ("model=tiny_mla",),
+    "deepseek_v3":     ("model=tiny_mla", "model.router.score=sigmoid", "model.router.bias=true", "model.router.bias_rate=0.003"),
 }
 # fmt: on
 
@@ -93,6 +99,12 @@ def test_weights_are_written_in_the_requested_dtype_and_checked_in_it(
         assert 0 <= float(rounded[2]) < 2
 
 
+def test_a_weight_that_a_dtype_can_not_hold_is_refused() -> None:
+    assert finite_in(torch.bfloat16, "head.weight", torch.tensor([7e4])).dtype == torch.bfloat16
+    with pytest.raises(Unreadable, match=r"^head\.weight is not finite as float16: use --dtype fp32$"):
+        finite_in(torch.float16, "head.weight", torch.tensor([1.0, 7e4]))
+
+
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_model_that_overflows_in_half_precision_is_not_exported_in_it(runs, tmp_path: Path) -> None:
     found = load_saved_run(runs["gpt2"])
@@ -100,13 +112,71 @@ def test_a_model_that_overflows_in_half_precision_is_not_exported_in_it(runs, tm
     with torch.no_grad():
         dict(module.named_parameters())["layers.0.mlp.up.weight"].mul_(2.0**19)  # finite in float16, and what it computes is not
         dict(module.named_parameters())["layers.0.mlp.down.weight"].mul_(2.0**-19)
+        for each in module.parameters():
+            each.copy_(each.bfloat16())
     for dtype, refused in (("bf16", False), ("fp16", True)):
-        folder = tmp_path / dtype
-        folder.mkdir()
-        _round_weights(module, torch.bfloat16)
-        _write_model(module, found.run, folder, torch.float32 if refused else torch.bfloat16, {})
+        weights = ((name, each.to(torch.float32 if refused else torch.bfloat16)) for name, each in named_weights(module, found.run))
+        write_hf_folder(weights, found.run, tmp_path / dtype)
         with pytest.raises(Unreadable, match="use --dtype bf16 or fp32") if refused else nullcontext():
-            assert _check_logits(module, found.run, folder, dtype)
+            assert check_logits(module, found.run, tmp_path / dtype, dtype)
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_model_larger_than_memory_the_first_layers_are_compared(runs, kind: str, tmp_path: Path, capsys) -> None:
+    run = load_saved_run(runs[kind]).run
+    room = CHECK_BYTES * parameter_count(op_table(run), 2) - 1
+    export(runs[kind], tmp_path / "whole", "bf16")
+    export(runs[kind], tmp_path / "out", "bf16", memory=room)
+    assert "; read back equal; of the first 1 of 2 layers, which fit into memory twice, logits on 3 " in capsys.readouterr().out
+    assert {each.name: each.read_bytes() for each in (tmp_path / "out").iterdir()} == {
+        each.name: each.read_bytes() for each in (tmp_path / "whole").iterdir()
+    }
+    for name, each in load_file(tmp_path / "out" / "model.safetensors").items():  # transformers keeps the router's bias in float32
+        assert each.dtype == (torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16), name
+    export(runs[kind], tmp_path / "unchecked", "bf16", memory=1000)
+    assert "; read back equal; logits are not compared: one layer and the embedding take more than" in capsys.readouterr().out
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "unchecked", "whole"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_earlier_checkpoint_and_the_mean_of_both_are_exported(runs, kind: str, tmp_path: Path, capsys) -> None:
+    export(runs[kind], tmp_path / "two", "fp32", step=2)
+    export(runs[kind], tmp_path / "four", "fp32", step=4)
+    export(runs[kind], tmp_path / "mean", "fp32", average=2)
+    heads = [line.partition(", ")[0] for line in capsys.readouterr().out.splitlines() if "parameters in fp32" in line]
+    assert heads == ["step 2", "step 4", "mean of steps 2 and 4"]
+    two, four, mean = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "four", "mean"))
+    assert any(not torch.equal(two[name], four[name]) for name in two)
+    for name, each in mean.items():
+        torch.testing.assert_close(each, (two[name] + four[name]) / 2, rtol=0, atol=0)
+
+
+def test_checkpoints_that_are_not_there_are_refused(runs, tmp_path: Path) -> None:
+    with pytest.raises(Unreadable, match=r"checkpoints has no checkpoint of step 3: steps 2, 4 are there$"):
+        export(runs["gpt2"], tmp_path / "out", "fp32", step=3)
+    says = r"of the checkpoints in \S+ up to step 4, 2 can be averaged, not 3: train with checkpoint\.keep=3 and checkpoint\.every, "
+    with pytest.raises(Unreadable, match=says):
+        export(runs["gpt2"], tmp_path / "out", "fp32", average=3)
+    with pytest.raises(Unreadable, match=r"up to step 2, 1 can be averaged, not 2: "):
+        export(runs["gpt2"], tmp_path / "out", "fp32", step=2, average=2)
+    shutil.copytree(runs["gpt2"], tmp_path / "run")
+    shard = next((tmp_path / "run" / "checkpoints" / "step_2").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(Unreadable, match=r"up to step 4, 1 can be averaged, not 2: "):
+        export(tmp_path / "run", tmp_path / "out", "fp32", average=2)
+    (tmp_path / "run" / "checkpoints" / "step_2" / "manifest.json").write_text("")
+    with pytest.raises(Unreadable, match=r"step_2 does not verify: manifest\.json is empty: restore it, or take another step"):
+        export(tmp_path / "run", tmp_path / "out", "fp32", step=2)
+
+
+def test_a_weight_that_is_written_wrong_is_found(runs, tmp_path: Path) -> None:
+    export(runs["llama"], tmp_path / "out", "bf16")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][5, 7] += 2**-9
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Unreadable, match=r"layers\.1\.mlp\.down\.weight is another one in the written folder than in .*step_4"):
+        check_export(load_saved_run(runs["llama"]), tmp_path / "out", "bf16", memory=1000)
 
 
 def test_the_verb_writes_the_export_and_nothing_else(runs, tmp_path: Path) -> None:
@@ -117,7 +187,7 @@ def test_the_verb_writes_the_export_and_nothing_else(runs, tmp_path: Path) -> No
     checked, wrote, last, following = done.stdout.splitlines()
     facts = make_plan(load_saved_run(runs["llama"]).run).model
     assert facts
-    assert checked.startswith(f"step 4, {facts.parameters:,} parameters in fp32; logits on 3 sequences of 32 tokens are ")
+    assert checked.startswith(f"step 4, {facts.parameters:,} parameters in fp32; read back equal; logits on 3 sequences of 32 tokens are ")
     assert wrote == "wrote config.json, generation_config.json, model.safetensors"
     assert last == f"done: {tmp_path / 'out'}"
     assert following.startswith("next: ")

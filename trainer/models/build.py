@@ -147,12 +147,6 @@ def load_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, pa
         raise KeyError(f"no weights for {', '.join(parameters)}")
 
 
-def merged_weights(module: nn.Module, run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight of a whole model as `named_weights` does, with LoRA's scale x A B added to its targets (arXiv:2106.09685)."""
-    weights, scale = dict(named_weights(module, run)), run.model.lora.scale
-    for name, weight in weights.items():
-        if Lora.owns(name):
-            continue
-        base = name.removesuffix(".weight")
-        a, b = weights.get(f"{base}.lora_a.weight"), weights.get(f"{base}.lora_b.weight")
-        yield name, weight if a is None or b is None else weight + scale * (a @ b)
+def add_lora(weight: Tensor, a: Tensor, b: Tensor, lora: Lora) -> Tensor:
+    """Return a target's weight [inner, outer] with LoRA's scale x A [inner, rank] B [rank, outer] added (arXiv:2106.09685)."""
+    return weight + lora.scale * (a @ b)

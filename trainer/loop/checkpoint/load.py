@@ -21,7 +21,7 @@ class CheckpointReader:
     """A checkpoint open for reading; each file is opened, and each tensor checked, when it is first read."""
 
     def __init__(self, checkpoint: SavedCheckpoint) -> None:
-        self._path = checkpoint.path
+        self._path, self.step = checkpoint.path, checkpoint.step
         self._stored = checkpoint.manifest.rows()
         self._complete: set[tuple[str, str]] = set()
         self._files: dict[str, MappedShards] = {}

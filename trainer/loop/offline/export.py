@@ -1,83 +1,78 @@
-"""Export of a run's newest checkpoint to a Hugging Face folder, checked before it gets its name.
+"""Export of a run's checkpoint to a Hugging Face folder, checked before it gets its name.
 
-Run it as `python -m distrain.trainer.loop.offline.export RUN_DIR DEST DTYPE`.
+Run it as `python -m distrain.trainer.loop.offline.export RUN_DIR DEST OPTIONS`: OPTIONS is JSON.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
 
 from ...layers.dtypes import PRECISION_DTYPES
-from ...models.build import build_model, load_weights, merged_weights, named_constants, named_weights
+from ...machine.checks import free_memory
 from ...models.families import FAMILIES, family_of, is_made_by_transformers
 from ...models.hf.module import CausalLM, write_causal_lm
-from ...models.hf_format.config import read_hf_config
 from ...models.hf_format.model_type import hf_model_type
 from ...models.hf_format.names import has_module_tensors
-from ...models.hf_format.weights import generation_config, read_hf_weights, write_hf_folder, write_json
+from ...models.hf_format.weights import generation_config, write_hf_folder, write_json
 from ...models.ops.lora import without_lora
 from ...spec.problem import Problem, Unreadable
-from ...spec.read import read
-from ...spec.run import Model, Run
+from ...spec.run import Run
 from ...spec.sections.mtp import Mtp
+from ..checkpoint.shard_positions import weight_shapes
 from .exit_status import run_verb, write_stdout
+from .export_checks import check_export, check_logits
 from .export_tokenizer import run_tokenizer, write_tokenizer
-from .load_run import load_model, load_saved_run
+from .load_run import SavedRun, check_weights, load_model, load_saved_run
+from .progress_line import show_progress
+from .saved_weights import finite_in, saved_weights
 
-if TYPE_CHECKING:
-    from ...layers.transformer.transformer import Transformer
-
-SEQUENCES, MAX_TOKENS = 3, 128  # of the logit check: sequences, and tokens in each
-LOGIT_TOLERANCE = 1e-5  # of float32 logits: absolute, or relative to the largest
-# Of logits computed in the exported dtype: rms of the difference from float32, relative to the rms of the logits. In bfloat16
-# the models of the tests have under 2 %, and one near its initial values has 6 %; where float16 overflows nothing is finite.
-ROUNDED_TOLERANCE = 0.25
 CPU = torch.device("cpu")
 
 
 def main() -> int:
-    """Export RUN_DIR to DEST in a dtype: the three arguments of the command line."""
-    source, destination, dtype = sys.argv[1:]
-    return run_verb(lambda: export(Path(source), Path(destination), dtype))
+    """Export RUN_DIR to DEST: the arguments of the command line."""
+    source, destination, options = sys.argv[1:]
+    return run_verb(lambda: export(Path(source), Path(destination), **json.loads(options)))
 
 
-def export(folder: Path, destination: Path, dtype: str) -> None:
-    """Write the folder under a temporary name, check it, then rename it; raises Unreadable, LoadFailed, OSError."""
-    found = load_saved_run(folder)
-    run = found.run
+def export(folder: Path, destination: Path, dtype: str, *, step: int | None = None, average: int = 1, memory: int | None = None) -> None:
+    """Write the folder under a temporary name, check it, then rename it; raises Unreadable, LoadFailed, OSError.
+
+    The weights are those of the newest checkpoint, or of a step's, or the mean over the `average` checkpoints of which that is the last.
+    One file's weights are in memory at a time, unless transformers makes the model. The check takes at most `memory` bytes, by default what
+    is free.
+    """
+    found = load_saved_run(folder, step=step, average=average)
+    run = without_lora(found.run)
     for remark in found.remarks:
         write_stdout(f"{remark}\n")
     _check_exportable(run)
-    module = load_model(found, CPU)
-    if run.model.lora.rank:
-        module, run = _merge_lora(module, run)
-    _round_weights(module, PRECISION_DTYPES[dtype])
+    check_weights(found)
     tokenizer = run_tokenizer(run)
     with _new_folder(destination) as new_folder:
-        _write_model(module, run, new_folder, PRECISION_DTYPES[dtype], tokenizer.special)
+        if is_made_by_transformers(run.model):
+            check = _write_with_transformers(found, new_folder, dtype, tokenizer.special)
+        else:
+            weights = show_progress(saved_weights(found, PRECISION_DTYPES[dtype]), "written", len(weight_shapes(run)))
+            write_hf_folder(weights, run, new_folder, special=tokenizer.special)
+            check = check_export(found, new_folder, dtype, memory or free_memory())
         remarks = [*_modules_left_out(run), *tokenizer.remarks, *write_tokenizer(run, tokenizer, new_folder)]
-        check = _check_logits(module, run, new_folder, dtype)
         files = sorted(each.name for each in new_folder.iterdir())
     left_out = bool(_modules_left_out(run))
-    count = sum(each.numel() for name, each in named_weights(module, run) if not (left_out and Mtp.owns(name)))
+    count = sum(prod(shape) for name, shape in weight_shapes(run).items() if not (left_out and Mtp.owns(name)))
     lines = [
-        f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {check}",
+        f"{_steps_text(found)}, {count:,} parameters in {dtype}; {check}",
         *remarks,
         f"wrote {', '.join(files)}",
         f"done: {destination}",
@@ -86,24 +81,22 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
     write_stdout("".join(f"{line}\n" for line in lines))
 
 
-def _merge_lora(module: nn.Module, run: Run) -> tuple[Transformer, Run]:
-    """Return the model with A and B added to the weights that they change, and its run, which has no LoRA."""
-    plain = without_lora(run)
-    merged = build_model(plain, device=CPU, dtype=torch.float32)
-    load_weights(merged, merged_weights(module, run))
-    return merged.eval(), plain
+def _steps_text(saved: SavedRun) -> str:
+    """Return which checkpoints were written: `step 4`, `mean of steps 2 and 4`."""
+    steps = sorted(reader.step for reader in saved.readers)
+    return f"step {steps[0]}" if len(steps) == 1 else f"mean of steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
 
 
-def _write_model(module: Transformer | CausalLM, run: Run, folder: Path, dtype: torch.dtype, special: Mapping[str, int | None]) -> None:
-    """Write weights, config.json and generation_config.json; `special` are the ids of special tokens."""
-    if is_made_by_transformers(run.model):
-        assert isinstance(module, CausalLM)
-        write_causal_lm(module, folder, dtype, special)
-        write_json(folder / "generation_config.json", generation_config(run, special))
-    else:
-        constants = dict(named_constants(module))  # in float32, as transformers keeps them
-        weights = ((name, each if name in constants else each.to(dtype)) for name, each in named_weights(module, run))
-        write_hf_folder(weights, run, folder, special=special)
+def _write_with_transformers(saved: SavedRun, folder: Path, dtype: str, special: Mapping[str, int | None]) -> str:
+    """Have transformers write a model of its own, with the ids of special tokens; return what its check says."""
+    module = load_model(saved, CPU)
+    assert isinstance(module, CausalLM)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(finite_in(PRECISION_DTYPES[dtype], name, parameter))
+    write_causal_lm(module, folder, PRECISION_DTYPES[dtype], special)
+    write_json(folder / "generation_config.json", generation_config(saved.run, special))
+    return check_logits(module, saved.run, folder, dtype)
 
 
 def _modules_left_out(run: Run) -> list[str]:
@@ -134,17 +127,6 @@ def _check_exportable(run: Run) -> None:
     hf_model_type(run)
 
 
-def _round_weights(module: Transformer | CausalLM, dtype: torch.dtype) -> None:
-    """Round the weights to the exported dtype, so that the check compares the same values."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if not parameter.isfinite().all():
-                raise _refusal(f"{name} is not finite: the run has diverged", "use an earlier checkpoint, or train with a smaller optim.lr")
-            parameter.copy_(parameter.to(dtype))
-            if not parameter.isfinite().all():
-                raise _refusal(f"{name} is not finite as {str(dtype).removeprefix('torch.')}", "use --dtype fp32")
-
-
 @contextmanager
 def _new_folder(destination: Path) -> Iterator[Path]:
     """Yield a temporary folder next to the destination; it becomes the destination when the block ends, and is removed if it raises."""
@@ -164,63 +146,6 @@ def _new_folder(destination: Path) -> Iterator[Path]:
         raise _refusal(f"{destination} can't be written: {error}", "") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check_logits(module: Transformer | CausalLM, run: Run, folder: Path, dtype: str) -> str:
-    """Compare the folder's logits with those of our module: in float32, and as transformers computes them in the exported dtype.
-
-    Return the result as text; raises Unreadable where they differ.
-    """
-    tokens = _random_sequences(run)
-    with torch.no_grad():
-        ours = module.logits(tokens)
-    has_transformers = find_spec("transformers") is not None
-    if has_transformers:
-        theirs, reader = _transformers_logits(folder, tokens, torch.float32), f"transformers {import_module('transformers').__version__}"
-    else:
-        theirs, reader = _own_logits(run, folder, tokens), "our own reader (transformers is not installed)"
-    difference, largest = float((theirs - ours).abs().max()), float(ours.abs().max())
-    if not difference <= LOGIT_TOLERANCE * max(1.0, largest):
-        raise _refusal(
-            f"the logits of {reader} on the exported folder are {difference:.1e} from ours", "nothing was written; please report it"
-        )
-    says = f"logits on {SEQUENCES} sequences of {tokens.shape[1]} tokens are {difference:.1e} from those of {reader}"
-    if dtype == "fp32" or not has_transformers:
-        return says
-    rounded = _transformers_logits(folder, tokens, PRECISION_DTYPES[dtype])
-    error = float((rounded - ours).square().mean().sqrt() / ours.square().mean().sqrt())
-    if not error <= ROUNDED_TOLERANCE:
-        problem = f"{reader} computes other logits in {dtype} than in float32: the rms of the difference is {error:.1%} of theirs"
-        raise _refusal(problem, "use --dtype fp32" if dtype == "bf16" else "use --dtype bf16 or fp32")
-    return f"{says}; computed in {dtype} they are {error:.1%} from these (rms)"
-
-
-def _random_sequences(run: Run) -> Tensor:
-    drawn = torch.Generator().manual_seed(0)
-    return torch.randint(run.model.vocab, (SEQUENCES, min(run.train.seq, MAX_TOKENS)), generator=drawn)
-
-
-def _transformers_logits(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    transformers: Any = import_module("transformers")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        with torch.no_grad():
-            theirs: Tensor = model(tokens).logits
-    except Exception as error:  # any exception of any version: it can't read the export
-        raise _refusal(f"transformers can't load the exported folder: {error}", "nothing was written; please report it") from error
-    return theirs.float()
-
-
-def _own_logits(run: Run, folder: Path, tokens: Tensor) -> Tensor:
-    # The model as config.json describes it: GPT-2's architecture always has biases.
-    exported = replace(run, model=read(read_hf_config(folder), Model))
-    module = build_model(exported, device=CPU, dtype=torch.float32)
-    load_weights(module, read_hf_weights(folder, exported))
-    with torch.no_grad():
-        return module.logits(tokens)
 
 
 def _refusal(says: str, mend: str) -> Unreadable:

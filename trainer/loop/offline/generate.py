@@ -38,6 +38,7 @@ class Sampling:
     top_k: int | None
     seed: int
     tokenizer: str | None  # None: the run's
+    step: int | None = None  # of the checkpoint; None: the newest
 
 
 def main() -> int:
@@ -49,7 +50,7 @@ def main() -> int:
 
 def generate(folder: Path, wanted: Sampling) -> None:
     """Print the prompt and the generated text, token by token; raises Unreadable, LoadFailed."""
-    found = load_saved_run(folder)
+    found = load_saved_run(folder, step=wanted.step)
     run = found.run
     for remark in found.remarks:
         write_problem(remark)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ...models.build import build_model, load_weights, module_of_family
 from ...models.families import FAMILIES, family_of, is_made_by_transformers, op_table
 from ...models.hf_format.weights import read_hf_weights
 from ...models.ops.op_table import parameter_count, round_up
+from ...rundir.checkpoints import checkpoint_steps, step_path
 from ...rundir.run_in_manifest import CONFIG_KEY, read_run_file, run_from_record
 from ...spec.keys.units import gib_text
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
-from ..checkpoint import CheckpointReader, CheckpointSearch, LoadFailed, SavedCheckpoint, find_newest, whole_slice
+from ..checkpoint import CheckpointReader, CheckpointSearch, LoadFailed, SavedCheckpoint, find_newest, open_checkpoint, whole_slice
+from ..checkpoint.find import verification_fault
 from ..checkpoint.shard_positions import weight_shapes
 
 if TYPE_CHECKING:
@@ -31,22 +35,50 @@ RESTORE_RUN_JSON = "restore the run.json that was there when it was saved"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """The newest checkpoint that verifies, its weights opened for reading, the run that saved it, and remarks for the user, a line each."""
+    """A checkpoint that verifies, its weights opened for reading, the run that saved it, and remarks for the user, a line each; `earlier`
+    checkpoints are those that its weights are averaged with."""
 
     run: Run
     checkpoint: SavedCheckpoint
     weights: CheckpointReader
     remarks: tuple[str, ...]
+    earlier: tuple[CheckpointReader, ...] = ()
+
+    @property
+    def readers(self) -> tuple[CheckpointReader, ...]:
+        """The weights of each checkpoint that is averaged."""
+        return (self.weights, *self.earlier)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a weight, the mean over the checkpoints that are averaged, in float32; raises LoadFailed."""
+        return mean(read_float(reader, name, shape) for reader in self.readers)
 
 
-def load_saved_run(folder: Path) -> SavedRun:
-    """Find RUN_DIR's newest checkpoint that verifies, and the run that saved it; raises Unreadable where there is none.
+def read_float(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return a checkpoint's weight in float32; raises LoadFailed."""
+    return reader.read(whole_slice(name, "weight", shape)).float()
+
+
+def mean(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the mean of new tensors, which it overwrites; two are held at a time."""
+    count, rest = 1, iter(tensors)
+    total = next(rest)
+    for each in rest:
+        total, count = total.add_(each), count + 1
+    return total.div_(count)
+
+
+def load_saved_run(folder: Path, *, step: int | None = None, average: int = 1) -> SavedRun:
+    """Find RUN_DIR's newest checkpoint that verifies, or that of a step, and the run that saved it; with `average`, as many checkpoints, of
+    which that is the last. Raises Unreadable where there are fewer.
 
     A run that goes on removes old checkpoints: the weights are opened at once, and then stay readable. RUN_DIR/run.json may be of a later
     attempt: it is used only for checkpoints of earlier versions, which do not record the run.
     """
-    found, weights = _open_newest(folder / "checkpoints")
+    checkpoints = folder / "checkpoints"
+    found, weights = _open_newest(checkpoints) if step is None else _open_step(checkpoints, step)
     if found.checkpoint is not None and weights is not None:
+        earlier = _open_earlier(checkpoints, found.checkpoint, average - 1)
         remarks = [f"passed over {reason}" for reason in found.passed]
         run = run_from_record(found.checkpoint.extra)
         if run is None:
@@ -55,7 +87,7 @@ def load_saved_run(folder: Path) -> SavedRun:
         if run is None:
             says = f"{found.checkpoint.path} does not name its model, and {folder / 'run.json'} can't be read"
             raise _refusal(says, RESTORE_RUN_JSON)
-        return SavedRun(run=run, checkpoint=found.checkpoint, weights=weights, remarks=tuple(remarks))
+        return SavedRun(run=run, checkpoint=found.checkpoint, weights=weights, remarks=tuple(remarks), earlier=earlier)
     if found.passed:
         raise _refusal(f"no checkpoint in {folder} verifies ({'; '.join(found.passed)})", "restore one of them")
     raise _refusal(
@@ -70,25 +102,82 @@ def _open_newest(folder: Path) -> tuple[CheckpointSearch, CheckpointReader | Non
         found = find_newest(folder)
         if found.checkpoint is None:
             return found, None
-        weights = CheckpointReader(found.checkpoint)
         try:
-            for row in found.checkpoint.manifest.tensors:
-                if row.kind == "weight":
-                    weights.open(whole_slice(row.name, row.kind, row.shape))
+            return found, _open_weights(found.checkpoint)
         except LoadFailed:
             if found.checkpoint.path.exists():
                 raise
-        else:
-            return found, weights
+
+
+def _open_step(folder: Path, step: int) -> tuple[CheckpointSearch, CheckpointReader]:
+    """Open the weights of a step's checkpoint; raises Unreadable where there is none that verifies, LoadFailed."""
+    steps = checkpoint_steps(folder)
+    if step not in steps:
+        there = f"steps {', '.join(map(str, sorted(steps)))} are there" if steps else "there is none yet"
+        raise _refusal(f"{folder} has no checkpoint of step {step}", there)
+    path = step_path(folder, step)
+    if fault := verification_fault(path):
+        raise _refusal(f"{path} does not verify: {fault}", "restore it, or take another step")
+    checkpoint = open_checkpoint(path)
+    return CheckpointSearch(checkpoint=checkpoint, passed=()), _open_weights(checkpoint)
+
+
+def _open_earlier(folder: Path, last: SavedCheckpoint, count: int) -> tuple[CheckpointReader, ...]:
+    """Open the weights of the `count` checkpoints before one; raises Unreadable where fewer verify, or their weights have other shapes."""
+    opened: list[CheckpointReader] = []
+    shapes = _stored_shapes(last)
+    for step in checkpoint_steps(folder):
+        if len(opened) == count:
+            break
+        path = step_path(folder, step)
+        if step >= last.step or verification_fault(path):
+            continue
+        checkpoint = open_checkpoint(path)
+        if _stored_shapes(checkpoint) != shapes:
+            raise _refusal(f"{path} and {last.path} hold different weights", "average fewer checkpoints")
+        opened.append(_open_weights(checkpoint))
+    if len(opened) < count:
+        says = f"of the checkpoints in {folder} up to step {last.step}, {len(opened) + 1} can be averaged, not {count + 1}"
+        raise _refusal(says, f"train with checkpoint.keep={count + 1} and checkpoint.every, or average fewer")
+    return tuple(opened)
+
+
+def _open_weights(checkpoint: SavedCheckpoint) -> CheckpointReader:
+    """Open every weight of a checkpoint for reading; raises LoadFailed."""
+    weights = CheckpointReader(checkpoint)
+    for name, shape in _stored_shapes(checkpoint).items():
+        weights.open(whole_slice(name, "weight", shape))
+    return weights
+
+
+def _stored_shapes(checkpoint: SavedCheckpoint) -> dict[str, tuple[int, ...]]:
+    return {row.name: row.shape for row in checkpoint.manifest.tensors if row.kind == "weight"}
 
 
 def load_model(saved: SavedRun, device: torch.device) -> Transformer | CausalLM:
-    """Return the whole model of a checkpoint in float32; raises Unreadable, and LoadFailed where the run has another model."""
+    """Return the whole model of a checkpoint in float32; raises Unreadable, LoadFailed."""
     run, checkpoint = saved.run, saved.checkpoint
     if family_of(run.model).module is None:
         known = ", ".join(name for name, family in FAMILIES.items() if family.module)
         raise _refusal(f"model.family={run.model.family} can't be loaded here", f"families {known} can")
-    stored = {row.name: row.shape for row in checkpoint.manifest.tensors if row.kind == "weight"}
+    check_weights(saved)
+    _check_memory(run, device)
+    module: Transformer | CausalLM
+    if is_made_by_transformers(run.model):
+        module = _build_with_transformers(run, checkpoint, device)
+    else:
+        module = build_model(run, device=device, dtype=torch.float32, seed=run.train.seed if run.model.lora.rank else None)
+    if run.model.lora.rank and run.model.weights:
+        load_weights(module, read_hf_weights(Path(run.model.weights), run), partial=True)
+    read = ((name, saved.read(name, shape)) for name, shape in weight_shapes(run).items())
+    load_weights(module, read, partial=run.model.lora.rank > 0)
+    return module.eval()
+
+
+def check_weights(saved: SavedRun) -> None:
+    """Raise Unreadable where a checkpoint's weights have other names or shapes than those of its run's model."""
+    run, checkpoint = saved.run, saved.checkpoint
+    stored = _stored_shapes(checkpoint)
     if run.model.layers > len(stored):
         raise _refusal(f"the run has {run.model.layers} layers, and {checkpoint.path} has {len(stored)} weights", RESTORE_RUN_JSON)
     shapes = weight_shapes(run)
@@ -96,22 +185,8 @@ def load_model(saved: SavedRun, device: torch.device) -> Transformer | CausalLM:
         if stored.get(name, shape) != shape:
             says = f"{name} has shape {list(stored[name])} in {checkpoint.path}, and {list(shape)} in the model of its run"
             raise _refusal(says, RESTORE_RUN_JSON)
-    _check_memory(run, device)
-    module: Transformer | CausalLM
-    if is_made_by_transformers(run.model):
-        module = _build_with_transformers(run, checkpoint, device)
-    else:
-        module = build_model(run, device=device, dtype=torch.float32, seed=run.train.seed if run.model.lora.rank else None)
     if extra := [name for name in stored if name not in shapes]:
-        raise _refusal(
-            f"{checkpoint.path} holds a weight {extra[0]}, which the model of its run does not have",
-            RESTORE_RUN_JSON,
-        )
-    if run.model.lora.rank and run.model.weights:
-        load_weights(module, read_hf_weights(Path(run.model.weights), run), partial=True)
-    read = ((name, saved.weights.read(whole_slice(name, "weight", shape))) for name, shape in shapes.items())
-    load_weights(module, read, partial=run.model.lora.rank > 0)
-    return module.eval()
+        raise _refusal(f"{checkpoint.path} holds a weight {extra[0]}, which the model of its run does not have", RESTORE_RUN_JSON)
 
 
 def _build_with_transformers(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> CausalLM:
