@@ -305,7 +305,7 @@ def layer_ops(model: Model, attention: tuple[Op, ...], feed_forward: tuple[Op, .
         *attention,
         *((norm("post_norm1", model),) if after else ()),
         residual("attention.residual", model),
-        *((norm("norm2", model),) if before else ()),
+        *((replace(norm("norm2", model), sums_again=after),) if before else ()),  # of the inputs of norm1 and, normed, post_norm1
         *feed_forward,
         *((norm("post_norm2", model),) if after else ()),
         residual("mlp.residual", model),
