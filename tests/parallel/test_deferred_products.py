@@ -73,3 +73,11 @@ def test_more_micro_batches_than_a_steady_step_has_hold_no_more(name: str) -> No
             assert set(found) <= seen
             assert all(any(all(one <= other for one, other in zip(each, most, strict=True)) for most in found) for each in seen)
             assert max(each.saved + each.deferred for each in found) <= schedule.in_flight(stage, stages, 99, 1)
+
+
+def test_the_fullest_stage_may_be_any_of_equal_ones() -> None:
+    """Of stages with as many layers a later one has more products that wait; the last has one layer here."""
+    words = (*LLAMA, "model.layers=10", "cluster.gpus=4", "parallel={pp: 4, schedule: zb_h1, recompute: full, stages: [3, 3, 3, 1]}")
+    memory = make_plan(load_recipe(BASE[0], (*BASE[1:], *words))).memory
+    assert memory is not None
+    assert [stage.bytes.total for stage in memory.stages].index(memory.peak) == memory.stage == 2
