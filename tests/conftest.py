@@ -36,14 +36,15 @@ SLOW = (
     "test_anomalies", "test_hf_family", "test_hf_offline", "test_huge", "test_export", "test_doors", "test_load", "test_keys",
     "test_html_plan", "test_report", "test_report_timeline", "test_html_report",
     "test_page_widths", "test_fit_changes", "test_estimate", "test_export_tokenizer", "test_fit_refused", "test_begin",
-    "test_rejected_arguments", "test_damaged_runs", "test_verbs", "test_doctor_run", "test_fit_sweep", "test_keys_of_other_trainers",
+    "test_begin_quantized", "test_rejected_arguments", "test_damaged_runs", "test_verbs", "test_doctor_run", "test_fit_sweep",
+    "test_keys_of_other_trainers",
     "test_resume_changes", "test_lora", "test_lm_eval", "test_pairs", "test_placement", "test_controller", "test_quantities",
     "test_doctor", "test_generate", "test_stops", "test_mutations", "test_trace_cuda", "test_acceptance", "test_compile",
     "test_device_checks", "test_fit_saves", "test_sinks", "test_prove_layouts", "test_context", "test_ledger", "test_split_linear",
     "test_layers", "test_modules", "test_formulas", "test_fit_problems", "test_memory_properties", "test_shell_injection", "test_windows",
     "test_outcome", "test_config_keys", "test_rope_scaling", "test_hf_weights", "test_sources", "test_survey_process",
     "test_fit_pairs", "test_controller_output", "test_chat_template", "test_search", "test_search_written", "test_search_bounds",
-    "test_error_bars",
+    "test_error_bars", "test_quantized_weights",
 )  # fmt: skip
 
 PARTS: dict[str, Callable[[str], bool]] = {

@@ -19,7 +19,7 @@ from ...trainer.system.run_child import capture_child
 
 TIMEOUT = 300.0  # seconds for transformers to build the model on the meta device
 ALLOWED = ("family", "hf", "weights", "dropout", "lora")  # keys of `model` that may be set beside `hf`; config.json sets the others
-CACHE_VERSION = 2  # of the format of cached answers
+CACHE_VERSION = 3  # of the format of cached answers
 
 
 def is_hf_family(family: object) -> bool:

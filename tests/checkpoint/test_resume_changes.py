@@ -368,3 +368,12 @@ def test_a_damaged_manifest_is_passed_over_with_its_reason(tmp_path: Path, damag
     assert saved is not None
     assert saved.step == 3
     assert passed.startswith(f"step_7: {reason}")
+
+
+def test_a_run_goes_on_from_the_plain_config_of_quantized_weights() -> None:
+    """A config.json says there how weights are stored, which a checkpoint holds plain."""
+    plain = {"model_type": "stablelm", "hidden_size": 32}
+    packed = plain | {"quantization_config": {"quant_method": "fp8"}}
+    assert not compare_runs(run(), run(), step=7, configs=(packed, plain)).problems
+    (problem,) = compare_runs(run(), run(), step=7, configs=(packed, plain | {"hidden_size": 64})).problems
+    assert problem.says == "model.hf: hidden_size was 32 when step 7 was saved, and is 64 now"

@@ -69,6 +69,8 @@ TORCH_MODELS = (
     "trainer.models.build",
     "trainer.models.moe.routing",
     "trainer.models.hf_format.weights",
+    "trainer.models.hf_format.sliced_weight",
+    "trainer.models.hf_format.tensor_reader",
     "trainer.models.hf_format.transformers_weights",
 )
 LIGHT = [

@@ -19,7 +19,7 @@ from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
 from distrain.trainer.loop.offline.export import _new_folder, export
-from distrain.trainer.loop.offline.export_checks import CHECK_BYTES, check_export, check_logits
+from distrain.trainer.loop.offline.export_checks import CHECK_BYTES, check_export, check_logits, layers_in
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
 from distrain.trainer.loop.offline.saved_weights import finite_in
 from distrain.trainer.models.build import named_weights
@@ -38,7 +38,8 @@ KINDS = {
     "gpt2 as it fits": ("model=tiny", "model.bias=false", "model.tied=false", "model.vocab_multiple=192", "train.precision=bf16"),
     "llama":           ("model=tiny_llama", "parallel.zero=3"),
     "qwen2":           ("model=tiny_llama", "model.qkv_bias=true", "model.tied=true", "model.vocab=250", "model.vocab_multiple=8"),
-    "deepseek_v3":     ("model=tiny_mla", "model.router.score=sigmoid", "model.router.bias=true", "model.router.bias_rate=0.003"),
+    "deepseek_v3":     ("model=tiny_mla", "model.router.score=sigmoid", "model.router.bias=true", "model.router.bias_rate=0.003",
+                        "model.mtp.layers=1"),
 }
 # fmt: on
 
@@ -170,13 +171,27 @@ def test_checkpoints_that_are_not_there_are_refused(runs, tmp_path: Path) -> Non
         export(tmp_path / "run", tmp_path / "out", "fp32", step=2)
 
 
-def test_a_weight_that_is_written_wrong_is_found(runs, tmp_path: Path) -> None:
-    export(runs["llama"], tmp_path / "out", "bf16")
+@pytest.mark.parametrize(
+    ("kind", "tensor", "ours"),
+    [
+        ("llama", "model.layers.1.mlp.down_proj.weight", r"layers\.1\.mlp\.down\.weight"),
+        ("deepseek_v3", "model.layers.2.eh_proj.weight", r"mtp\.0\.join\.weight"),
+    ],
+)
+def test_a_weight_that_is_written_wrong_is_found(runs, kind: str, tensor: str, ours: str, tmp_path: Path) -> None:
+    export(runs[kind], tmp_path / "out", "bf16")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight"][5, 7] += 2**-9
+    tensors[tensor][5, 7] += 2**-9
     save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(Unreadable, match=r"layers\.1\.mlp\.down\.weight is another one in the written folder than in .*step_4"):
-        check_export(load_saved_run(runs["llama"]), tmp_path / "out", "bf16", memory=1000)
+    with pytest.raises(Unreadable, match=rf"{ours} is another one in the written folder than in .*step_4"):
+        check_export(load_saved_run(runs[kind]), tmp_path / "out", "bf16", memory=1000)
+
+
+def test_layers_are_compared_only_with_one_of_experts_among_them() -> None:
+    run = load_recipe("quickstart", ["model=tiny_mla", "model.dense_layers=2"])
+    table = op_table(run)
+    for layers, compared in ((1, 0), (2, 0), (3, 3), (4, 4)):
+        assert layers_in(CHECK_BYTES * parameter_count(table, layers), run) == compared
 
 
 def test_the_verb_writes_the_export_and_nothing_else(runs, tmp_path: Path) -> None:

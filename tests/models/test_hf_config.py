@@ -287,8 +287,34 @@ def test_gpt_oss_is_read_with_the_defaults_of_its_class(tmp_path: Path) -> None:
     plain = read_hf_config(write_config(tmp_path, bare | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}))
     assert (plain["rope"], plain["rope_base"]) == ({"type": "default"}, 1e4)
     assert "family moe does not have swiglu_limit=10.0: it has 7.0" in refusal(write_config(tmp_path, bare | {"swiglu_limit": 10.0}))
-    says = refusal(write_config(tmp_path, GPT_OSS_20B | {"quantization_config": {"quant_method": "mxfp4"}}))
-    assert "save the model with its weights dequantized (of gpt-oss: Mxfp4Config(dequantize=True) of transformers)" in says
+
+
+FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GROUP: dict[str, Any] = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}}
+COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": GROUP}}
+AUTO_MAP = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    """LLAMA31_8B with a quantization_config of compressed-tensors whose weights are others than 8-bit floats."""
+    changed = {"group_0": GROUP | {"weights": GROUP["weights"] | weights}}
+    return LLAMA31_8B | {"quantization_config": COMPRESSED | {"config_groups": changed}}
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        (GPT_OSS_20B, {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}),
+        (DEEPSEEK_V3, {"quantization_config": FP8 | {"fmt": "e4m3", "activation_scheme": "dynamic"}, "auto_map": AUTO_MAP}),
+        (KIMI_K2, {"quantization_config": FP8, "auto_map": AUTO_MAP}),
+        (LLAMA31_8B, {"quantization_config": FP8 | {"weight_block_size": None}}),
+        (LLAMA31_8B, {"quantization_config": COMPRESSED | {"kv_cache_scheme": None, "sparsity_config": {"format": "dense"}}}),
+        (LLAMA31_8B, {"quantization_config": COMPRESSED | {"config_groups": {"a": GROUP | {"format": None}}}}),
+        (LLAMA31_8B, {"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}}),
+    ],
+)
+def test_a_file_of_quantized_weights_is_that_of_the_plain_model(config: dict[str, Any], more: dict[str, Any], tmp_path: Path) -> None:
+    assert read_hf_config(write_config(tmp_path, config | more)) == read_hf_config(write_config(tmp_path, config))
 
 
 def test_what_a_file_states_is_kept_where_it_is_a_default_of_the_recipes_family(tmp_path: Path) -> None:
@@ -365,8 +391,42 @@ def test_windows_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
     ("config", "says"),
     [
         (LLAMA31_8B | {"sliding_window": 4096}, "sliding_window=4096 is not known to family llama, and may change what the model computes"),
-        (LLAMA31_8B | {"quantization_config": {"bits": 4}}, 'quantization_config={"bits": 4} is not known to family llama'),
-        (LLAMA31_8B | {"quantization_config": {"bits": 4}}, "save the model with its weights dequantized"),
+        (
+            LLAMA31_8B | {"quantization_config": {"bits": 4}},
+            "quantization_config={bits:4} names no quant_method: read are bf16, fp16, fp32",
+        ),
+        (LLAMA31_8B | {"quantization_config": "fp8"}, "quantization_config=fp8 names no quant_method"),
+        *(
+            (
+                LLAMA31_8B | {"quantization_config": {"quant_method": method}},
+                f"weights of quant_method={method} are not read: read are bf16",
+            )
+            for method in ("gptq", "awq", "bitsandbytes", "modelopt")
+        ),
+        *(
+            (DEEPSEEK_V3 | {"quantization_config": FP8 | {"weight_block_size": block}}, "is not two whole numbers above 0")
+            for block in ([128], [128, 0], "128", [128, 128, 1], [True, 128])
+        ),
+        (
+            LLAMA31_8B | {"quantization_config": COMPRESSED | {"format": "pack-quantized"}},
+            "weights of format=pack-quantized are not read",
+        ),
+        (LLAMA31_8B | {"quantization_config": COMPRESSED | {"format": None}}, "weights of format=null are not read"),
+        (LLAMA31_8B | {"quantization_config": COMPRESSED | {"transform_config": {"a": 1}}}, "transform_config={a:1} is not read"),
+        (LLAMA31_8B | {"quantization_config": COMPRESSED | {"sparsity_config": {"format": "2:4"}}}, "sparsity_config="),
+        (LLAMA31_8B | {"quantization_config": COMPRESSED | {"config_groups": {}}}, "it has no config_groups"),
+        (LLAMA31_8B | {"quantization_config": COMPRESSED | {"config_groups": {"a": {"weights": None}}}}, "a names no weights"),
+        (compressed(num_bits=4), "weights of group_0 are floats of 4 bits, which are not read"),
+        (compressed(type="int"), "weights of group_0 are ints of 8 bits, which are not read"),
+        (compressed(symmetric=False), "weights of group_0 have zero points, which are not read"),
+        (compressed(strategy="group", group_size=128), "weights of group_0 have strategy=group, which is not read"),
+        (compressed(strategy="group", block_structure=[128, 128]), "weights of group_0 have strategy=group, which is not read"),
+        (compressed(strategy="block", block_structure="2x4"), "weights of group_0 have strategy=block, which is not read"),
+        (
+            LLAMA31_8B | {"quantization_config": COMPRESSED | {"config_groups": {"a": GROUP | {"format": "pack-quantized"}}}},
+            "weights of a have format=pack-quantized, which is not read",
+        ),
+        (KIMI_K2 | {"auto_map": AUTO_MAP | {"AutoModelForCausalLM": "modeling_x.X"}}, "it names code of the model's own"),
         (LLAMA31_8B | {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "it names code of the model's own"),
         (MISTRAL_7B | {"attention_bias": True}, "attention_bias=true is not known to family llama"),
         (LLAMA31_8B | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not known to family llama"),

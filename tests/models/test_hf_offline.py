@@ -11,9 +11,13 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.hf_models import NEOX, SIZES, WORDS, words, write_config
-from distrain.trainer.models.hf.inspect_config import inspect_config
+from distrain.tests.fakes.quantized_folders import PER_ROW, dequantized, fp8_config, quantize_folder, tensors_in
+from distrain.trainer.launch.file_checks import weight_problems
+from distrain.trainer.models.hf.inspect_config import inspect_config, load_config
+from distrain.trainer.models.hf_format.check_folder import check_same_config
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.changed_run import with_changes
+from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read
 from distrain.trainer.spec.run import Model
 
@@ -129,14 +133,48 @@ def test_a_written_model_has_the_same_logits_in_transformers(model_type: str, tm
 @pytest.mark.parametrize("model_type", ["gpt_neox", "qwen3_moe", "gemma3_text"])
 def test_published_weights_are_read_as_transformers_reads_them(model_type: str, tmp_path: Path) -> None:
     """Experts lie one by one in the files of transformers, and in one tensor in its model."""
-    from distrain.trainer.models.hf_format.transformers_weights import read_published_weights
+    from distrain.trainer.models.hf_format.transformers_weights import open_published_weights
 
     run, module = small_causal_lm(model_type, tmp_path / "config")
     module.hf.save_pretrained(tmp_path / "weights", max_shard_size="20KB")
-    read = dict(read_published_weights(tmp_path / "weights", run))
-    assert read.keys() == dict(module.named_parameters()).keys()
-    for name, parameter in module.named_parameters():
-        assert torch.equal(read[name], parameter), name
+    with open_published_weights(tmp_path / "weights", run) as there:
+        assert there.keys() == dict(module.named_parameters()).keys()
+        for name, parameter in module.named_parameters():
+            assert torch.equal(there[name][tuple(map(slice, parameter.shape))], parameter), name
+
+
+@pytest.mark.parametrize("config", [fp8_config((16, 12)), PER_ROW], ids=["fp8", "rows"])
+def test_quantized_weights_are_read_where_they_have_the_names_of_parameters(config: dict[str, Any], tmp_path: Path) -> None:
+    from distrain.trainer.models.hf_format.transformers_weights import open_published_weights
+
+    run, module = small_causal_lm("stablelm", tmp_path / "config")
+    module.hf.save_pretrained(tmp_path / "plain")
+    folder = quantize_folder(tmp_path / "plain", tmp_path / "packed", config)
+    run = with_changes(run, [("model.hf", str(tmp_path / "plain"))])
+    expected = dequantized(tensors_in(folder), config)
+    assert not [*weight_problems(with_changes(run, [("model.weights", str(folder)), ("log.dir", str(tmp_path / "runs"))]))]
+    with open_published_weights(folder, run) as there:
+        for name, parameter in module.hf.named_parameters():
+            assert torch.equal(there[f"hf.{name}"][(slice(None),) * parameter.dim()].float(), expected[name]), name
+
+
+def test_quantized_experts_one_by_one_are_refused_for_family_hf(tmp_path: Path) -> None:
+    """Only transformers merges them."""
+    run, module = small_causal_lm("qwen3_moe", tmp_path / "config")
+    module.hf.save_pretrained(tmp_path / "plain")
+    folder = quantize_folder(tmp_path / "plain", tmp_path / "packed", fp8_config((8, 8)))
+    with pytest.raises(Unreadable) as error:
+        check_same_config(folder, with_changes(run, [("model.hf", str(tmp_path / "plain"))]))
+    assert "has no model.layers.0.mlp.experts.gate_up_proj, which is" in str(error.value.problems[0])
+    assert "name a folder of plain weights" in str(error.value.problems[-1])
+
+
+def test_quantized_weights_of_another_method_are_refused_for_family_hf(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, NEOX | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    assert "weights of quant_method=gptq are not read" in inspect_config(folder / "config.json")["problem"]
+    file = write_config(tmp_path, NEOX | {"quantization_config": fp8_config(None)}) / "config.json"
+    assert "parameters" in inspect_config(file)
+    assert "quantization_config" not in load_config(file).to_dict(), "exports are plain"
 
 
 def test_weights_of_another_model_are_refused_key_by_key(neox: Path, tmp_path: Path) -> None:

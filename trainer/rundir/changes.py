@@ -60,7 +60,9 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
 )
 # fmt: on
 # Keys of a config.json that do not change what a model computes.
-HARMLESS_CONFIG_KEYS = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"))
+HARMLESS_CONFIG_KEYS = frozenset(
+    ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "quantization_config")
+)
 # Keys for the place or the form of the data: another value may give the same tokens.
 DATA_PLACE_KEYS = ("data.path", "data.tokenizer")
 CONTEXT_KEY = "model.context"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ...models.ops.op_table import model_constants, model_parameters
 from ...plan.axes.weight_slices import WeightShard
 from ...spec.run import Run
 from . import Shard, Slice, block_slice
-from .slices import Sizes, boxes, range_blocks
+from .slices import Sizes, boxes, matrices, range_blocks
 
 Read = Callable[[Slice], Tensor]  # returns a slice's elements in order
 
@@ -70,10 +70,22 @@ def read_range(shard: WeightShard, kind: str, start: int, length: int, *, read: 
     return flat
 
 
-def slice_values(tensor: Tensor, part: Slice) -> Tensor:
-    """Return a slice's elements in order (one dim) of a logical tensor with any strides; no other element is read."""
+class Sliceable(Protocol):
+    """A logical tensor, or what returns any block of one: `it[edges]`, with a slice for each dim."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+
+    def __getitem__(self, edges: tuple[slice, ...], /) -> Tensor:
+        """Return the block between the edges."""
+
+
+def slice_values(tensor: Sliceable, part: Slice) -> Tensor:
+    """Return a slice's elements in order (one dim) of a logical tensor with any strides; no other element is read, and of experts one
+    matrix at a time."""
     values = torch.empty(part.count, dtype=tensor.dtype)
-    for box in boxes(part):
+    for box in (each for whole in boxes(part) for each in matrices(whole)):
         edges = tuple(slice(first, first + many) for first, many in zip(box.offset, box.size, strict=True))
         values[box.at : box.at + prod(box.size)].view(box.size).copy_(tensor[edges])
     return values

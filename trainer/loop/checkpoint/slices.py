@@ -105,6 +105,16 @@ def boxes(part: Slice) -> Iterator[Box]:
         at += prod(size)
 
 
+def matrices(box: Box) -> Iterator[Box]:
+    """Yield a box of three dims as boxes of one matrix each, in order, and others as they are."""
+    if len(box.size) != 3:
+        yield box
+        return
+    (first, *offset), (many, *size) = box.offset, box.size
+    for at in range(many):
+        yield Box((first + at, *offset), (1, *size), box.at + at * prod(size))
+
+
 def range_blocks(size: Sizes, first: int, last: int) -> Iterator[tuple[Sizes, Sizes]]:
     """Yield the blocks (offset, size) of elements first <= i < last of a block: the end of a row, whole rows, the start of a row."""
     if first >= last:

@@ -52,7 +52,7 @@ def check_export(saved: SavedRun, folder: Path, dtype: str, memory: int) -> str:
     """
     run = without_lora(saved.run)
     _check_weights(saved, folder, PRECISION_DTYPES[dtype])
-    layers = _layers_in(memory, run)
+    layers = layers_in(memory, run)
     if layers == run.model.layers:
         return f"read back equal; {check_logits(_module_of(saved, run, dtype), run, folder, dtype)}"
     if layers == 0:
@@ -80,7 +80,7 @@ def _check_weights(saved: SavedRun, folder: Path, dtype: torch.dtype) -> None:
             raise _refusal(f"{name} is another one in the written folder than in {saved.checkpoint.path}", PLEASE_REPORT)
 
 
-def _layers_in(memory: int, run: Run) -> int:
+def layers_in(memory: int, run: Run) -> int:
     """Return how many of a model's first layers can be compared in so many bytes, at least one behind a mixture's dense ones; 0: none."""
     table, least = op_table(run), run.model.dense_layers + 1
     counts = range(run.model.layers, least - 1, -1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...models.build import add_lora, initial_values
 from ...models.families import op_table
-from ...models.hf_format.weights import read_hf_weights
+from ...models.hf_format.weights import open_hf_weights
 from ...models.ops.lora import without_lora
 from ...models.ops.op_table import model_constants
 from ...spec.problem import Problem, Unreadable
@@ -65,7 +65,8 @@ def _frozen_weights(run: Run, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
     """Yield the wanted weights that LoRA leaves as they are: those of `model.weights`, or those drawn from the run's seed."""
     plain = without_lora(run)
     if run.model.weights:
-        yield from (pair for pair in read_hf_weights(Path(run.model.weights), plain) if wanted(pair[0]))
+        with open_hf_weights(Path(run.model.weights), plain) as weights:
+            yield from ((name, weight.whole()) for name, weight in weights.items() if wanted(name))
         return
     for name, shape in weight_shapes(plain).items():
         if wanted(name):

@@ -13,8 +13,8 @@ from ...engines.engine import Engine
 from ...engines.rank_parameter import ERROR
 from ...launch.rank.channel import OnProgress
 from ...models.families import is_made_by_transformers
-from ...models.hf_format.transformers_weights import read_published_weights
-from ...models.hf_format.weights import read_hf_weights
+from ...models.hf_format.transformers_weights import open_published_weights
+from ...models.hf_format.weights import open_hf_weights
 from ...parallel.process_groups import Grid
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.layout.workers import OUTER_MOMENTUM
@@ -81,19 +81,18 @@ def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgres
     """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that. LoRA's own
     weights keep their initial values, and so do modules for further tokens that the folder lacks.
 
-    Files are memory-mapped: each rank reads only its own slices. Raises Unreadable where they hold another model.
+    Files are memory-mapped: each rank reads only its own slices, and dequantizes no others. Raises Unreadable where they hold another
+    model.
     """
     assert run.model.weights is not None
-    mine = {placed.name for part in grid.position.parts for placed in grid.position.weight_shards(run, part)}
-    mine.update(name for name, _ in engine.constants())
-    read_weights = read_published_weights if is_made_by_transformers(run.model) else read_hf_weights
-    there = {name: tensor for name, tensor in read_weights(Path(run.model.weights), run) if name in mine}
+    open_weights = open_published_weights if is_made_by_transformers(run.model) else open_hf_weights
+    with open_weights(Path(run.model.weights), run) as there:
 
-    def read(part: Slice) -> Tensor:
-        on_progress("read")
-        return slice_values(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
+        def read(part: Slice) -> Tensor:
+            on_progress("read")
+            return slice_values(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
 
-    engine.restore(partial(read_range, read=read), UNTRAINED, there.__contains__)
-    for name, constant in engine.constants():
-        if name in there:  # a module that the folder lacks has zeros
-            constant.copy_(there[name])
+        engine.restore(partial(read_range, read=read), UNTRAINED, there.__contains__)
+        for name, constant in engine.constants():
+            if name in there:  # a module that the folder lacks has zeros
+                constant.copy_(there[name][tuple(map(slice, constant.shape))])

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from .ops import is_of_experts
+from .quantization import KEY as QUANTIZATION_KEY
+from .quantization import quantization_problems
 
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "moe_topk", "moe_top_k", "top_k_experts")
 
@@ -64,11 +66,15 @@ def _experts(config: Any, model: Any) -> dict[str, int]:
 
 
 def load_config(file: Path) -> Any:
-    """Return a config.json as transformers' object of its model_type; raises what transformers raises, and ValueError."""
+    """Return a config.json as transformers' object of its model_type, without what it says of quantized weights; raises what transformers
+    raises, and ValueError, also where such weights are not read here."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     transformers: Any = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     keys = json.loads(file.read_text(encoding="utf-8"))
+    for says, fix in quantization_problems(keys):
+        raise ValueError(f"{says}: {fix}")
+    keys.pop(QUANTIZATION_KEY, None)
     model_type = keys["model_type"]
     if model_type not in transformers.CONFIG_MAPPING:
         raise ValueError(f"transformers {transformers.__version__} has no model_type={model_type}")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read, value_text
 from ...spec.run import Model, Run
 from ..families import op_table
+from ..hf.quantization import KEY as QUANTIZATION_KEY
+from ..hf.quantization import quantization_problems, read_quantization
 from ..ops.lora import without_lora
 from ..ops.op_table import model_constants, model_parameters
 from .config import config_file, read_hf_config, read_json
@@ -20,20 +19,22 @@ from .harmless_keys import is_harmless
 from .model_type import architecture_keys
 from .names import Columns, HfTensor, columns_in_tensor, expert_tensors, find_hf_tensor, tensors_of
 from .rope import json_text
-
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER = 100_000_000  # bytes of a safetensors header: the format's own limit
-MAX_LISTED = 6  # wrong tensors that are listed one by one
+from .stored_tensors import StoredTensor, stored_tensors
+from .weight_files import MAX_LISTED, headers_of, weight_files
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderWeight:
-    """One of our weights in a folder: its logical name and shape, and the folder's tensor that holds it, or the columns of it that do."""
+    """One of our weights in a folder: its logical name and shape, and the folder's tensor that holds it, or the columns of it that do.
+
+    `stored`: where the values lie, one for each expert where experts have tensors of their own.
+    """
 
     name: str
     shape: tuple[int, ...]
     tensor: HfTensor
     columns: Columns | None
+    stored: tuple[StoredTensor, ...]
 
 
 def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
@@ -45,42 +46,49 @@ def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
     problems = list(_config_problems(folder, run))
     if problems:
         raise Unreadable(problems)
-    shapes = {name: shape for file in weight_files(folder) for name, shape in tensor_shapes(file).items()}
+    stored = stored_tensors(headers_of(weight_files(folder)), read_quantization(read_json(folder / "config.json")))
     tensors, table = tensors_of(run), op_table(without_lora(run))
     layers = range(run.model.layers)
     ours = {each.name: each.shape(table.sizes) for each in (*model_parameters(table, layers), *model_constants(table, layers))}
-    missing = [f"mtp.{index}." for index in range(run.model.mtp.layers) if not _holds_module(index, tensors, shapes)]
+    missing = [f"mtp.{index}." for index in range(run.model.mtp.layers) if not _holds_module(index, tensors, stored)]
     ours = {name: shape for name, shape in ours.items() if not name.startswith(tuple(missing))}
-    weights = tuple(
-        FolderWeight(name=name, shape=shape, tensor=tensor, columns=columns_in_tensor(name, tensor, ours, run.model.heads))
-        for name, shape in ours.items()
-        for tensor in [find_hf_tensor(name, tensors, shapes)]
-    )
-    problems = [problem for weight in weights for problem in _shape_problems(weight, shapes, folder)]
+    weights, problems = [], []
+    for name, shape in ours.items():
+        tensor = find_hf_tensor(name, tensors, stored)
+        columns = columns_in_tensor(name, tensor, ours, run.model.heads)
+        parts = list(expert_tensors(tensor, shape))
+        problems += [each for part, size in parts for each in _tensor_problems(name, part, size, columns, stored, folder)]
+        held = tuple(stored[part.name] for part, _ in parts if part.name in stored)
+        weights.append(FolderWeight(name=name, shape=shape, tensor=tensor, columns=columns, stored=held))
+    _raise_listed(problems, folder)
+    return tuple(weights)
+
+
+def _raise_listed(problems: list[Problem], folder: Path) -> None:
+    """Raise Unreadable with problems of tensors, if there are any: the first ones, each once, and how many more there are."""
+    problems = list(dict.fromkeys(problems))  # two of our weights may lie in one tensor
     if len(problems) > MAX_LISTED:
         more = len(problems) - MAX_LISTED
         problems[MAX_LISTED:] = [Problem(rule="weights", says=f"{folder}: {more} more tensors are missing or of another shape")]
     if problems:
         raise Unreadable(problems)
-    return weights
 
 
-def _holds_module(index: int, tensors: Mapping[str, HfTensor], shapes: Container[str]) -> bool:
+def _holds_module(index: int, tensors: Mapping[str, HfTensor], names: Container[str]) -> bool:
     """Whether files that hold these names have a module that predicts a further token."""
     join = tensors.get(f"mtp.{index}.join")
-    return join is not None and f"{join.name}.weight" in shapes
+    return join is not None and f"{join.name}.weight" in names
 
 
 def check_same_config(folder: Path, run: Run) -> None:
-    """Check a folder of weights for a model of family hf; raises Unreadable where its files are damaged, or its config.json has other
-    keys than that of `model.hf`."""
+    """Check a folder of weights for a model of family hf; raises Unreadable where its files are damaged, its config.json has other keys
+    than that of `model.hf`, or its weights are quantized in a way that is not read."""
     problems = list(_missing_config(folder))
     if problems:
         raise Unreadable(problems)
-    for file in weight_files(folder):
-        tensor_shapes(file)
     theirs, ours = read_json(folder / "config.json"), read_json(config_file(run.model.hf or ""))
-    different = [key for key in sorted(theirs.keys() | ours.keys()) if not is_harmless(key) and theirs.get(key) != ours.get(key)]
+    different = [key for key in sorted(theirs.keys() | ours.keys()) if key != QUANTIZATION_KEY and not is_harmless(key)]
+    different = [key for key in different if theirs.get(key) != ours.get(key)]
     pairs = [(key, json_text(theirs.get(key)), json_text(ours.get(key))) for key in different[:MAX_LISTED]]
     problems = [
         Problem(rule="weights", says=f"{folder} has {key}={there}, and model.hf={run.model.hf} {here}") for key, there, here in pairs
@@ -88,45 +96,22 @@ def check_same_config(folder: Path, run: Run) -> None:
     if problems:
         last = replace(problems[-1], mend=f"set model.hf={folder} to take its sizes")
         raise Unreadable([*problems[:-1], last])
+    published_tensors(folder, run)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder's model; raises Unreadable where there are none, or one that its index names is missing."""
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            files = [folder / name for name in names]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise Unreadable([Problem(rule="weights", says=f"{index} can't be read", mend="download the folder again")]) from None
-        if missing := [file.name for file in files if not file.is_file()]:
-            says = f"{folder} lacks {', '.join(missing[:MAX_LISTED])}, which {INDEX} names"
-            raise Unreadable([Problem(rule="weights", says=says, mend="download the folder again")])
-        return files
-    files = [folder / WHOLE] if (folder / WHOLE).is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        mend = "save it with transformers' save_pretrained, which writes safetensors"
-        raise Unreadable([Problem(rule="weights", says=f"model.weights={folder} holds no .safetensors", mend=mend)])
-    return files
-
-
-def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor from a safetensors file's header; raises Unreadable where the file is invalid or cut short."""
-    try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > MAX_HEADER:
-                raise ValueError(f"a header of {length} bytes")
-            header: dict[str, Any] = json.loads(opened.read(length))
-        rows = {name: row for name, row in header.items() if name != "__metadata__"}
-        end = 8 + length + max((row["data_offsets"][1] for row in rows.values()), default=0)
-        shapes = {name: tuple(map(int, row["shape"])) for name, row in rows.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
-        raise Unreadable([Problem(rule="weights", says=f"{file} is not a safetensors file", mend="download it again")]) from None
-    if file.stat().st_size != end:
-        says = f"{file} is {file.stat().st_size:,} bytes where its header says {end:,}"
-        raise Unreadable([Problem(rule="weights", says=says, mend="download it again")])
-    return shapes
+def published_tensors(folder: Path, run: Run) -> dict[str, StoredTensor]:
+    """Return the tensors of a folder of weights for a model of family hf, by name; raises Unreadable where its files are damaged, or where
+    its weights are quantized and not read here, or not those that the model's parameters name."""
+    config = read_json(folder / "config.json")
+    if found := [Problem(rule="weights", says=f"{folder}: {says}", mend=fix) for says, fix in quantization_problems(config)]:
+        raise Unreadable(found)
+    stored = stored_tensors(headers_of(weight_files(folder)), read_quantization(config))
+    if any(each.is_quantized for each in stored.values()):
+        named = [(name, HfTensor(name), shape) for name, shape in (run.model.parameters or {}).items()]
+        found = [each for name, tensor, size in named for each in _tensor_problems(name, tensor, size, None, stored, folder)]
+        fix = "name a folder of plain weights: quantized ones are read by the names of transformers' parameters"
+        _raise_listed([replace(each, mend=each.mend or fix) for each in found], folder)
+    return stored
 
 
 def _config_problems(folder: Path, run: Run) -> Iterator[Problem]:
@@ -156,14 +141,19 @@ def _missing_config(folder: Path) -> Iterator[Problem]:
         yield Problem(rule="weights", says=f"model.weights={folder} {why}", mend=mend)
 
 
-def _shape_problems(weight: FolderWeight, shapes: dict[str, tuple[int, ...]], folder: Path) -> Iterator[Problem]:
-    """Yield a problem for each of a weight's tensors that is missing or of another shape."""
-    for tensor, size in expert_tensors(weight.tensor, weight.shape):
-        has = shapes.get(tensor.name)
-        if has is None:
-            yield Problem(rule="weights", says=f"{folder} has no {tensor.name}, which is {weight.name} here")
-            continue
-        want = (*size[:-1], weight.columns.width * weight.columns.runs) if weight.columns else size
-        want = want[::-1] if tensor.transposed else want
-        if has != want:
-            yield Problem(rule="weights", says=f"{folder}: {tensor.name} is {list(has)}, not {list(want)}")
+def _tensor_problems(
+    weight: str, tensor: HfTensor, size: tuple[int, ...], columns: Columns | None, stored: Mapping[str, StoredTensor], folder: Path
+) -> Iterator[Problem]:
+    """Yield a problem where a tensor of one of our weights, `size` in our order, is missing, of another shape or of a form that is not
+    read."""
+    has = stored.get(tensor.name)
+    if has is None:
+        yield Problem(rule="weights", says=f"{folder} has no {tensor.name}, which is {weight} here")
+        return
+    want = (*size[:-1], columns.width * columns.runs) if columns else size
+    want = want[::-1] if tensor.transposed else want
+    if has.problem:
+        yield Problem(rule="weights", says=f"{folder}: {has.problem}", mend="download the folder again, or name one of bf16 weights")
+    elif has.shape != want:
+        name = tensor.name if has.values == tensor.name else f"{has.values}, as plain values,"
+        yield Problem(rule="weights", says=f"{folder}: {name} is {list(has.shape)}, not {list(want)}")

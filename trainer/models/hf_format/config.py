@@ -14,6 +14,8 @@ from typing import Any, Final
 from ...spec.problem import Problem, Unreadable, shorten
 from ...system.regular_file import read_plain
 from ..families import FAMILIES
+from ..hf.quantization import KEY as QUANTIZATION_KEY
+from ..hf.quantization import quantization_problems
 from .config_kinds import CONFIG_KINDS, SAME_MODELS, AllowedValues, ConfigKind, is_rotary
 from .config_rows import REQUIRED
 from .dense_layers import dense_problems, read_dense_layers
@@ -23,7 +25,6 @@ from .window import read_window, window_problems
 
 ROUTER: Final = "router."  # the section of `model` whose keys rows name whole
 FIXES = {
-    "quantization_config": "save the model with its weights dequantized (of gpt-oss: Mxfp4Config(dequantize=True) of transformers)",
     "auto_map": "it names code of the model's own, which is not run here: take it out if the model is transformers' own",
 }
 
@@ -46,6 +47,7 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
         *_disagreements(flat, kind),
         *_unsupported_keys(flat, kind, family),
         *_unknown_keys(config, kind, family),
+        *quantization_problems(config),
         *(rope_problems(config, family, partial=kind.has_key("rope_share")) if is_rotary(kind) and not ropes else ()),
         *(dense_problems(config, kind.dense, family) if kind.dense else ()),
         *(window_problems(config, kind.window) if kind.window else ()),
@@ -120,11 +122,16 @@ def _known_model_type(config: Mapping[str, Any], file: Path) -> str:
 
 def _unknown_keys(config: Mapping[str, Any], kind: ConfigKind, family: str) -> Iterator[tuple[str, str]]:
     """Yield (problem, fix) for keys that may change what the model computes; one that is null, false or empty switches nothing on."""
-    known = kind.known_keys
+    known = kind.known_keys | {QUANTIZATION_KEY}
     for key, value in config.items():
-        if value and key not in known and not is_harmless(key):
+        if value and key not in known and not is_harmless(key) and not (key == "auto_map" and _names_known_code(value, kind)):
             says = f"{key}={shorten(json_text(value))} is not known to family {family}, and may change what the model computes"
             yield says, FIXES.get(key, "take it out if it changes nothing")
+
+
+def _names_known_code(auto_map: object, kind: ConfigKind) -> bool:
+    """Whether an auto_map names the class that transformers' own, and ours, compute like."""
+    return bool(kind.own_class) and isinstance(auto_map, Mapping) and auto_map.get("AutoModelForCausalLM") == kind.own_class
 
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}

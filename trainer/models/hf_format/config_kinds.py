@@ -39,8 +39,9 @@ class AllowedValues:
 class ConfigKind:
     """A model_type: its class in transformers, the keys that all its models have here, its rows and activations, its restrictions, how it
     states windows and dense layers, whether its layers with a window rotate by a base of their own, the only rope_theta that a file without
-    such a base may have (`local_rope_problems`), the rotary embedding of a file that states none, the keys of the file that its models here
-    do not read, and those that are written beside its rows."""
+    such a base may have (`local_rope_problems`), the rotary embedding of a file that states none, the class of its authors' own code that
+    computes the same (`auto_map` may name it), the keys of the file that its models here do not read, and those that are written beside
+    its rows."""
 
     architecture: str
     fixed: Mapping[str, object]
@@ -53,6 +54,7 @@ class ConfigKind:
     local_rope: bool = False
     only_base: float | None = None
     default_rope: Mapping[str, object] = field(default_factory=dict)
+    own_class: str = ""
     unread: tuple[str, ...] = ()
     written: Mapping[str, object] = field(default_factory=dict)
 
@@ -241,6 +243,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
             AllowedValues("topk_method", ("greedy", "group_limited_greedy")),
             AllowedValues("norm_topk_prob", (False,)),  # transformers never divides, DeepSeek's code would
         ),
+        own_class="modeling_deepseek.DeepseekV2ForCausalLM",
         unread=DEEPSEEK_UNREAD,
         written={"topk_method": "group_limited_greedy"},
     ),
@@ -261,6 +264,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
             AllowedValues("scoring_func", ("sigmoid",)),
             AllowedValues("topk_method", ("noaux_tc",)),
         ),
+        own_class="modeling_deepseek.DeepseekV3ForCausalLM",
         unread=DEEPSEEK_UNREAD,
         written={"num_nextn_predict_layers": 0},
     ),

@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from ..hf.ops import PREFIX
-from .check_folder import tensor_shapes, weight_files
+from .check_folder import FolderWeight, published_tensors
+from .names import HfTensor
+from .sliced_weight import SlicedWeight
+from .tensor_reader import TensorReader
+from .weight_files import weight_files
 
 
-def read_published_weights(folder: Path, run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter by our name; raises Unreadable where the folder holds another model.
+@contextmanager
+def open_published_weights(folder: Path, run: Run) -> Iterator[dict[str, SlicedWeight] | dict[str, Tensor]]:
+    """Open each parameter by our name, until the end of the context; raises Unreadable where the folder holds another model.
 
     Where the files have the parameters' names, their tensors are memory-mapped: what is not used is not read. Files with other names
-    (experts one by one, older layouts) are loaded by transformers, whole.
+    (experts one by one, older layouts) are loaded by transformers, whole; quantized ones are not.
     """
-    files = weight_files(folder)
-    shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
-    if all(shapes.get(name) == shape for name, shape in (run.model.parameters or {}).items()):
-        yield from _mapped_tensors(files, run)
-    else:
-        yield from _loaded_by_transformers(folder, run)
-
-
-def _mapped_tensors(files: list[Path], run: Run) -> Iterator[tuple[str, Tensor]]:
-    with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
-        file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-        for name in run.model.parameters or {}:
-            yield PREFIX + name, file_of[name].get_tensor(name)
+    stored, shapes = published_tensors(folder, run), run.model.parameters or {}
+    if any(name not in stored or stored[name].shape != shape for name, shape in shapes.items()):
+        yield dict(_loaded_by_transformers(folder, run))
+        return
+    with TensorReader(weight_files(folder)) as reader:
+        weights = (
+            FolderWeight(name=PREFIX + name, shape=shape, tensor=HfTensor(name), columns=None, stored=(stored[name],))
+            for name, shape in shapes.items()
+        )
+        yield {weight.name: SlicedWeight(weight=weight, reader=reader) for weight in weights}
 
 
 def _loaded_by_transformers(folder: Path, run: Run) -> Iterator[tuple[str, Tensor]]:

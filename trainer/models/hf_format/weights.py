@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from ...spec.sections.mtp import Mtp
-from .check_folder import INDEX, WHOLE, check_folder, weight_files
+from .check_folder import check_folder
 from .config_kinds import CONFIG_KINDS
 from .dense_layers import write_dense_layers
 from .model_type import architecture_keys, hf_model_type
 from .names import (
-    Columns,
-    HfTensor,
     copies_in_modules,
     expert_tensors,
     has_module_tensors,
@@ -30,6 +26,9 @@ from .names import (
     tensors_of,
 )
 from .rope import write_rope
+from .sliced_weight import SlicedWeight
+from .tensor_reader import TensorReader
+from .weight_files import INDEX, WHOLE, weight_files
 from .window import write_window
 
 MAX_FILE_BYTES = 4_000_000_000
@@ -37,34 +36,22 @@ NO_TOKENS: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, 
 TEMPERATURE = 0.8  # the default of `distrain generate`
 
 
-def read_hf_weights(folder: str | Path, run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight and constant of a run's model by logical name, in its logical shape, reading one at a time; of modules that predict
-    further tokens, those that the folder holds.
-
-    Raises Unreadable, before the first, with every difference between the folder and the model.
+@contextmanager
+def open_hf_weights(folder: str | Path, run: Run) -> Iterator[dict[str, SlicedWeight]]:
+    """Open each weight and constant of a run's model by logical name, until the end of the context; of modules that predict further tokens,
+    those that the folder holds. Raises Unreadable with every difference between the folder and the model.
     """
     folder = Path(folder)
     weights = check_folder(folder, run)
-    with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)]
-        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        for weight in weights:
-            tensors = expert_tensors(weight.tensor, weight.shape)
-            parts = [_read_tensor(file_of[tensor.name], tensor, weight.columns) for tensor, _ in tensors]
-            yield weight.name, torch.stack(parts) if "@" in weight.tensor.name else parts[0]
+    with TensorReader(weight_files(folder)) as reader:
+        yield {weight.name: SlicedWeight(weight=weight, reader=reader) for weight in weights}
 
 
-def _read_tensor(file: Any, tensor: HfTensor, columns: Columns | None) -> Tensor:
-    if columns is not None and columns.runs == 1:
-        part = file.get_slice(tensor.name)
-        span = slice(columns.start, columns.stop)
-        only: Tensor = part[span] if tensor.transposed or len(part.get_shape()) == 1 else part[..., span]
-        return only.t() if tensor.transposed else only
-    whole: Tensor = file.get_tensor(tensor.name)
-    whole = whole.t() if tensor.transposed else whole
-    if columns is None:
-        return whole
-    return torch.unflatten(whole, -1, (columns.runs, columns.width))[..., columns.start : columns.stop].flatten(-2)
+def read_hf_weights(folder: str | Path, run: Run) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `open_hf_weights` opens, whole and in logical shape, reading one at a time; raises Unreadable before the first."""
+    with open_hf_weights(folder, run) as weights:
+        for name, weight in weights.items():
+            yield name, weight.whole()
 
 
 def write_hf_folder(
