@@ -116,7 +116,7 @@ def bare_torch(run: Run) -> Step:
     from ..trainer.spec.sections.lr_schedule import learning_rate
 
     module, batches = module_and_batches(run)
-    optimizer, size = torch_optimizer(run, module.parameters()), run.train.microbatch
+    optimizer, size = torch_optimizer(run, module), run.train.microbatch
 
     def step(number: int) -> None:
         for group in optimizer.param_groups:
@@ -142,9 +142,7 @@ def bare_deepspeed(run: Run) -> Step:
 
     module, batches = module_and_batches(run)
     rank, ranks, size = get_rank(), get_world_size(), run.train.microbatch
-    engine, *_ = import_deepspeed().initialize(
-        model=module, optimizer=torch_optimizer(run, module.parameters()), config=deepspeed_config(run, ranks)
-    )
+    engine, *_ = import_deepspeed().initialize(model=module, optimizer=torch_optimizer(run, module), config=deepspeed_config(run, ranks))
 
     def step(number: int) -> None:
         first = number * run.train.batch + rank * size

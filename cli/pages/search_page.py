@@ -68,9 +68,10 @@ def best_hint(answer: Answer, words: Sequence[str]) -> LayoutHint:
 
 
 def waste_hint(best: FoundLayout, seconds: float, words: Sequence[str]) -> LayoutHint:
-    """By how much the best layout is faster than one that takes `seconds` a step, and the commands that find and plan it."""
+    """By how much the best layout is faster than one whose whole run takes `seconds`, and the commands that find and plan it."""
     assert best.step is not None
-    wasted = share_text(1 - best.step / seconds)
+    assert best.days is not None
+    wasted = share_text(1 - best.days * 86400 / seconds)
     says = f"This layout wastes {wasted} of its time: {_mesh_words(best)}, {_other_words(best)}, takes {seconds_text(best.step)} a step"
     return LayoutHint(says=says, commands=(_search_command(words), _plan_command(best, words)))
 
@@ -186,8 +187,12 @@ def _stage_words(layout: FoundLayout) -> str:
 
 def _slower(layout: FoundLayout, best: FoundLayout) -> str:
     """By how much a layout is slower than the best, and the term that slows it most."""
-    if layout.step is None or best.step is None or layout is best or not layout.slower_by:
+    if layout.step is None or best.step is None or layout is best:
         return ""
+    if not layout.slower_by:  # the batch grows
+        assert layout.days is not None
+        assert best.days is not None
+        return f"; {share_text(layout.days / best.days - 1)} slower over the run"
     term, most = max(layout.slower_by.items(), key=lambda pair: pair[1])
     slower = f"; {share_text(layout.step / best.step - 1)} slower"
     return f"{slower}: {TERM_WORDS[term]} +{seconds_text(most)}" if most > 0 else slower

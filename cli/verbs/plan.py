@@ -155,10 +155,10 @@ def _waste(run: Run, plan: Plan, request: PlanRequest) -> LayoutHint | None:
     from ..pages.search_page import waste_hint
     from .search_scope import fixed_keys
 
-    if plan.time is None or plan.world > MOST_SEARCHED or run.cluster.device.kind == "cpu":
+    if plan.run is None or plan.run.seconds is None or plan.world > MOST_SEARCHED or run.cluster.device.kind == "cpu":
         return None
-    best = faster_layout(run, fixed_keys(request.overrides, request.config_dir), (1 - WORTH_TELLING) * plan.time.step)
-    return waste_hint(best, plan.time.step, request.words) if best else None
+    best = faster_layout(run, fixed_keys(request.overrides, request.config_dir), (1 - WORTH_TELLING) * plan.run.seconds)
+    return waste_hint(best, plan.run.seconds, request.words) if best else None
 
 
 def _plan_sweep(request: PlanRequest) -> int:

@@ -167,7 +167,7 @@ class _Passes:
         else:
             with count_saved_tensors(self.parameters, tensors_in([tokens, labels, further])) as saved:
                 output = self._forward_by_layer(module, saved, lambda: module(tokens, labels, stream=stream, **further)[0])
-            self.kept += saved.bytes_except(storage_references(self.parameters))
+            self.kept += sum(saved.storages_except(storage_references(self.parameters)).values())
         self.outputs[part, micro] = stream, output
 
     def _forward_by_layer(self, module: Any, saved: SavedTensors, call: Callable[[], Tensor]) -> Tensor:

@@ -34,6 +34,11 @@ def save(number: int, seconds: float, pause: float, interval: float = 10.0, size
     return {"step": number, "save_seconds": seconds, "save_bytes": size, "save_pause": pause, "save_interval": interval}
 
 
+def at_end(number: int, seconds: float, pause: float, wait: float) -> dict[str, Any]:
+    """The row of a save in the background that an attempt waited for after its last step."""
+    return {**save(number, seconds, pause), "save_end_wait": wait}
+
+
 def failed(number: int, pause: float) -> dict[str, Any]:
     """The row of a save that failed."""
     return {"step": number, "save_failed": 1, "save_pause": pause, "save_interval": 10.0}
@@ -64,6 +69,9 @@ SAVES: dict[str, tuple[Rows, list[str]]] = {
             ["1 save took 2.00 s and wrote 1.00 MiB; training waited 2.50 s in all, 25.0 % of the time up to the last"]),
     "of two attempts": ([step(2), save(2, 1.0, 1.0), save(4, 3.0, 3.0, 20.0), step(4), save(4, 8.0, 2.0)],
             [("3 saves took a median of 3.00 s (longest 8.00 s) and wrote 3.00 MiB; training waited 6.00 s in all, 15.0 % "
+              "of the time up to the last")]),
+    "the ends of two attempts": ([step(4), save(2, 3.0, 0.5), at_end(4, 3.0, 2.0, 1.5), step(6), at_end(6, 3.0, 3.5, 3.0)],
+            [("3 saves took a median of 3.00 s (longest 3.00 s) and wrote 3.00 MiB; training waited 1.50 s in all, 5.9 % "
               "of the time up to the last")]),
     "one failed": ([save(2, 1.0, 1.0), failed(4, 4.0)],
             ["1 save took 1.00 s and wrote 1.00 MiB; 1 save failed; training waited 5.00 s in all, 25.0 % of the time up to the last"]),
@@ -114,9 +122,9 @@ PLANNED = {"saving": {"seconds": 2.0, "pause": 0.25}}
 SAVE, PAUSE, NONE = "save", "pause of a save", ["?", ""]
 # fmt: off
 TABLES: tuple[tuple[Rows, dict[str, Any], dict[str, list[str]]], ...] = (  # rows, the plan, the table's rows of saves
-    ([step(8), save(4, 3.0, 0.5), save(8, 3.0, 3.5)], PLANNED,
+    ([step(8), save(4, 3.0, 0.5), at_end(6, 3.0, 3.5, 3.0), step(8), at_end(8, 3.0, 2.5, 2.0)], PLANNED,
      {SAVE: ["2.00 s", "3.00 s", "+50.0 %"], PAUSE: ["250 ms", "500 ms", "+100.0 %"]}),
-    ([step(8), save(8, 3.0, 3.5)], PLANNED, {SAVE: ["2.00 s", "3.00 s", "+50.0 %"], PAUSE: ["250 ms", *NONE]}),
+    ([step(8), at_end(8, 3.0, 3.5, 3.25)], PLANNED, {SAVE: ["2.00 s", "3.00 s", "+50.0 %"], PAUSE: ["250 ms", "250 ms", "+0.0 %"]}),
     ([step(8), save(4, 3.0, 0.5)], {}, {SAVE: ["?", "3.00 s", ""], PAUSE: ["?", "500 ms", ""]}),
     ([step(8)], PLANNED, {SAVE: ["2.00 s", *NONE], PAUSE: ["250 ms", *NONE]}),
     ([step(8), failed(4, 9.0)], {"saving": None}, {}),
@@ -127,7 +135,7 @@ TABLES: tuple[tuple[Rows, dict[str, Any], dict[str, list[str]]], ...] = (  # row
 
 @pytest.mark.parametrize(("rows", "plan", "shown"), TABLES)
 def test_saves_are_measured_beside_the_plan(rows: Rows, plan: dict[str, Any], shown: dict[str, list[str]], tmp_path: Path) -> None:
-    """In the background no step follows the last save, which all wait for."""
+    """In the background no step follows the last save of an attempt, which all wait for: only its copy is a pause."""
     assert saving_rows(write_run(tmp_path, rows, plan, background=True)) == shown
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -95,11 +95,17 @@ def plain_optimizer(run: Run, module: nn.Module) -> Any:
         return RoundedOptimizer(run, module)
     if run.optim.mup:
         return torch.optim.AdamW(list(_mup_groups(run, module)), lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
-    matrices = {"params": [each for each in module.parameters() if each.dim() > 1], "weight_decay": run.optim.weight_decay}
-    vectors = {"params": [each for each in module.parameters() if each.dim() == 1], "weight_decay": 0.0}
+    named = dict(module.named_parameters())
+    matrices = {"params": [each for name, each in named.items() if name in with_decay(named)], "weight_decay": run.optim.weight_decay}
+    vectors = {"params": [each for name, each in named.items() if name not in with_decay(named)], "weight_decay": 0.0}
     if run.optim.name == "sgd":
         return torch.optim.SGD([matrices, vectors], lr=run.optim.lr, momentum=run.optim.momentum)
     return torch.optim.AdamW([matrices, vectors], lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
+
+
+def with_decay(weights: Mapping[str, Tensor]) -> set[str]:
+    """The names of the weights that decay: matrices and tables, which are all called "weight"; a bias of experts has two dims too."""
+    return {name for name, each in weights.items() if each.dim() > 1 and name.endswith(".weight")}
 
 
 def _mup_groups(run: Run, module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -108,7 +114,7 @@ def _mup_groups(run: Run, module: nn.Module) -> Iterator[dict[str, Any]]:
     for name, each in module.named_parameters():
         is_matrix = each.dim() > 1 and name.endswith(".weight")
         rate = 1 / wider if is_matrix and name not in ("embedding.weight", "positions.weight") else 1.0
-        yield {"params": [each], "rate": rate, "weight_decay": run.optim.weight_decay / rate if each.dim() > 1 else 0.0}
+        yield {"params": [each], "rate": rate, "weight_decay": run.optim.weight_decay / rate if is_matrix else 0.0}
 
 
 def _mean_loss(run: Run, module: nn.Module, batches: Batches, step: int) -> Tensor:

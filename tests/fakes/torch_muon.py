@@ -31,7 +31,7 @@ class TorchMuon(torch.optim.AdamW):
                 for at, each in enumerate(_transposed(parameter.data)):
                     self._matrices.append((nn.Parameter(each.clone()), parameter, at))
             else:
-                groups[parameter.dim() == 1]["params"].append(parameter)
+                groups[parameter.dim() == 1 or not name.endswith(".weight")]["params"].append(parameter)
         super().__init__(groups, lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
         muon = run.optim.muon
         self._muon = torch.optim.Muon(

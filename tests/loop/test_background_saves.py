@@ -156,6 +156,8 @@ def test_each_save_has_its_own_pauses() -> None:
     assert pauses.end(110.0) == {"save_pause": 3.0, "save_interval": 10.0}
     pauses.add(0.5)
     assert pauses.end(114.0) == {"save_pause": 0.5, "save_interval": 4.0}
+    pauses.add(2.5)
+    assert pauses.end(120.0, 2.0) == {"save_pause": 2.5, "save_interval": 6.0, "save_end_wait": 2.0}
 
 
 # Runs
@@ -217,6 +219,17 @@ def test_checkpoints_are_those_of_a_run_that_waits_for_each(ranks: RankPool, tmp
         assert [(row["step"], row["save_bytes"]) for row in job.saves] == [(4, size), (8, size)]
         assert all(0 < row["save_pause"] <= row["save_interval"] for row in job.saves)
     assert all(row["save_pause"] >= row["save_seconds"] for row in waiting.saves)
+    assert not any("save_end_wait" in row for row in waiting.saves), "all of their pauses are before steps"
+    assert [row["step"] for row in late.saves if "save_end_wait" in row] in ([], [8]), "the last may be waited for after the last step"
+
+
+def test_an_attempt_that_is_stopped_notes_what_it_waits_for_its_last_save(ranks: RankPool, tmp_path: Path) -> None:
+    job = ranks.fit(tmp_path / "run", *SMALL, BACKGROUND, signals=[(3, 0, signal.SIGTERM)])
+    assert set(job.codes) == {STOPPED}
+    *before, last = job.saves
+    assert not any("save_end_wait" in row for row in before)
+    assert 0 < last["save_end_wait"] < last["save_pause"]
+    assert read_measured_run(job.folder).saves.pause == pytest.approx(sum(row["save_pause"] for row in job.saves) - last["save_end_wait"])
 
 
 def test_a_save_that_fails_is_a_warning_and_the_next_one_works(ranks: RankPool, tmp_path: Path) -> None:

@@ -96,6 +96,17 @@ def test_every_layout_trains_as_one_process_does(train_ranks: Any, row: tuple[st
     assert all(0 <= close < 8 for close in job.figures("near_ties"))  # of 512 tokens and layers a step
 
 
+def test_expert_ranks_in_bf16_round_as_one_process_does(ranks: RankPool, tmp_path: Path) -> None:
+    """In bf16 a mixture departs from float32 by the tokens that rounding sends to other experts. The layout has no part in that: with
+    equal micro-batches the losses of a first step are the same number."""
+    words = (*BASE, "model=tiny_gpt_oss", "model.layers=2", "train.microbatch=2", "train.precision=bf16", "train.gradients=fp32")
+    meshes = ("cluster.gpus=1", "cluster.gpus=2 parallel.zero=2", "cluster.gpus=2 parallel.zero=2 parallel.ep=2")
+    jobs = [ranks.train(tmp_path / str(at), *words, *mesh.split()) for at, mesh in enumerate(meshes)]
+    assert len({job.figures("loss")[0] for job in jobs}) == len({job.figures("near_ties")[0] for job in jobs}) == 1
+    assert jobs[0].figures("near_ties")[0] > 20  # so that rounding has a choice
+    assert jobs[2].figures("loss")[1] == pytest.approx(jobs[0].figures("loss")[1], abs=2e-3)  # its gradients have other sums
+
+
 @ROWS
 def test_ranks_send_the_planned_bytes_and_between_experts_those_of_even_routing_in_sum(
     train_ranks: Any, row: tuple[str, int, str, str]
@@ -130,6 +141,23 @@ def test_ranks_hold_the_planned_bytes(train_ranks: Any, row: tuple[str, int, str
 
 LONGER = (*BASE, *CURVES["sigmoid"], "model.shared_experts=1", "train.steps=4")
 RESUMED = (*LONGER, "train.microbatch=2", "checkpoint.resume=auto")
+
+
+@pytest.mark.parametrize("chosen", [2, 4], ids=["uneven routing", "all experts"])
+def test_expert_ranks_hold_the_planned_activations_in_the_mean(ranks: RankPool, tmp_path: Path, chosen: int) -> None:
+    """A plan counts even routing. Where every token chooses all experts routing is even, and each rank holds what is planned; else one rank
+    holds more by the copies that another holds less."""
+    layout = ("cluster.gpus=2", "parallel.ep=2", "parallel.zero=2", "train.microbatch=4")
+    words = (*BASE, "model=tiny_gpt_oss", f"model.top_k={chosen}", *layout)
+    run = load_recipe(words[0], words[1:])
+    memory = make_plan(run).memory
+    assert memory is not None
+    stage = memory.stages[0].bytes
+    planned = stage.activations + stage.logits + 8 * run.train.microbatch  # labels of each sequence
+    measured = json.loads((ranks.train(tmp_path / "run", *words).folder / "measured.json").read_text())["ranks"]
+    held = [each["activations"] for each in measured]
+    assert sum(held) == 2 * planned
+    assert (held[0] == held[1]) == (chosen == run.model.experts)
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,7 @@ def reference(curve: Words, layers: int) -> ReferenceCurve:
     """Train a curve in one process, each global batch at once."""
     run = load_recipe("quickstart", whole(curve, layers))
     before, module = (build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed) for _ in range(2))
-    stepper = torch_optimizer(run, module.parameters())
+    stepper = torch_optimizer(run, module)
     for group in stepper.param_groups:
         group["lr"] = LR
     losses, norms = [], []

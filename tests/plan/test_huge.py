@@ -170,8 +170,8 @@ def test_flat_tensors_equal_those_laid_out_parameter_by_parameter(held: StagePar
     every = held.before + held.layer * held.layers + held.after
     part = whole = 0
     touched, mine = [0] * ranks, [0] * ranks
-    for matrix in (True, False):
-        group = [each for each in every if each.matrix == matrix]
+    for decays in (True, False):
+        group = [each for each in every if each.decays == decays]
         each = -(-sum(one.elements for one in group) // (ALIGNED * ranks)) * ALIGNED
         part, whole, start = part + each, whole + each * ranks, 0
         for one in group:

@@ -16,7 +16,7 @@ from distrain.trainer.plan.search.search import LayoutSearch
 from distrain.trainer.plan.search.space import Space
 from distrain.trainer.rundir.changes import compare_runs
 from distrain.trainer.rundir.timeline_files import layout_key
-from distrain.trainer.spec.run import Run
+from distrain.trainer.spec.run import Device, Run
 
 LLAMA = ("llama3_8b_1node", "cluster.gpus=4", "model.layers=4", "train.batch=16", "engine=native", "parallel.zero=1")
 BF16 = "optim.moments=bf16"
@@ -145,6 +145,27 @@ def test_a_search_finds_the_best_layouts() -> None:
 
 
 # fmt: off
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ((), 8.0), (("optim.rounding=nearest",), 2.8), (("optim.name=sgd", "optim.momentum=0.9"), 5.8),
+        (("optim.name=sgd", "optim.momentum=0.9", "optim.rounding=nearest"), 1.7),
+    ],
+)  # fmt: skip
+def test_a_cpu_takes_longer_for_moments_in_bf16_by_what_was_measured(words: tuple[str, ...], steps: float) -> None:
+    """The optimizer's seconds beside those of AdamW in float32; a GPU's are of what it moves."""
+    base = ("data=synthetic", "engine=native", "train.precision=fp32", "cluster=1x1")
+    device = Device(name="cpu", kind="cpu", memory=1e10, bandwidth=1e10, dispatch=0.0)
+    times = []
+    for more in ((), ("optim.moments=bf16", *words)):
+        run = load_recipe("quickstart", [*base, *more])
+        time = make_plan(replace(run, cluster=replace(run.cluster, device=replace(device, peak={"fp32": 1e11})))).time
+        assert time is not None
+        times.append(time)
+    assert times[1].optimizer / times[0].optimizer == pytest.approx(steps, rel=1e-9)
+    assert times[1].compute == times[0].compute
+
+
 STALLS: list[tuple[tuple[str, ...], bool]] = [  # what differs, whether some moments do not decay
     (("optim.betas=[0.9,0.996]",),   False),  # 1 - 2^-8 is 0.99609
     (("optim.betas=[0.9,0.9961]",),  True),

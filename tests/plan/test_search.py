@@ -13,7 +13,9 @@ from distrain.trainer.plan.estimate import Estimator
 from distrain.trainer.plan.layout.schedules import SCHEDULES
 from distrain.trainer.plan.search.search import SLOWEST, LayoutSearch, SearchResult, search_layouts
 from distrain.trainer.plan.search.space import OFFLOADS, RECOMPUTES, Space, Zero
+from distrain.trainer.spec.derived.batch_levels import levels_of_run, run_at_batch
 from distrain.trainer.spec.run import Cluster, CpComm, Device, Link, Model, NodeHost, Offload, OuterOptimizer, Parallel, Run, Sync, Train
+from distrain.trainer.spec.sections.rampup import Rampup
 
 GPT: dict[str, Any] = {"family": "gpt", "bias": True, "dropout": 0.1, "tied": True}
 LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
@@ -215,6 +217,72 @@ def test_layouts_that_sum_gradients_otherwise_are_searched_as_brute_force_does(k
             expected.setdefault(key, []).append((estimate.step or float("inf"), estimate.peak))
     best = sorted(min(figures) for figures in expected.values())
     assert [(each.seconds, each.peak) for each in found.best] == [each for each in best if each[0] <= SLOWEST * best[0][0]]
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_where_the_batch_grows_the_whole_run_ranks_as_brute_force_does(name: str) -> None:
+    """60 steps, of 2 sequences, of 6 and of 12; seconds are those of the run over as many steps of 12 as have its samples."""
+    ramp = Rampup(batch=(2, 6), until=(20 * 2 * 512, 20 * 2 * 512 + 20 * 6 * 512))
+    run = run_of(name)
+    run = replace(run, train=replace(run.train, batch=12, seq=512, steps=60, rampup=ramp))
+    assert [(each.batch, each.steps) for each in levels_of_run(run.train)] == [(2, 20), (6, 20), (12, 20)]
+    found = search_layouts(replace(run, search=replace(run.search, headroom=0.0)), rows=100)
+    whole = (20 * 2 + 20 * 6 + 20 * 12) / 12
+    expected: dict[MeshKey, list[Figures]] = {}
+    of_step: dict[MeshKey, float] = {}
+    estimators = {
+        (batch, engine, comm): Estimator(
+            replace(run_at_batch(run, batch) if batch else run, engine=engine, parallel=Parallel(cp_comm=comm))
+        )
+        for batch, engine, comm in product((0, 2, 6, 12), ENGINES, get_args(CpComm))
+    }
+    for each in every_layout(run):
+        assert each.parallel.dp != "auto"
+        if 2 % (each.parallel.dp * each.train.microbatch) or engine_for(each, each.parallel)[1]:
+            continue
+        kind, layout = (each.engine, each.parallel.cp_comm), (each.parallel, each.train.microbatch)
+        estimate = estimators[0, *kind](*layout)
+        if estimate.legal and estimate.peak is not None and estimate.fits:
+            steps = [estimators[batch, *kind](*layout).step for batch in (2, 6, 12)]
+            key = (each.parallel.tp, each.parallel.pp, each.parallel.cp, each.parallel.ep)
+            expected.setdefault(key, []).append((20 * sum(step or float("inf") for step in steps) / whole, estimate.peak))
+            of_step[key] = min(of_step.get(key, float("inf")), estimate.step or float("inf"))
+    best = sorted((min(figures), key) for key, figures in expected.items())
+    best = [each for each in best if each[0][0] <= SLOWEST * best[0][0][0]]
+    assert [each.peak for each in found.best] == [peak for (_, peak), _ in best]
+    assert [each.seconds for each in found.best] == pytest.approx([seconds for (seconds, _), _ in best], rel=1e-12)
+    assert best[0][0][0] > 1.02 * of_step[best[0][1]], "steps of fewer micro-batches take longer for each sample"
+
+
+@pytest.mark.parametrize("given", [1, 2])
+@pytest.mark.parametrize("fixed", [frozenset[str](), frozenset({"parallel.cp_comm"})], ids=["either way", "keys gathered"])
+def test_each_layout_keeps_documents_apart_as_it_trains_them(given: int, fixed: frozenset[str]) -> None:
+    """Compiled layers on a GPU read a mask where their ranks gather keys, and bounds where they do not, or are not compiled (ZeRO 3): what
+    the recipe's own degrees do does not matter."""
+    run = run_of("llama")
+    run = replace(run, data=replace(run.data, documents=True), train=replace(run.train, batch=2))
+    whole = replace(run, search=replace(run.search, headroom=0.0), parallel=Parallel(cp=given, dp=4 // given))
+    found = search_layouts(whole, fixed, rows=100)
+    estimators: dict[tuple[object, ...], Estimator] = {}
+    expected: dict[MeshKey, list[Figures]] = {}
+    legal = 0
+    for each in every_layout(run):
+        parallel = each.parallel
+        if engine_for(each, parallel)[1] or (fixed and parallel.cp_comm != "all_gather"):
+            continue
+        key = (each.engine, parallel.cp_comm, parallel.cp > 1, parallel.zero == 3)
+        if key not in estimators:
+            estimators[key] = Estimator(each)
+        estimate = estimators[key](parallel, each.train.microbatch)
+        if estimate.legal and estimate.peak is not None:
+            legal += 1
+            if estimate.fits:
+                mesh = (parallel.tp, parallel.pp, parallel.cp, parallel.ep)
+                expected.setdefault(mesh, []).append((estimate.step or float("inf"), estimate.peak))
+    best = sorted(min(figures) for figures in expected.values())
+    assert found.legal == legal
+    assert [(each.seconds, each.peak) for each in found.best] == [each for each in best if each[0] <= SLOWEST * best[0][0]]
+    assert len(found.contexts) == (3 if fixed else 4)
 
 
 def test_where_no_rate_is_known_the_smallest_layouts_are_found() -> None:

@@ -151,3 +151,16 @@ def test_the_smallest_layouts_are_found_with_bounds_as_without(name: str, layers
     assert some.best
     assert [(each.peak, each.seconds) for each in some.best] == [(each.peak, each.seconds) for each in every.best]
     assert [(each.peak, each.seconds) for each in some.front] == [(each.peak, each.seconds) for each in every.front]
+
+
+def test_bounds_hold_where_a_stage_holds_less_of_what_waits() -> None:
+    """With few words the head hides nothing: the last stage holds one micro-batch whole, and of three what weights' gradients need."""
+    run = larger("gpt")
+    cluster = replace(run.cluster, device=replace(run.cluster.device, memory=1e12))
+    model, train = replace(run.model, vocab=64), replace(run.train, seq=4096)
+    parallel = replace(run.parallel, pp=4, schedule="zb_h1", recompute="none", stages=(1, 2, 2, 3))
+    run = replace(run, model=model, train=train, parallel=parallel, cluster=cluster)
+    search = EveryLayout(Space(run, frozenset({"parallel.pp", "parallel.schedule", "parallel.recompute", "parallel.stages"})), rows=1)
+    search.apart = 1
+    search.run_all()
+    assert search.held > 20

@@ -154,6 +154,9 @@ GEMMA_JOBS = [
     TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *GEMMA, *LAYOUTS[layout], f"parallel.recompute={recompute}"))
     for layout, recompute in (("one rank", "none"), ("tp", "full"))
 ]
+GEMMA_JOBS += [  # compiled layers add up the second norm's input again
+    TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN[:-1], *GEMMA, *LAYOUTS["sequence"], "parallel.recompute=none", "train.compile=true"))
+]
 # fmt: off
 GPT_OSS = (
     "model=gpt_oss_20b", "model.layers=4", "train.seq=1024", "model.hidden=512", "model.heads=8", "model.kv_heads=4", "model.experts=8",

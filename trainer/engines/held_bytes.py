@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..parallel.saved_bytes import SavedTensors, count_saved_tensors, storage_references
+from ..parallel.saved_bytes import SavedTensors, count_saved_tensors, storage_bytes, storage_references
 from ..plan.costs.offload import pinned_bytes
 
 HELD_KINDS = ("weights", "optimizer", "gradients", "buffers", "host")  # host: what is not on the device but in its host's memory
 
 
 class ByteCounter:
-    """Bytes of one step by kind: the most activations after any of its forward passes, the rest after a backward pass."""
+    """Bytes of one step by kind: the most activations after any of its forward passes, and of its backwards that defer products; the rest
+    after a backward pass."""
 
     def __init__(self) -> None:
         self.bytes: dict[str, int] = {}
@@ -28,9 +29,15 @@ class ByteCounter:
         with count_saved_tensors(parameters_of(modules), tensors_in(inputs)) as saved:
             yield
         self._saved.append(saved)
+        self.count_activations(modules)
+
+    def count_activations(self, modules: Sequence[nn.Module], deferred: Iterable[Tensor] = ()) -> None:
+        """Count what the forwards so far have saved and still hold, and what `deferred` products hold, without weights."""
         weights = storage_references([*parameters_of(modules), *self.gathered])
-        held = sum(each.bytes_except(weights) for each in self._saved)
-        self.bytes["activations"] = max(held, self.bytes.get("activations", 0))
+        alive = {reference: size for reference, size in storage_bytes(deferred).items() if reference not in weights}
+        for each in self._saved:
+            alive |= each.storages_except(weights)
+        self.bytes["activations"] = max(sum(alive.values()), self.bytes.get("activations", 0))
 
     def count_backward(self, held: Mapping[str, int]) -> None:
         """Count the bytes that the engine holds after a backward pass."""

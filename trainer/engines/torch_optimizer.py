@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..spec.derived.weight_decay import is_decayed
 from ..spec.run import Run
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return parameter groups: matrices decay, norms and biases do not; weights of experts split over ranks are a group of their own."""
-    rows = [parameter for parameter in parameters if parameter.requires_grad]
-    experts = [row for row in rows if not getattr(row, "allreduce", True)]
-    dense = [row for row in rows if getattr(row, "allreduce", True)]
-    return [
-        {"params": [row for row in dense if _dims(row) > 1], "weight_decay": weight_decay},
-        {"params": [row for row in dense if _dims(row) <= 1], "weight_decay": 0.0},
-        {"params": experts, "weight_decay": weight_decay, "moe": True, "name": getattr(experts[0], "group_name", "") if experts else ""},
-    ]
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return parameter groups: matrices decay, norms and biases do not; weights of experts split over ranks are groups of their own."""
+    rows = [(parameter, is_decayed(name, _dims(parameter))) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    groups = []
+    for is_expert in (False, True):
+        for decays in (True, False):
+            some = [row for row, each in rows if each is decays and is_expert is not getattr(row, "allreduce", True)]
+            group = {"params": some, "weight_decay": weight_decay if decays else 0.0}
+            if some:
+                groups.append(group | ({"moe": True, "name": getattr(some[0], "group_name", "")} if is_expert else {}))
+    return groups
 
 
 def _dims(parameter: nn.Parameter) -> int:
@@ -28,9 +29,9 @@ def _dims(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def torch_optimizer(run: Run, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return torch's own optimizer: on a CPU DeepSpeed's is a compiled op."""
-    return optimizer_of_groups(run, [group for group in parameter_groups(parameters, run.optim.weight_decay) if group["params"]])
+def torch_optimizer(run: Run, module: nn.Module) -> torch.optim.Optimizer:
+    """Return torch's own optimizer of a module's parameters: on a CPU DeepSpeed's is a compiled op."""
+    return optimizer_of_groups(run, parameter_groups(module, run.optim.weight_decay))
 
 
 def optimizer_of_groups(run: Run, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

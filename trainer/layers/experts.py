@@ -94,7 +94,8 @@ class _GroupedMatmul(torch.autograd.Function):
         bias_grad = grouped_sum(grad, ends) / ctx.sums if ctx.needs_input_grad[2] else None
         weight_grad, summed = None, ctx.summed
         if ctx.gradients is not None:
-            ctx.gradients.defer([ctx.parameter], lambda: [_summed_weight_gradient(x, grad, ends, summed)])
+            x = x.detach()  # without the graph behind it
+            ctx.gradients.defer([ctx.parameter], lambda: [_summed_weight_gradient(x, grad, ends, summed)], [x, grad, ends])
         elif ctx.needs_input_grad[1]:
             weight_grad = _summed_weight_gradient(x, grad, ends, summed)
         return grouped_matmul(grad, weight.mT, ends), weight_grad, bias_grad, None, None, None, None

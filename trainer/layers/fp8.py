@@ -114,6 +114,6 @@ class _Fp8Product(torch.autograd.Function):
         x_grad = fp8_input_gradient(row_grads, weight).view(*grad.shape[:-1], -1) if ctx.needs_input_grad[0] else None
         bias_grad = rows.sum(0) if ctx.has_bias else None
         if ctx.gradients is not None:
-            ctx.gradients.defer([ctx.parameter], lambda: [scaled_product(inputs.mT, row_grads)])
+            ctx.gradients.defer([ctx.parameter], lambda: [scaled_product(inputs.mT, row_grads)], [*inputs, *row_grads])
             return x_grad, None, None, None, bias_grad, None
         return x_grad, None, None, scaled_product(inputs.mT, row_grads), bias_grad, None

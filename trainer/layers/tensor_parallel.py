@@ -268,7 +268,9 @@ class _ColumnProducts(torch.autograd.Function):
         output_grads: Sequence[Tensor | Scaled] = [cast(grad, BACKWARD) for grad in rows] if ctx.in_fp8 else rows
         kept = x if scale is None else Scaled(x, scale)
         if ctx.gradients is not None:
-            ctx.gradients.defer(ctx.parameters, partial(_weight_gradients, kept, output_grads, tp, ctx.transposed))
+            kept = x.detach() if scale is None else kept  # without the graph behind it
+            held = [each for some in (kept, *output_grads) for each in (some if isinstance(some, Scaled) else (some,))]
+            ctx.gradients.defer(ctx.parameters, partial(_weight_gradients, kept, output_grads, tp, ctx.transposed), held)
             kept = x = None
         gather = AsyncAllGather(_after(x, grads[0]), tp.group) if tp.sequence and x is not None else None
         x_grad = _input_gradient(output_grads, weights, ctx.transposed)

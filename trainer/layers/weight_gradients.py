@@ -20,18 +20,23 @@ class WeightGradients:
 
     def __init__(self, add: Callable[[nn.Parameter, Tensor], None]) -> None:
         self._add = add
-        self._deferred: list[tuple[Sequence[nn.Parameter], Products]] = []
+        self._deferred: list[tuple[Sequence[nn.Parameter], Products, Sequence[Tensor]]] = []
 
-    def defer(self, weights: Sequence[nn.Parameter], products: Products) -> None:
-        """Keep what computes the gradients of weights; it holds the tensors that it needs."""
-        self._deferred.append((weights, products))
+    def defer(self, weights: Sequence[nn.Parameter], products: Products, held: Sequence[Tensor]) -> None:
+        """Keep what computes the gradients of weights; it holds the tensors `held`."""
+        self._deferred.append((weights, products, held))
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Yield what the products that wait hold."""
+        for _, _, held in self._deferred:
+            yield from held
 
     @torch.no_grad()
     def compute(self) -> None:
         """Compute all gradients that were deferred, in the order of backward, and free what they needed."""
         waiting, self._deferred = self._deferred[::-1], []
         while waiting:
-            weights, products = waiting.pop()
+            weights, products, _ = waiting.pop()
             for weight, gradient in zip(weights, products(), strict=True):
                 self._add(weight, gradient)
 
@@ -81,12 +86,13 @@ class _PutOffProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        x = x.detach()  # else it holds the graph behind it until its product is computed, and so the stage's input
         transposed, row_grads = ctx.transposed, grad.flatten(0, -2)
 
         def weight_gradient() -> tuple[Tensor]:
             rows = x.flatten(0, -2)
             return (row_grads.mT @ rows if transposed else rows.mT @ row_grads,)
 
-        ctx.gradients.defer([ctx.parameter], weight_gradient)
+        ctx.gradients.defer([ctx.parameter], weight_gradient, [x, grad])
         x_grad = grad @ (weight if transposed else weight.mT) if ctx.needs_input_grad[0] else None
         return x_grad, None, row_grads.sum(0) if ctx.has_bias else None, None, None

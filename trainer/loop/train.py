@@ -86,7 +86,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
             if saves:
                 saver.save(setup.start.after(run, done), anomalies.record(), devices.checked)
             if stopping and not is_last:
-                saver.finish()
+                saver.finish(at_end=True)
                 if saver.newest < done:
                     raise SystemExit(STOPPED_UNSAVED)
                 return False

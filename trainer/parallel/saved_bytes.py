@@ -33,11 +33,11 @@ class SavedTensors:
         """Bytes of the storages that are still alive."""
         return sum(size for size, _ in self.rows)
 
-    def bytes_except(self, others: set[Any]) -> int:
-        """Bytes of the storages that are still alive, except those with references in `others`, such as weights that were gathered
+    def storages_except(self, others: set[Any]) -> dict[Any, int]:
+        """Bytes of the storages that are still alive by their references, except those in `others`, such as weights that were gathered
         meanwhile."""
         self._rows = {reference: row for reference, row in self._rows.items() if not reference.expired()}
-        return sum(size for reference, (size, _) in self._rows.items() if reference not in others)
+        return {reference: size for reference, (size, _) in self._rows.items() if reference not in others}
 
 
 @contextmanager
@@ -61,6 +61,11 @@ def count_saved_tensors(*alive: Iterable[Tensor]) -> Iterator[SavedTensors]:
 def storage_references(tensors: Iterable[Tensor]) -> set[Any]:
     """Weak references to the storages of tensors."""
     return {_reference(tensor) for tensor in tensors}
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> dict[Any, int]:
+    """Bytes of the storages of tensors by their references."""
+    return {_reference(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def _reference(tensor: Tensor) -> Any:

@@ -11,9 +11,10 @@ from .costs.block_costs import BlockCosts
 from .costs.cost_context import CostContext
 from .costs.local_tensors import block_split
 from .engines import cost_model
+from .layout.held_passes import held_passes
 from .layout.layout import Layout
 from .part_seconds import is_simulated, simulated_wait
-from .stage_cost import StageCost, stage_costs
+from .stage_cost import StageCost, defers_products, stage_costs
 
 
 class StepSeconds(NamedTuple):
@@ -59,7 +60,8 @@ def peak_bytes(context: CostContext, layout: Layout, kinds: list[StageCost]) -> 
 
     The first of equal stages holds most: micro-batches in flight and copies of weights grow towards the front, except in a user's lists.
     """
-    stages = list(enumerate(layout.partition.kind_of_stage)) if layout.schedule.simulated else layout.partition.runs
+    alone = layout.schedule.simulated or defers_products(layout)  # later stages may hold more products that wait
+    stages = list(enumerate(layout.partition.kind_of_stage)) if alone else layout.partition.runs
     peak, fullest = max([(stage_bytes(layout, kinds[at], index), -index) for index, at in stages])
     host = host_bytes(context, layout, kinds)
     if context.run.cluster.device.kind == "cpu":
@@ -70,11 +72,38 @@ def peak_bytes(context: CostContext, layout: Layout, kinds: list[StageCost]) -> 
 def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
     """Bytes of a rank of stage `index`, which is of this kind."""
     fixed = kind.fixed + extra_weight_copies(layout, index) * kind.states.version if layout.delay else kind.fixed
-    passes, step = kind.passes, kind.states.bytes.step
-    saved = kind.saved_last + kind.logits + ceil((passes.saved + passes.held.passing) * in_flight(layout, index))
+    step, saved = kind.states.bytes.step, sum(kept_bytes(layout, kind, index))
     if layout.delay:
         return fixed + saved + max(kind.temporary, step)  # weights are stepped while micro-batches are in flight
     return fixed + max(saved + kind.temporary, step)
+
+
+class KeptBytes(NamedTuple):
+    """What a stage keeps of its micro-batches for their backward: activations, logits, and results that it passed on."""
+
+    activations: int
+    logits: int
+    passing: int
+
+
+def kept_bytes(layout: Layout, kind: StageCost, index: int) -> KeptBytes:
+    """What stage `index`, of this kind, keeps at most."""
+    apart = kind.deferred
+    if apart is None:
+        return _whole_kept_bytes(kind, in_flight(layout, index))
+    kept = []
+    for held in held_passes(layout.schedule, index, layout.mesh.pp, layout.micros, layout.parallel.chunks):
+        whole = _whole_kept_bytes(kind, held.saved)
+        in_head = held.saved_in_head * apart.head_saved + held.deferred_in_head * apart.head
+        activations = whole.activations - kind.saved_last + ceil(held.deferred * apart.layers) + in_head
+        kept.append(KeptBytes(activations, held.saved_in_head * apart.head_logits, whole.passing))
+    return max(kept, key=sum)
+
+
+def _whole_kept_bytes(kind: StageCost, micros: float) -> KeptBytes:
+    """What a stage keeps of so many micro-batches between forward and backward."""
+    passes, saved = kind.passes, ceil(kind.passes.saved * micros)
+    return KeptBytes(saved + kind.saved_last, kind.logits, ceil((passes.saved + passes.held.passing) * micros) - saved)
 
 
 def uses_host(context: CostContext, layout: Layout) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
 from typing import Any
 
 from ..spec.problem import Problem
@@ -15,7 +14,7 @@ from .fixes import memory_problem, problems_with_fixes
 from .layout.layout import Layout
 from .layout.mesh import Mesh
 from .layout.schedules import bubble_share
-from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, fits, in_flight, layout_cost, stage_bytes, uses_host
+from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, fits, in_flight, kept_bytes, layout_cost, stage_bytes, uses_host
 from .layout_of_run import layout_of_run
 from .preference_plan import plan_preferences
 from .result import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, Plan, RankHostBytes, StageMemory, StepTime, Throughput
@@ -170,15 +169,14 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
     for index, at in enumerate(layout.partition.kind_of_stage):
         kind = cost.kinds[at]
         states, passes = kind.states, kind.passes
-        flight = in_flight(layout, index)
-        kept = ceil(passes.saved * flight)
+        kept = kept_bytes(layout, kind, index)
         held = {
             "weights": states.bytes.weights + states.version * extra_weight_copies(layout, index),
             "gradients": states.bytes.gradients,
             "optimizer": states.bytes.optimizer,
-            "activations": kept + kind.saved_last,
-            "logits": kind.logits,
-            "buffers": states.bytes.buffers + passes.held.workspace + ceil((passes.saved + passes.held.passing) * flight) - kept,
+            "activations": kept.activations,
+            "logits": kept.logits,
+            "buffers": states.bytes.buffers + passes.held.workspace + kept.passing,
             "overhead": context.device_context,
         }
         total = stage_bytes(layout, kind, index)
@@ -190,7 +188,7 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
                 layers=parts[0],
                 parts=parts,
                 parameters=states.elements.parameters,
-                in_flight=flight,
+                in_flight=in_flight(layout, index),
                 bytes=sizes,
                 back=parts[1] if layout.is_folded else None,
             )

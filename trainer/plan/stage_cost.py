@@ -52,6 +52,16 @@ class StagePasses(NamedTuple):
     held: PassBytes
 
 
+class DeferredBytes(NamedTuple):
+    """Bytes of one micro-batch on a stage that computes weights' gradients apart, while those wait; and of the head, where it has it, until
+    its backward and while they wait."""
+
+    layers: int
+    head_saved: int
+    head_logits: int
+    head: int
+
+
 class StageCost(NamedTuple):
     """One kind of stage: its states, its passes, and what follows from both."""
 
@@ -62,6 +72,7 @@ class StageCost(NamedTuple):
     logits: int  # bytes
     exposed: float  # seconds a step of the data axis and of the tensor axis's sums
     step: float  # the optimizer's seconds
+    deferred: DeferredBytes | None = None  # None: its backwards are whole
 
     @property
     def fixed(self) -> int:
@@ -83,8 +94,21 @@ def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts, kinds:
         forward, backward, heads = last * passes.forward, last * passes.backward, in_flight if kind.last else 0
         step = layout.micros * passes.compute
         exposed = sum([states.sums, *[each.exposed_seconds(forward, backward, step) for each in messages]])
-        costs.append(StageCost(states, passes, messages, heads * head.saved, heads * head.logits, exposed, states.step))
+        deferred = _deferred_bytes(blocks, kind) if defers_products(layout) else None
+        saved, logits = heads * head.saved, heads * head.logits
+        costs.append(StageCost(states, passes, messages, saved, logits, exposed, states.step, deferred))
     return costs
+
+
+def defers_products(layout: Layout) -> bool:
+    """Whether the stages of a layout compute weights' gradients apart, and hold until then what these need alone."""
+    return layout.mesh.pp > 1 and layout.schedule.splits_backward and cost_model(layout.engine).defers_products
+
+
+def _deferred_bytes(blocks: BlockCosts, kind: StageKind) -> DeferredBytes:
+    head = blocks.head
+    layers = kind.layers * blocks.layer.deferred + kind.first * blocks.first.deferred
+    return DeferredBytes(layers, kind.last * head.saved, kind.last * head.logits, kind.last * head.deferred)
 
 
 def passes_of_kinds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: tuple[StageKind, ...]) -> list[StagePasses]:

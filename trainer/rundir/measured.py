@@ -146,7 +146,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         damaged=tuple(damaged),
         slow=tuple(_slow_devices(written)),
         saves=saves_in_all(saves),
-        saving=tuple(_saving(plan, run, saves, steps)),
+        saving=tuple(_saving(plan, saves)),
         restart_reasons=reasons,
         tokens_per_second=tuple((int(row["step"]), row["tokens_per_second"]) for row in rows if "tokens_per_second" in row),
         batch=batch,
@@ -270,12 +270,11 @@ def _step_bar(plan: Mapping[str, Any]) -> tuple[float, float] | None:
     return (low, high) if low is not None and high is not None else None
 
 
-def _saving(plan: Mapping[str, Any], run: Mapping[str, Any], saves: Sequence[RecordedSave], last: int) -> Iterator[PlannedMeasured]:
-    """Seconds of a save, and for how many of them training waits, where `last` is the last step that was logged."""
+def _saving(plan: Mapping[str, Any], saves: Sequence[RecordedSave]) -> Iterator[PlannedMeasured]:
+    """Seconds of a save, and for how many of them training waits."""
     planned = [finite_number(nested_value(plan, "saving", key)) for key in ("seconds", "pause")]
-    pause = median_pause(saves, last, background=nested_value(run, "checkpoint", "background") is True)
     yield PlannedMeasured(name="save", unit="seconds", planned=planned[0], measured=saves_in_all(saves).seconds)
-    yield PlannedMeasured(name="pause of a save", unit="seconds", planned=planned[1], measured=pause)
+    yield PlannedMeasured(name="pause of a save", unit="seconds", planned=planned[1], measured=median_pause(saves))
 
 
 def _speed(plan: Mapping[str, Any], rows: Rows) -> Iterator[PlannedMeasured]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from .metric_rows import RESTART_KEY, SAVE_KEY
+from .metric_rows import END_WAIT_KEY, RESTART_KEY, SAVE_KEY
 from .read_files import finite_number, whole_number
 
 Rows = Sequence[Mapping[str, Any]]
@@ -16,19 +16,22 @@ Rows = Sequence[Mapping[str, Any]]
 @dataclass(frozen=True, kw_only=True)
 class RecordedSave:
     """A save after `step`: its seconds and bytes (None: it failed), the seconds that training waited for it, and those since the last save
-    ended or this attempt began to train (None: not known)."""
+    ended or this attempt began to train (None: not known). `end_wait` are the seconds of both in which its attempt, which had ended, had
+    nothing left to train."""
 
     step: int
     seconds: float | None
     bytes: int | None
     pause: float
     interval: float | None
+    end_wait: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavesInAll:
     """All saves of a run: how many are complete and how many failed; median and longest seconds of those that are complete; their bytes in
-    all; the seconds that training waited in all, and as a share of the time up to the last save (None: not known)."""
+    all; the seconds that training waited in all, and as a share of the time up to the last save (None: not known), both without the ends of
+    attempts."""
 
     count: int = 0
     failed: int = 0
@@ -59,14 +62,16 @@ def recorded_saves(rows: Rows) -> Iterator[RecordedSave]:
         seconds, pause, interval = (_seconds(row.get(key)) for key in ("save_seconds", SAVE_KEY, "save_interval"))
         is_complete, has_failed = seconds is not None and size is not None, row.get("save_failed") == 1
         if step is not None and pause is not None and is_complete is not has_failed:
-            yield RecordedSave(step=step, seconds=seconds, bytes=size, pause=pause, interval=interval)
+            end_wait = min(_seconds(row.get(END_WAIT_KEY)) or 0.0, pause)
+            yield RecordedSave(step=step, seconds=seconds, bytes=size, pause=pause, interval=interval, end_wait=end_wait)
 
 
 def saves_in_all(saves: Sequence[RecordedSave]) -> SavesInAll:
     """Sum up a run's saves, of all attempts."""
     complete = [each.seconds for each in saves if each.seconds is not None]
-    pause, passed = sum(each.pause for each in saves), [each.interval for each in saves if each.interval is not None]
-    whole = sum(passed) if len(passed) == len(saves) else 0.0
+    ended = sum(each.end_wait for each in saves)
+    pause, passed = sum(each.pause for each in saves) - ended, [each.interval for each in saves if each.interval is not None]
+    whole = sum(passed) - ended if len(passed) == len(saves) else 0.0
     return SavesInAll(
         count=len(complete),
         failed=len(saves) - len(complete),
@@ -74,14 +79,14 @@ def saves_in_all(saves: Sequence[RecordedSave]) -> SavesInAll:
         longest=max(complete, default=None),
         bytes=sum(each.bytes or 0 for each in saves),
         pause=pause,
-        share=min(1.0, pause / whole) if whole else None,
+        share=min(1.0, pause / whole) if whole > 0 else None,
     )
 
 
-def median_pause(saves: Sequence[RecordedSave], last: int, *, background: bool) -> float | None:
-    """Return the median seconds that training waited for a complete save. In the background those after step `last`, the last one that was
-    logged, do not count: no step followed under which they could be written."""
-    found = [each.pause for each in saves if each.seconds is not None and (each.step < last or not background)]
+def median_pause(saves: Sequence[RecordedSave]) -> float | None:
+    """Return the median seconds that training waited for a complete save, without the ends of attempts: no step followed under which the
+    rest of it could be written."""
+    found = [each.pause - each.end_wait for each in saves if each.seconds is not None]
     return median(found) if found else None
 
 

@@ -42,7 +42,7 @@ class PipeEngine(DeepSpeedAdapter):
             mark_experts(module, self.parameters, grid)
         self.engine = initialize_pipeline(
             module,
-            torch_optimizer(run, module.parameters()),
+            torch_optimizer(run, module),
             deepspeed_config(run, grid.size("dp"), sum(each.numel() for each in module.parameters())),
             schedule=run.parallel.schedule,
             timed=self._measure_time,

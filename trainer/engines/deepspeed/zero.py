@@ -82,7 +82,7 @@ class ZeroEngine(DeepSpeedAdapter):
             mark_experts(self.module, self.parameters, grid)
         self.engine, self.stepper, _, _ = ds.initialize(
             model=self.module,
-            optimizer=torch_optimizer(run, self.module.parameters()),
+            optimizer=torch_optimizer(run, self.module),
             config=deepspeed_config(run, grid.size("dp")),
             mpu=model_parallel_unit(grid),
         )

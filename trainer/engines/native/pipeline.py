@@ -107,6 +107,7 @@ class Pipeline:
                     self._forward(action)
                 case "B" | "I":
                     self._backward(action)
+                    self._count_deferred()
                 case "W":
                     self._weight_gradients(action)
             held += (action.kind == "F") - (action.kind in "BW")
@@ -154,6 +155,7 @@ class Pipeline:
         counting = counter.count_forward(self.parts, tokens, labels, further) if counter else nullcontext()
         with self._compute(action, part, "forward"), counting, defer_weight_gradients(weights):
             result, counted = self.parts[chunk](tokens, labels, **given, **further)
+        self._count_deferred()
         with self._timed("messages", "send", micro, part):
             self._pass_on(part, micro, result, counted)
         root = result * self._step.scale if part == self.chain.parts - 1 else result
@@ -176,6 +178,11 @@ class Pipeline:
         if weights is not None:
             self._waiting[micro, chunk] = weights
         self._hooks.after_backward(micro, self.total)
+
+    def _count_deferred(self) -> None:
+        """Count what products hold whose weights' gradients are to come, where someone counts bytes."""
+        if (counter := self._step.byte_counter) and self._waiting:
+            counter.count_activations(self.parts, (each for waiting in self._waiting.values() for each in waiting.held_tensors()))
 
     def _weight_gradients(self, action: Action) -> None:
         with self._compute(action, self.chain.part(self.stage, action.chunk), "backward"):

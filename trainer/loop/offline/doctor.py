@@ -126,7 +126,7 @@ def undistributed_losses(run: Run) -> list[float]:
     corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
     batches = Batches(corpus, seed=train.seed, seq=train.seq)
     module = build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=train.seed)
-    stepper, found = torch_optimizer(run, module.parameters()), list[float]()
+    stepper, found = torch_optimizer(run, module), list[float]()
     for step in range(plan.run.steps):
         batch = batches.batch(step * train.batch, train.batch)
         total, counted = module(batch.tokens, batch.labels)

@@ -21,6 +21,7 @@ from ...layers.stochastic_rounding import column_words, random_words, round_at_r
 from ...layers.transformer.further_tokens import further_arguments
 from ...models.build import build_model, named_constants
 from ...rundir.changes import moment_kinds
+from ...spec.derived.weight_decay import is_decayed
 from ...spec.derived.width_scaling import is_rate_divided, width_factor
 from ...spec.run import Parallel, Run
 from ..checkpoint import LoadFailed
@@ -62,7 +63,9 @@ def plain_optimizer(run: Run, weights: Mapping[str, nn.Parameter]) -> torch.opti
     groups = []
     for name, each in weights.items():
         divisor = width_factor(run) if is_rate_divided(run, name, each.dim()) else 1.0
-        groups.append({"params": [each], "weight_decay": run.optim.weight_decay * divisor if each.dim() > 1 else 0.0, "divisor": divisor})
+        groups.append(
+            {"params": [each], "weight_decay": run.optim.weight_decay * divisor * is_decayed(name, each.dim()), "divisor": divisor}
+        )
     made: torch.optim.Optimizer
     if run.optim.name == "sgd":
         made = torch.optim.SGD(groups, lr=run.optim.lr, momentum=run.optim.momentum)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...rundir.metric_rows import SAVE_KEY
+from ...rundir.metric_rows import END_WAIT_KEY, SAVE_KEY
 
 
 class SavePauses:
@@ -16,8 +16,10 @@ class SavePauses:
         """Add seconds that training has waited for the save under way."""
         self._paused += seconds
 
-    def end(self, now: float) -> dict[str, float]:
-        """Return the figures of the save that ends now, as metrics.jsonl names them, and begin anew."""
+    def end(self, now: float, end_wait: float = 0.0) -> dict[str, float]:
+        """Return the figures of the save that ends now, as metrics.jsonl names them, and begin anew. `end_wait`: the seconds of its pauses
+        in which this attempt had nothing left to train."""
         figures = {SAVE_KEY: self._paused, "save_interval": now - self._last_end}
+        figures |= {END_WAIT_KEY: end_wait} if end_wait else {}
         self._paused, self._last_end = 0.0, now
         return figures

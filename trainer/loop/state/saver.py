@@ -44,7 +44,7 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is None or isinstance(error, AllRanksFailed):
-            self.finish()
+            self.finish(at_end=True)
 
     def save(self, progress: TrainProgress, recent: Mapping[str, Sequence[float]], checked: int | None = None) -> None:
         """Save the engine's state and the run's progress, with `recent` figures of its steps, once the save under way has ended. One that
@@ -77,43 +77,43 @@ class Saver:
         if self._writer and self._writer.is_done:
             self.finish()
 
-    def finish(self) -> bool:
-        """Wait for the save under way, and tell the user how it ended. Return whether there was one."""
+    def finish(self, *, at_end: bool = False) -> bool:
+        """Wait for the save under way, `at_end` with nothing left to train; tell the user how it ended. Return whether there was one."""
         writer, channel = self._writer, self._setup.channel
         if writer is None or not writer.is_busy:
             return False
         since = perf_counter()
         if not writer.is_done:
             channel.report_phase("save")
-        self._end(lambda: writer.result(channel.report_progress), since)
+        self._end(lambda: writer.result(channel.report_progress), since, at_end=at_end)
         return True
 
-    def _end(self, result: Callable[[], SaveResult], since: float) -> None:
+    def _end(self, result: Callable[[], SaveResult], since: float, *, at_end: bool = False) -> None:
         """Wait for a save's result, as training does from the time `since` on; note it and tell the user of it."""
         setup = self._setup
         try:
             saved = result()
         except SaveFailed as error:
-            self._write_row(since, {"save_failed": 1})
+            self._write_row(since, {"save_failed": 1}, at_end=at_end)
             if setup.world.is_rank0 and self._step < run_steps(self._run.train):
                 setup.warn(str(error))
             elif setup.world.is_rank0:
                 setup.channel.say(f"warning: {error}")  # nothing is left to train
             return
         self.newest = saved.step
-        self._write_row(since, {"save_seconds": saved.seconds["total"], "save_bytes": saved.bytes})
+        self._write_row(since, {"save_seconds": saved.seconds["total"], "save_bytes": saved.bytes}, at_end=at_end)
         if setup.world.is_rank0:
             size = f"{saved.bytes / 2**20:,.1f} MiB"
             setup.channel.say(f"saved step {saved.step} in {saved.seconds['total']:.1f} s ({size}){self._pause}")
             for note in saved.notes:
                 setup.channel.say(f"warning: {note}")
 
-    def _write_row(self, since: float, figures: Mapping[str, float]) -> None:
+    def _write_row(self, since: float, figures: Mapping[str, float], *, at_end: bool) -> None:
         """Write the row of the save that has ended to the sinks of rank 0, in seconds and bytes: its figures, how long training waited for
         it, and the time since the last save ended."""
         now = perf_counter()
         self._pauses.add(now - since)
-        row = {"step": self._step, **figures, **self._pauses.end(now)}
+        row = {"step": self._step, **figures, **self._pauses.end(now, now - since if at_end else 0.0)}
         if self._setup.sinks:
             self._setup.sinks.write(row)
 

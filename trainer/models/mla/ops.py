@@ -53,7 +53,7 @@ def _attention(model: Model, train: Train) -> tuple[Op, ...]:
             enters=(turned,),
             gathers=(query, value),
         ),
-        *attention_core(model, train, query_dim="query_dim", mean_dim="mean_dim"),
+        *(replace(each, saves_padded=()) for each in attention_core(model, train, query_dim="query_dim", mean_dim="mean_dim")),
         linear("attention.out", VALUE, (("", ("hidden",)),), bias=False, saves=(value,)),
     )
 

@@ -81,6 +81,8 @@ class Op:
     - `constants`: what the op reads in float32 beside weights, and nothing trains: every rank holds its layers' whole.
     - `gathers`: the tensors that each rank of the context axis needs of the whole sequence. `head_exchanges`: those that its ranks
       exchange in an all-to-all, as a rank has them with all tokens of some heads. `saves_exchanged`: what the op saves besides then.
+    - `saves_padded`: what it saves besides on a tensor rank some of whose heads are padding, which a copy of the values leaves out.
+    - `sums_again`: its input is a sum of what is saved in any case: compiled layers save none, and add it up again.
     - `chunks`: the parts of the vocabulary in which head and loss are computed, one after another; more than one: backward computes each
       part's logits again, and takes all gradients of it.
     - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
@@ -108,6 +110,8 @@ class Op:
     gathers: tuple[Tensor, ...] = ()
     head_exchanges: tuple[Tensor, ...] = ()
     saves_exchanged: tuple[Tensor, ...] = ()
+    saves_padded: tuple[Tensor, ...] = ()
+    sums_again: bool = False
     chunks: int = 1
     core: bool = False
     in_fp8: bool = False

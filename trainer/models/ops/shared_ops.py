@@ -153,7 +153,10 @@ def _flash_core(model: Model, train: Train, causal: bool, mean_dim: str) -> tupl
     )
     in_blocks_saves = (Tensor(("windowed_tokens", "batch", *QUERY)),) if share and not model.sinks else ()
     torch_saves = _softmax_saves(model) if model.dropout else (LOG_SUMS, *in_blocks_saves)
-    return (Op(name="attention.core", product=product, saves_megatron=(LOG_SUMS,), saves_torch=torch_saves, core=True),)
+    has_values = not model.dropout and (not share or model.sinks)  # the kernel's own, beside those that the output product saves
+    padded = (Tensor((*TOKENS, *QUERY)),) if has_values else ()
+    core = Op(name="attention.core", product=product, saves_megatron=(LOG_SUMS,), saves_torch=torch_saves, saves_padded=padded, core=True)
+    return (core,)
 
 
 def has_fused_core(model: Model, train: Train) -> bool:
@@ -302,7 +305,7 @@ def layer_ops(model: Model, attention: tuple[Op, ...], feed_forward: tuple[Op, .
         *attention,
         *((norm("post_norm1", model),) if after else ()),
         residual("attention.residual", model),
-        *((norm("norm2", model),) if before else ()),
+        *((replace(norm("norm2", model), sums_again=after),) if before else ()),  # of the inputs of norm1 and, normed, post_norm1
         *feed_forward,
         *((norm("post_norm2", model),) if after else ()),
         residual("mlp.residual", model),

@@ -8,6 +8,7 @@ from math import prod
 from typing import Literal
 
 from ...models.ops.op_table import Dims, Parameter, round_up
+from ...spec.derived.weight_decay import is_decayed
 from ...spec.numbers.divisors import least_divisor
 
 # Dims that the tensor axis splits
@@ -60,6 +61,11 @@ class WeightShard:
         return self.copies == 1 or self.shared
 
     @property
+    def decays(self) -> bool:
+        """Whether weight decay applies to it."""
+        return is_decayed(self.name, len(self.size))
+
+    @property
     def matrix(self) -> tuple[int, int]:
         """Rows and columns of the whole matrix, of one for each expert."""
         rows, columns = self.shape[-2:]
@@ -90,6 +96,11 @@ class HeadShards:
             self.size = -(-self.group // self.copies)
 
     @property
+    def are_padded(self) -> bool:
+        """Whether some rank has query heads that are padding."""
+        return self.lanes * self.copies * self.size > self.heads
+
+    @property
     def idle_ranks(self) -> int:
         """Ranks without query heads."""
         if self.copies == 1:
@@ -110,6 +121,11 @@ class HeadShards:
         lane, copy = divmod(rank, self.copies)
         run = _clipped_shard(self.kv_heads, lane * self.kv_size, self.kv_size)
         return DimShard(run.offset, run.length, run.size, copy, self.copies)
+
+
+def has_padded_heads(sizes: Mapping[str, int], degree: int) -> int:
+    """1 where some of so many ranks of the tensor axis have query heads that are padding."""
+    return int("heads" in sizes and HeadShards(sizes["heads"], sizes["kv_heads"], degree).are_padded)
 
 
 def _clipped_shard(whole: int, first: int, size: int) -> DimShard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import NamedTuple
 
 from ...models.ops.op_table import Op, OpTable, block_weights, is_hidden_matrix
@@ -13,9 +14,10 @@ from ...spec.run import Run
 from ..axes import tp
 from ..axes.axis import ActivationForm
 from ..axes.message import AxisMessage
-from ..axes.weight_slices import HeadShards
+from ..axes.weight_slices import HeadShards, has_padded_heads
 from ..layout.mesh import Wires
 from .block_temporary_bytes import OpBytes, block_temporary_bytes, later_backward_bytes, op_bytes
+from .deferred_bytes import deferred_bytes
 from .local_tensors import BlockSplit, LocalTensors, logits_bytes
 from .number_or_array import for_each, is_number, larger
 from .op_seconds import OpSeconds, op_kernels, op_seconds
@@ -33,8 +35,8 @@ class BlockCost:
     """One block on one rank: parameters; bytes and seconds of a micro-batch (seconds None: the device's peak is unknown).
 
     `frozen` counts those of `dense` that are not trained, `frozen_experts` those of `experts`. `saved` are the activations kept for
-    backward, `recomputed` those that recomputation adds while it runs, `temporary` the most that the passes hold beside `saved`
-    (block_temporary_bytes.py).
+    backward, `recomputed` those that recomputation adds while it runs, `deferred` what products hold whose weights' gradients wait
+    (deferred_bytes.py), `temporary` the most that the passes hold beside `saved` (block_temporary_bytes.py).
     `replicated` counts the trained parameters that every tensor-parallel rank holds, `shared` those that several hold together, `matrices`
     and `expert_matrices` those of products' weights, of `dense` and of `experts`.
     `weight_gradients` is the part of `backward` that computes weight gradients. `message_forward` and `message_backward` are exposed
@@ -51,6 +53,7 @@ class BlockCost:
     frozen_experts: int
     saved: int
     recomputed: int
+    deferred: int
     temporary: int
     logits: int
     forward: float | None
@@ -126,13 +129,14 @@ class SplitCosts:
         self.device = rates(cluster.device, run.train.precision, fused=split.fused, own=own, alone=cluster.nodes * cluster.gpus == 1)
         self.gradient = widths(run).gradient
         self.kind = "cpu" if run.cluster.device.kind == "cpu" else "cuda"
-        # 1 where the core of our context parallelism runs again in its own backward, and saves no log-sum-exp: FusedCore in
-        # trainer/layers/transformer/core_attention.py
+        # 1 where context parallelism's core runs again in its own backward, and saves no log-sum-exp: FusedCore (core_attention.py)
         has_flash = run.train.precision != "fp32" and "bf16" in run.cluster.device.peak  # compute capability 8 or later
         has_mask = run.data.documents and not has_document_kernel(run)
         fused_core = own and self.kind == "cuda" and (has_mask or not has_flash or split.fused)
         self.has_context = for_each(lambda degree: int(degree > 1), split.degree("cp"))  # 1 where ranks share a sequence
         self.core_again = int(fused_core and run.parallel.cp_comm == "all_gather") * self.has_context
+        exchanges = self.has_context * (run.parallel.cp_comm == "all_to_all")  # they keep the core's values in any case
+        self.has_padding = own * (1 - exchanges) * for_each(partial(has_padded_heads, table.sizes), split.degree("tp"))
         self.local = self._local_tensors(run, split.form)
         outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local
         self.stream = self.local.bytes(STREAM)
@@ -209,10 +213,11 @@ class SplitCosts:
         return seconds._replace(forward=seconds.forward + copies, input_gradients=seconds.input_gradients + copies)
 
     def _op_bytes(self, op: Op, local: LocalTensors) -> OpBytes:
-        """The bytes of an op, with what it saves where ranks share a sequence."""
+        """The bytes of an op, with what it saves where ranks share a sequence, or where the tensor axis does not divide the heads."""
         held = op_bytes(op, local, self.kind)
         swapped = self.has_context * sum(map(local.bytes, op.saves_exchanged))
-        return held._replace(saved=held.saved + swapped - self.core_again * _log_sum_bytes(op, local))
+        padded = self.has_padding * sum(map(local.bytes, op.saves_padded))
+        return held._replace(saved=held.saved + swapped + padded - self.core_again * _log_sum_bytes(op, local))
 
     def _local_tensors(self, run: Run, form: ActivationForm) -> LocalTensors:
         multiple, activation = run.model.vocab_multiple, widths(run).activation
@@ -251,6 +256,7 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
         frozen_experts=elements.frozen_experts,
         saved=saved,
         recomputed=every - saved,
+        deferred=sum([deferred_bytes(op, local) for op in ops]),
         temporary=block_temporary_bytes(row.bytes, repeats, stream, residual=row not in (*costs.ends, *costs.further)),
         logits=row.logits,
         forward=seconds.forward,
@@ -264,9 +270,8 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
 
 def _with_core_again(op: Op, seconds: OpSeconds, again: int) -> OpSeconds:
     """The seconds of an op, whose backward runs a fused core of attention `again`, 0 or 1 times."""
-    if not (op.core and op.product and op.product.fused):
-        return seconds
-    return seconds._replace(input_gradients=seconds.input_gradients + again * seconds.forward)
+    is_fused = op.core and op.product and op.product.fused
+    return seconds._replace(input_gradients=seconds.input_gradients + again * seconds.forward) if is_fused else seconds
 
 
 def _log_sum_bytes(op: Op, local: LocalTensors) -> int:

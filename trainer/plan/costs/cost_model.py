@@ -104,6 +104,8 @@ class CostModel:
     A plan uses them for a layout that no engine runs. An engine that differs has a subclass in its row of `ENGINES`.
     """
 
+    defers_products = False
+    """Whether it computes weights' gradients apart: until then what their products need is held, else all that a micro-batch saves."""
     simulates_uneven = False
     """Whether a step is simulated whose closed form holds only if a forward and both halves of a backward take equally long."""
     hides_messages = True

@@ -135,14 +135,15 @@ def _saved_tensors(op: Op, local: LocalTensors) -> Iterable[Tensor]:
 def _compiled_saves(op: Op, local: LocalTensors) -> Iterator[Tensor]:
     """Yield what an op of a compiled layer saves: attention's core as if it were not compiled, the rest as Megatron does, but no masks.
 
-    Masks of dropout are drawn again, and the output of a norm that is gathered along the sequence is computed again from its input. So are
+    Masks of dropout are drawn again, and the output of a norm that is gathered along the sequence is computed again from its input. So is
+    the input of the second half's norm where the first half has one behind it. So are
     inputs that a product casts to 8 bits, but for the result of attention.
     """
     if op.in_fp8:
         yield from op.saves_torch[:1] if op.name == "attention.out" else ()
         yield from op.saves_megatron[1:]
         return
-    gathered = local.sequence and tp.split_style(op) == "column"
+    again = op.sums_again or (local.sequence and tp.split_style(op) == "column")
     for tensor in op.saves_torch if op.core else op.saves_megatron:
-        if tensor.width != 1 and not (gathered and tensor == STREAM):
+        if tensor.width != 1 and not (again and tensor == STREAM):
             yield tensor

@@ -61,7 +61,7 @@ def _norm_messages(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterato
     else:
         if width.weight < MASTER_BYTES:
             yield "all_reduce", FLAG_BYTES, data + model, "overflow flag"
-        groups = {(len(each.size) > 1, each.expert) for each in trained}
+        groups = {(each.decays, each.expert) for each in trained}
         yield "all_reduce", FLOAT32_BYTES, len(groups) * (data + model), "gradient norm"
         copies = any(each.expert for each in trained) and mesh.size("expert_copies") > 1
         yield "all_reduce", FLOAT32_BYTES, int(copies), "mean of the experts' norm"
@@ -77,10 +77,10 @@ def _wide_gradient_norms(mesh: Mesh, model: int, *, has_experts: bool) -> Iterat
 
 
 def _subgroups(trained: Sequence[WeightShard], ranks: int) -> int:
-    """The groups of at least SUBGROUP elements of a rank's part in which ZeRO 3 steps: matrices, and vectors."""
+    """The groups of at least SUBGROUP elements of a rank's part in which ZeRO 3 steps: of weights that decay, and of others."""
     count = 0
-    for matrix in (True, False):
-        parts = [-(-prod(each.size) // ranks) for each in trained if (len(each.size) > 1) is matrix]
+    for decays in (True, False):
+        parts = [-(-prod(each.size) // ranks) for each in trained if each.decays is decays]
         totals = accumulate(parts, lambda total, part: (total if total < SUBGROUP else 0) + part)
         full = sum(total >= SUBGROUP for total in list(totals)[:-1])
         count += full + bool(parts)

@@ -20,11 +20,11 @@ MOST_RANKS, MOST_LAYERS = 4096, 256  # of a stage; beyond both, the rank with mo
 
 
 class FlatParameter(NamedTuple):
-    """One parameter on a rank: elements with padding; whether it is a matrix (a vector does not decay, and lies apart); which other ranks
-    of the tensor axis hold it too; whether expert ranks hold other parts of it."""
+    """One parameter on a rank: elements with padding; whether it decays (what does not lies apart); which other ranks of the tensor
+    axis hold it too; whether expert ranks hold other parts of it."""
 
     elements: int
-    matrix: bool
+    decays: bool
     copies: TensorCopies
     expert: bool = False
 
@@ -60,7 +60,7 @@ def stage_parameters(
                 continue
             shard = weight_shard(parameter, table.sizes, tp, 0, vocab_multiple=vocab_multiple, ep=ep)
             copies: TensorCopies = "" if tp == 1 else "shared" if shard.shared else "" if shard.is_split else "replicated"
-            yield FlatParameter(prod(shard.size), len(shard.size) > 1, copies, shard.expert)
+            yield FlatParameter(prod(shard.size), shard.decays, copies, shard.expert)
 
     dense = range(table.dense_layers if first else 0)
     before = tuple(rows(model_parameters(table, dense, first=first, last=False)))
@@ -122,10 +122,10 @@ def _most_on_one_rank(groups: Sequence[RankElements], ranks: int) -> int:
 class FlatGroup:
     """One flat tensor: the parameters of a parameter group that have elements, in order."""
 
-    def __init__(self, held: StageParameters, *, matrix: bool, expert: bool) -> None:
+    def __init__(self, held: StageParameters, *, decays: bool, expert: bool) -> None:
         self.expert = expert
         self._blocks = [
-            _Block([row for row in rows if row.elements and (row.matrix, row.expert) == (matrix, expert)], times)
+            _Block([row for row in rows if row.elements and (row.decays, row.expert) == (decays, expert)], times)
             for rows, times in ((held.before, 1), (held.layer, held.layers), (held.after, 1))
         ]
         self._starts = (0, *accumulate(block.size * block.times for block in self._blocks))
@@ -206,8 +206,8 @@ _NO_RANK = 1 << 200  # beyond any rank
 
 
 def _flat_groups(held: StageParameters) -> Iterator[FlatGroup]:
-    """Yield the flat tensors: of what decays, of what does not, and of experts that are split over ranks."""
-    for matrix, expert in ((True, False), (False, False), (True, True)):
-        group = FlatGroup(held, matrix=matrix, expert=expert)
+    """Yield the flat tensors: of what decays, of what does not, and of each the experts that are split over ranks."""
+    for decays, expert in ((True, False), (False, False), (True, True), (False, True)):
+        group = FlatGroup(held, decays=decays, expert=expert)
         if group.size:
             yield group

@@ -39,15 +39,17 @@ def traffic_terms(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterator
     if stage:
         added = (sum(padded) - sum(flat)) * width.weight
         says = (
-            f"weights in one message for matrices and one for vectors, padded by {added} bytes to a multiple of {ALIGNED * ranks} elements"
+            f"weights in one message for those that decay and one for the others, "
+            f"padded by {added} bytes to a multiple of {ALIGNED * ranks} elements"
         )
         yield TrafficTerm(verb="all_gather", bytes=sum(padded) * width.weight, says=says)
 
 
 def _flat_groups(shards: Sequence[WeightShard], ranks: int, ep: int) -> Iterator[tuple[list[WeightShard], int]]:
-    """Yield (weights of one flat tensor, data-parallel ranks that hold them): matrices, vectors, experts split over ranks."""
-    for matrix, expert in ((True, False), (False, False), (True, True)):
-        yield [each for each in shards if (len(each.size) > 1, each.expert) == (matrix, expert)], ranks // ep if expert else ranks
+    """Yield (weights of one flat tensor, data-parallel ranks that hold them): those that decay and those that do not, and of each
+    experts split over ranks apart."""
+    for decays, expert in ((True, False), (False, False), (True, True), (False, True)):
+        yield [each for each in shards if (each.decays, each.expert) == (decays, expert)], ranks // ep if expert else ranks
 
 
 def _stage3_terms(trained: Sequence[int], frozen: Sequence[int], ranks: int, micros: int, width: int) -> Iterator[TrafficTerm]:

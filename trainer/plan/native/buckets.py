@@ -90,7 +90,7 @@ def _kind(run: Run, mesh: Mesh, shard: WeightShard) -> BucketKind:
     compressed = compressed_stack(shard.size, compression_rank(run.parallel, mesh, expert=shard.expert)) is not None
     late, by_muon = is_shared or is_tied_over_stages(run, mesh, shard.name), run.optim.name == MUON and shard.hidden_matrix
     by_width = is_rate_divided(run, shard.name, len(shard.size))
-    return BucketKind(late, shard.expert, len(shard.size) > 1, compressed, by_muon, by_width)
+    return BucketKind(late, shard.expert, shard.decays, compressed, by_muon, by_width)
 
 
 def is_tied_over_stages(run: Run, mesh: Mesh, name: str) -> bool:

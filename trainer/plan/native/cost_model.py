@@ -23,7 +23,7 @@ from ..costs.cost_model import (
 )
 from ..costs.muon import MUON, data_place, element_bytes, sent_parts, step_bytes
 from ..costs.offload import GradientCopies, HostBytes, HostWork
-from ..costs.precision import MASTER_BYTES, Widths, widths
+from ..costs.precision import MASTER_BYTES, Widths, has_moments, widths
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
@@ -34,7 +34,7 @@ from ..layout.workers import outer_state_bytes, worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
 from .dim0_shards import gathers_once, padded_elements, rows_of_size, stage_rows
-from .optimizer_step import bucket_host_bytes, bucket_work, cast_bytes, step_moves, steps_in_one_kernel
+from .optimizer_step import bucket_host_bytes, bucket_work, cast_bytes, rounded_step_moves, step_moves, steps_in_one_kernel
 from .receives import receives_ahead
 
 COPIED_SHARD = "gradients of the shard, which other ranks own too"
@@ -45,6 +45,7 @@ FLOAT64_BYTES, INT64_BYTES = 8, 8
 class NativeCosts(CostModel):
     """Costs of flat buckets of weights, as counted on live tensors and messages."""
 
+    defers_products = True
     simulates_uneven = True
     hides_messages = False
 
@@ -173,7 +174,8 @@ class NativeCosts(CostModel):
         one_kernel = steps_in_one_kernel(context.run)
         # fully_shard's weights are float32, and cast when they are gathered
         weight, gradient = (MASTER_BYTES, MASTER_BYTES) if _is_sharded(layout) else (width.weight, width.gradient)
-        each: float = step_moves(weight, gradient, context.states, one_kernel=one_kernel)
+        rounded = rounded_step_moves(context.run) if has_moments(context.run.optim) else None
+        each: float = rounded or step_moves(weight, gradient, context.states, one_kernel=one_kernel)
         if _steps_alone(layout):  # the mean and the narrow copy, and what the step together reads and writes beside them
             each += (2 * MASTER_BYTES + weight + 3 * _outer_bytes(layout)) / layout.gradient_sync.every
         moved = elements_to_step(layout, held) * each

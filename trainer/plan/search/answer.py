@@ -21,6 +21,7 @@ from ..plan import make_plan, plan_throughput
 from ..rules.rules import OF_LAYOUT, OF_RUN, broken_rules
 from ..whole_run import plan_whole_run
 from .front import CostedLayout
+from .run_seconds import ranked_seconds, whole_steps
 from .search import candidate_layout, search_layouts
 from .space import ZEROS, Candidate
 from .stage_boundaries import best_stages, with_stages
@@ -43,7 +44,8 @@ class FoundBoundaries:
 @dataclass(frozen=True, kw_only=True)
 class FoundLayout:
     """One layout of an answer. `overrides` are the words that give it to the recipe. `slower_by` are the seconds of a step by which each
-    term is above the best layout's. Seconds are None where a rate is unknown, `cost` where the cluster has no price."""
+    term is above the best layout's; none where the batch grows, and layouts are ranked by `days`. Seconds are None where a rate is
+    unknown, `cost` where the cluster has no price."""
 
     overrides: tuple[str, ...]
     mesh: dict[str, int]
@@ -115,8 +117,11 @@ def find_layouts(run: Run, fixed: frozenset[str] = frozenset()) -> Answer:
 
 
 def faster_layout(run: Run, fixed: frozenset[str], seconds: float) -> FoundLayout | None:
-    """The fastest layout of a run, if its step takes less than `seconds`. It is quick where there is none: slower ones are not costed."""
-    known = CostedLayout(seconds, 0, Candidate(run.parallel, run.train.microbatch, None))  # as fast as asked, and smaller than any layout
+    """The fastest layout of a run, if the whole run takes it less than `seconds`. It is quick where there is none: slower ones are not
+    costed."""
+    known = CostedLayout(
+        seconds / whole_steps(run.train), 0, Candidate(run.parallel, run.train.microbatch, None)
+    )  # as fast as asked, and smaller than any layout
     found = search_layouts(run, fixed, rows=1, known=known)
     (best,) = found.best
     return None if best is known else _found_layout(run, found.context_of(best.candidate), best, None)
@@ -209,14 +214,16 @@ def _with_best_stages(context: CostContext, found: CostedLayout) -> tuple[Costed
     even = layout_cost(context, with_stages(layout, layout.partition.parts)) if layout.mesh.pp > 1 else None
     if even is None or even.seconds is None:
         return found, None
-    best = best_stages(context, layout, even.blocks, capacity, below=min(found.seconds, even.seconds.step))
+    seconds = layout_cost(context, layout).seconds
+    assert seconds is not None  # as those of even parts
+    best = best_stages(context, layout, even.blocks, capacity, below=min(seconds.step, even.seconds.step))
     if best.stages is None:
         return found, None
     changed = with_stages(layout, best.stages)
-    peak = layout_cost(context, changed).peak
+    peak, ranked = layout_cost(context, changed).peak, ranked_seconds(context, changed, best.seconds)
     candidate = found.candidate._replace(parallel=changed.parallel)
     boundaries = FoundBoundaries(stages=changed.partition.whole_parts, even_step=even.seconds.step, least_step=best.least)
-    return CostedLayout(best.seconds, peak, candidate), boundaries
+    return CostedLayout(ranked, peak, candidate), boundaries
 
 
 def _found_layout(
@@ -226,7 +233,7 @@ def _found_layout(
     layout, seconds = _layout_seconds(context, found)
     speed = plan_throughput(context, layout, seconds) if seconds else None
     whole = plan_whole_run(context, layout, seconds)
-    moved = parallel.offload
+    moved, grows = parallel.offload, bool(run.train.rampup.batches)
     planned = Planned(run, parallel, engine, found.peak)
     held, taken = memory_bar(planned), step_bar(planned, seconds.step, seconds.optimizer) if seconds else None
     return FoundLayout(
@@ -253,5 +260,5 @@ def _found_layout(
         mfu=speed.mfu if speed else None,
         days=whole.days,
         cost=whole.cost,
-        slower_by={term: getattr(seconds, term) - getattr(best, term) for term in TERMS} if seconds and best else {},
+        slower_by={term: getattr(seconds, term) - getattr(best, term) for term in TERMS} if seconds and best and not grows else {},
     )

@@ -59,10 +59,14 @@ class Bounds:
         """The least bytes that passes hold, beside states: in a row those on the first stage, in another those on the last."""
         import numpy as np
 
-        stages = ((schedules.first_kind, schedules.in_flight), (schedules.last_kind, schedules.in_flight_of_last))
-        return np.stack([self._stage_activation_bytes(kind, in_flight, blocks) for kind, in_flight in stages]) * (1 - ROUNDING)
+        stages, whole = (
+            ((schedules.first_kind, schedules.kept), (schedules.last_kind, schedules.kept_of_last)),
+            1 - schedules.splits_backward,
+        )
+        return np.stack([self._stage_activation_bytes(kind, kept, whole, blocks) for kind, kept in stages]) * (1 - ROUNDING)
 
-    def _stage_activation_bytes(self, kind: StageKind, in_flight: Array, blocks: BlockCosts) -> Array:
+    def _stage_activation_bytes(self, kind: StageKind, kept: Array, whole: Array, blocks: BlockCosts) -> Array:
+        """`kept` micro-batches are between forward and backward; where backwards are `whole` (1), one is in the head at the same time."""
         temporary = stage_temporary_bytes(self.context, blocks, kind) if self.runnable else 0
-        ends = (blocks.first.saved - blocks.saved_once) * kind.first * in_flight + (blocks.head.logits + blocks.head.saved) * kind.last
-        return kind.layers * blocks.layer.saved * in_flight + ends + temporary
+        head = (blocks.head.logits + blocks.head.saved) * kind.last * whole
+        return (kind.layers * blocks.layer.saved + (blocks.first.saved - blocks.saved_once) * kind.first) * kept + head + temporary

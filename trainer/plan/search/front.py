@@ -13,7 +13,8 @@ MeshKey = tuple[int, int, int, int]  # tp, pp, cp, ep
 
 
 class CostedLayout(NamedTuple):
-    """A layout that fits: the seconds of a step (infinite: not known) and the bytes of the fullest rank, in the order of preference."""
+    """A layout that fits: the seconds by which it is ranked (run_seconds.py; infinite: not known) and the bytes of the
+    fullest rank, in the order of preference."""
 
     seconds: float
     peak: int

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from ...spec.run import CpComm, Offload, Parallel, Run
+from ...spec.run import Offload, Parallel, Run
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
@@ -21,7 +21,9 @@ from ..stage_cost import stage_costs
 from .bounds import Bounds
 from .front import Best, CostedLayout, Front, MeshKey, mesh_key
 from .garbage_collection import pause_garbage_collection
+from .op_kinds import OpKind, op_kinds
 from .pass_table import Pass, PassTable
+from .run_seconds import ranked_seconds, share_of_several
 from .space import Candidate, Space, StateChoice, Zero
 from .state_bounds import LeastBytes, LeastSeconds, least_bytes, least_seconds
 
@@ -32,17 +34,17 @@ SLOWEST = 1.25  # times the fastest layout's seconds: slower ones, which waste m
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """The result of a search: the best layout of each of the best meshes, the front of time against memory, the sizes of the space; the
-    contexts in which they were costed, by parallel.cp_comm."""
+    context in which each kind of layouts was costed."""
 
     best: tuple[CostedLayout, ...]
     front: tuple[CostedLayout, ...]
     legal: int  # layouts
     costed: int  # of them; the others were discarded by bounds
-    contexts: Mapping[str, CostContext]
+    contexts: tuple[tuple[OpKind, CostContext], ...]
 
     def context_of(self, candidate: Candidate) -> CostContext:
         """The context in which a candidate was costed."""
-        return self.contexts[candidate.parallel.cp_comm]
+        return next(context for kind, context in self.contexts if kind.holds(candidate.parallel))
 
 
 def search_layouts(
@@ -50,18 +52,22 @@ def search_layouts(
 ) -> SearchResult:
     """Search the layouts of a run, as its `search` section says; keys in `fixed` stay as the run has them. Layouts whose ranks share
     sequences are searched with both ways of parallel.cp_comm. `known`: a layout that others have to beat."""
-    settings = run.search
-    first = LayoutSearch(Space(run, fixed, runnable=settings.runnable), rows=rows, by_memory=by_memory, headroom=settings.headroom)
-    if known is not None:
-        first.best.add(NO_MESH, known)
-        first.front.add(known)
-    found = first.run_all()
-    if "parallel.cp_comm" in fixed:
-        return found
-    comm: CpComm = "all_to_all" if run.parallel.cp_comm == "all_gather" else "all_gather"
-    other = Space(replace(run, parallel=replace(run.parallel, cp_comm=comm)), fixed, runnable=settings.runnable, shares_sequences=True)
-    also = LayoutSearch(other, rows=rows, by_memory=by_memory, headroom=settings.headroom, after=first).run_all()
-    return replace(also, legal=found.legal + also.legal, costed=found.costed + also.costed, contexts={**found.contexts, **also.contexts})
+    settings, searches, found = run.search, list[LayoutSearch](), list[SearchResult]()
+    kinds = op_kinds(run, fixed)
+    for kind in kinds:
+        space = Space(kind.run, fixed, runnable=settings.runnable, shares=kind.shares, zeros=kind.zeros)
+        after = searches[-1] if searches else None
+        searches.append(LayoutSearch(space, rows=rows, by_memory=by_memory, headroom=settings.headroom, after=after))
+        if known is not None and after is None:
+            searches[0].best.add(NO_MESH, known)
+            searches[0].front.add(known)
+        found.append(searches[-1].run_all())
+    return replace(
+        found[-1],
+        legal=sum([each.legal for each in found]),
+        costed=sum([each.costed for each in found]),
+        contexts=tuple([(kind, each.context) for kind, each in zip(kinds, searches, strict=True)]),
+    )
 
 
 class StateRow(NamedTuple):
@@ -130,7 +136,7 @@ class LayoutSearch:
             front=tuple(self._in_time(self.front.rows)),
             legal=sum(map(self.space.size, table.meshes)),
             costed=self.costed,
-            contexts={self.run.parallel.cp_comm: self.context},
+            contexts=(),
         )
 
     def _search(self, table: PassTable, timed: bool) -> None:
@@ -197,11 +203,12 @@ class LayoutSearch:
             if least is None:
                 least = known.bytes = self._bytes_of(each, states, row, engine)
             seconds, peak = each.seconds[known.simulates], least.bytes(each.kept)
+            share = self._share_of_several(each)
             if self._may_matter(mesh, seconds, peak):
                 added = known.seconds
                 if added is None:
                     added = known.seconds = self._seconds_of(each, states, row, engine)
-                if self._may_matter(mesh, seconds + added.seconds(each.micros), peak):
+                if self._may_matter(mesh, seconds + share * added.seconds(each.micros), peak):
                     self._cost(each, row.state, engine)
 
     def _bytes_of(self, each: Pass, states: MeshStates, row: StateRow, engine: str | None) -> LeastBytes:
@@ -246,16 +253,23 @@ class LayoutSearch:
         peak, _, host = peak_bytes(self.context, layout, kinds)
         if not fits(self.context, peak, host):
             return
-        seconds, mesh = each.seconds_on(engine) + max([kind.exposed + kind.step for kind in kinds]), mesh_key(each.parallel)
-        if self._may_matter(mesh, seconds, peak):
+        added, mesh = max([kind.exposed + kind.step for kind in kinds]), mesh_key(each.parallel)
+        if self._may_matter(mesh, each.seconds_on(engine) + self._share_of_several(each) * added, peak):
             timed = has_times(self.context, layout)
-            found = CostedLayout(step_seconds(self.context, layout, blocks, kinds).step if timed else inf, peak, candidate)
+            step = step_seconds(self.context, layout, blocks, kinds).step if timed else inf
+            found = CostedLayout(ranked_seconds(self.context, layout, step) if timed else inf, peak, candidate)
             self.best.add(mesh, found)
             self.front.add(found)
 
     def _layout(self, each: Pass, state: StateChoice, engine: str | None) -> tuple[Candidate, Layout]:
         candidate = Candidate(self.space.layout(each.parallel, state, each.staged.choice), each.microbatch, engine)
         return candidate, candidate_layout(self.context, candidate)
+
+    def _share_of_several(self, each: Pass) -> float:
+        """The share of the run's samples for which a bound of what states cost beside these passes holds."""
+        parallel = each.parallel
+        assert parallel.dp != "auto"
+        return share_of_several(self.run.train, parallel.dp * each.microbatch)
 
     def _is_too_slow(self, seconds: float) -> bool:
         return seconds > self.slowest * self.front.fastest

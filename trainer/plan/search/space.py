@@ -65,9 +65,17 @@ class Space:
     fixed.
     """
 
-    def __init__(self, run: Run, fixed: frozenset[str] = frozenset(), *, runnable: bool = True, shares_sequences: bool = False) -> None:
-        """`shares_sequences`: only the layouts whose ranks do."""
-        self.run, self.fixed, self.runnable, self.shares_sequences = run, fixed, runnable, shares_sequences
+    def __init__(
+        self,
+        run: Run,
+        fixed: frozenset[str] = frozenset(),
+        *,
+        runnable: bool = True,
+        shares: bool | None = None,
+        zeros: tuple[Zero, ...] = ZEROS,
+    ) -> None:
+        """`shares`: only the layouts whose ranks share sequences, or do not; `zeros`: those of some ZeRO stages."""
+        self.run, self.fixed, self.runnable, self.shares, self.zeros = run, fixed, runnable, shares, zeros
         given = run.parallel
         others = replica_size(given) // (given.tp * given.pp * given.cp)  # degrees that no search chooses
         self.world = run.cluster.nodes * run.cluster.gpus // others
@@ -132,7 +140,7 @@ class Space:
         return [
             StateChoice(zero, shard, offload)
             for zero in self._values("parallel.zero", ZEROS)
-            if zero == parallel.zero or not self._breaks_rules(parallel, zero=zero)
+            if zero in self.zeros and (zero == parallel.zero or not self._breaks_rules(parallel, zero=zero))
             for shard in (shards if zero else shards[:1])
             for offload in self._offloads_of_zero[zero]
         ]
@@ -207,7 +215,7 @@ class Space:
         for tp in self._values("parallel.tp", divisors(world)):
             for pp in self._values("parallel.pp", divisors(world // tp) if world % tp == 0 else ()):
                 for cp in self._values("parallel.cp", divisors(world // (tp * pp)) if world % (tp * pp) == 0 else ()):
-                    if world % (tp * pp * cp) or (self.shares_sequences and cp == 1):
+                    if world % (tp * pp * cp) or (self.shares is not None and self.shares is not (cp > 1)):
                         continue
                     dp = world // (tp * pp * cp)
                     for ep in self._values("parallel.ep", [each for each in divisors(dp) if experts % each == 0] or [given.ep]):

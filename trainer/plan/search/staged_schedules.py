@@ -10,8 +10,10 @@ from ...spec.run import Parallel
 from ..costs.block_costs import BlockCost, BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.number_or_array import larger
+from ..layout.held_passes import held_passes
 from ..layout.layout import LayerPartition, StageKind
 from ..layout.schedule_of_run import schedule_of
+from ..layout.schedules import Schedule
 from ..layout_of_run import stage_partition
 from ..part_seconds import MOST_PASSES
 from .space import ScheduleChoice
@@ -70,6 +72,8 @@ class StagedSchedule(NamedTuple):
     parts: int  # of a stage
     in_flight: float
     in_flight_of_last: float
+    kept: float  # of those that the first and the last hold the ones between forward and backward, on every engine
+    kept_of_last: float
     fill: float
     filled: float
     simulated: bool  # on every engine
@@ -99,6 +103,8 @@ class StagedSchedules:
     parts: Array
     in_flight: Array
     in_flight_of_last: Array
+    kept: Array
+    kept_of_last: Array
     fill: Array
     filled: Array
     splits_backward: Array
@@ -155,7 +161,19 @@ def stacked_schedules(rows: Sequence[StagedSchedule]) -> StagedSchedules:
     kinds = [(*each.kinds, *[none] * most) for each in partitions]
     many = [(*each.stages_of_kind, *[0] * most) for each in partitions]
     own = [each.parts[:: len(each.parts) - 1 if each.is_folded else len(each.counts)] for each in partitions]  # of the first stage
-    same = ("micros", "parts", "in_flight", "in_flight_of_last", "fill", "filled", "splits_backward", "simulated", "simulated_if_uneven")
+    same = (
+        "micros",
+        "parts",
+        "in_flight",
+        "in_flight_of_last",
+        "kept",
+        "kept_of_last",
+        "fill",
+        "filled",
+        "splits_backward",
+        "simulated",
+        "simulated_if_uneven",
+    )
     return StagedSchedules(
         kinds=[_stacked_kinds([row[at] for row in kinds]) for at in range(most)],
         stages_of_kind=[np.array([row[at] for row in many]) for at in range(most)],
@@ -210,6 +228,8 @@ def staged_schedule(
         parts=schedule.parts(choice.chunks) if stages > 1 else 0,
         in_flight=schedule.in_flight(0, stages, micros, choice.chunks) if stages > 1 else 1.0,
         in_flight_of_last=schedule.in_flight(stages - 1, stages, micros, choice.chunks) if stages > 1 else 1.0,
+        kept=_least_kept(schedule, 0, stages, micros, choice.chunks),
+        kept_of_last=_least_kept(schedule, stages - 1, stages, micros, choice.chunks),
         fill=schedule.fill(choice.chunks) if has_closed_form else 0.0,
         filled=schedule.filled_by_weights(stages, micros) if has_closed_form else 0.0,
         simulated=simulated,
@@ -220,3 +240,12 @@ def staged_schedule(
             len(shapes),
         ),
     )
+
+
+def _least_kept(schedule: Schedule, stage: int, stages: int, micros: int, chunks: int) -> float:
+    """The micro-batches between forward and backward that a stage holds at least at one time."""
+    if stages == 1:
+        return 1.0
+    if not schedule.splits_backward:
+        return schedule.in_flight(stage, stages, micros, chunks)
+    return max([each.saved for each in held_passes(schedule, stage, stages, micros, chunks)])

@@ -9,14 +9,19 @@ MOST_HEAD_DIM = 256  # elements of a query, key or value that FlashAttention-2 t
 
 
 def has_document_kernel(run: Run) -> bool:
-    """Return whether attention keeps documents apart in its kernel where it trains: on a CPU ours, on a GPU from compute capability 8
-    FlashAttention-2, which takes half precision. Not with dropout, which a kernel could not key, nor with sinks, which have calls of
-    their own."""
+    """Return whether attention keeps documents apart in its kernel where it trains."""
+    return takes_document_bounds(run) and not (run.cluster.device.kind != "cpu" and gathers_in_graphs(run))
+
+
+def takes_document_bounds(run: Run) -> bool:
+    """Return whether the kernel of a run's model and device takes the bounds of documents, whatever the layout: on a CPU ours, on a GPU
+    from compute capability 8 FlashAttention-2, which takes half precision. Not with dropout, which a kernel could not key, nor with sinks,
+    which have calls of their own."""
     device = run.cluster.device
     if not run.data.documents or run.train.attention != "flash" or run.model.dropout or run.model.sinks:
         return False
     takes_heads = run.train.precision != "fp32" and has_flash_attention_2(device) and widest_head(run.model) <= MOST_HEAD_DIM
-    return device.kind == "cpu" or (takes_heads and not gathers_in_graphs(run))
+    return device.kind == "cpu" or takes_heads
 
 
 def has_flash_attention_2(device: Device) -> bool:
