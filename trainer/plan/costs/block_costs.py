@@ -34,13 +34,11 @@ EXCHANGE_MOVES, EXCHANGE_KERNELS = 5, 4
 class BlockCost:
     """One block on one rank: parameters; bytes and seconds of a micro-batch (seconds None: the device's peak is unknown).
 
-    `frozen` counts those of `dense` that are not trained, `frozen_experts` those of `experts`. `saved` are the activations kept for
-    backward, `recomputed` those that recomputation adds while it runs, `deferred` what products hold whose weights' gradients wait
-    (deferred_bytes.py), `temporary` the most that the passes hold beside `saved` (block_temporary_bytes.py).
-    `replicated` counts the trained parameters that every tensor-parallel rank holds, `shared` those that several hold together, `matrices`
-    and `expert_matrices` those of products' weights, of `dense` and of `experts`.
-    `weight_gradients` is the part of `backward` that computes weight gradients. `message_forward` and `message_backward` are exposed
-    seconds of `messages`.
+    `frozen` and `frozen_experts` count those of `dense` and of `experts` that are not trained, `matrices` and `expert_matrices` those of
+    products' weights, `replicated` trained ones that every tensor-parallel rank holds, `shared` those that several hold together. `saved`
+    are the activations kept for backward, `recomputed` those that recomputation adds, `deferred` what products hold whose weights'
+    gradients wait (deferred_bytes.py), `temporary` the most that the passes hold beside `saved` (block_temporary_bytes.py).
+    `weight_gradients` is a part of `backward`; `message_forward` and `message_backward` are exposed seconds of `messages`.
     """
 
     dense: int
@@ -235,13 +233,10 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
     dispatch = device.dispatch if device else 0.0
     core_again = costs.core_again if recompute != "selective" else 0  # which runs it once more in any case
     copies = costs.has_context * EXCHANGE_KERNELS
+    kernels = [op_kernels(op, local) + hooks * len(op.weights) + copies * len(op.head_exchanges) for op in ops]
     ranked = [
-        RankOp(
-            _with_core_again(op, seconds, core_again),
-            (op_kernels(op, local) + hooks * len(op.weights) + copies * len(op.head_exchanges)) * dispatch,
-            is_again,
-        )
-        for op, seconds, is_again in zip(ops, row.seconds, repeats, strict=bool(row.seconds))
+        RankOp(_with_core_again(op, seconds, core_again), count * dispatch, is_again)
+        for op, seconds, count, is_again in zip(ops, row.seconds, kernels, repeats, strict=bool(row.seconds))
     ]
     seconds = block_seconds(ranked, messages, split, costs.wires, dispatch)
     elements = row.elements
