@@ -43,6 +43,19 @@ def test_links_and_paths_exist(page: Path) -> None:
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    outside = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)$", outside, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_into_pages_name_headings(page: Path) -> None:
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
+    pages = [(page.parent / name if name else page, anchor) for name, _, anchor in links if anchor]
+    assert [(str(target), anchor) for target, anchor in pages if anchor not in headings(target)] == []
+
+
 @pytest.fixture(scope="module")
 def plan() -> dict[str, object]:
     words = [sys.executable, "-m", "distrain", "plan", f"conf={PICTURED}", "--json"]
