@@ -12,7 +12,8 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.data.samples.corpus import Corpus
-from distrain.trainer.loop.state.reference_file import REFERENCE_FILE, HeldReference, read_reference, reference_identity, write_reference
+from distrain.trainer.loop.state.reference_file import HeldReference, read_reference, reference_identity, write_reference
+from distrain.trainer.rundir.files import REFERENCE_FILE
 from distrain.trainer.spec.run import Run
 
 VALUES = [np.array([[1.0, 2.0], [np.nan, np.nan]]), np.zeros((1, 2))]

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from distrain.trainer.layers.chunked_loss import chunked_loss  # noqa: E402
+from distrain.trainer.layers.chunked_loss import chunked_token_losses  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy  # noqa: E402
 from distrain.trainer.spec.derived.loss_chunks import chunk_size, most_chunks  # noqa: E402
 
@@ -30,7 +30,7 @@ def inputs(kind: dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 
 def in_chunks(x: Tensor, weight: Tensor, labels: Tensor, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss and the gradients of x and of the weight."""
-    loss = chunked_loss(x, weight, labels, WORDS, None, chunks, transposed=False)
+    loss = chunked_token_losses(x, weight, labels, WORDS, None, chunks, transposed=False).sum()
     return loss.detach(), *torch.autograd.grad(loss, (x, weight))
 
 

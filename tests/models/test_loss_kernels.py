@@ -17,7 +17,7 @@ from distrain.tests.fakes.deadline import DEADLINE  # noqa: E402
 from distrain.tests.fakes.inductor_settings import INDUCTOR  # noqa: E402
 from distrain.trainer.layers import cross_entropy as entropy  # noqa: E402
 from distrain.trainer.layers import loss_kernels  # noqa: E402
-from distrain.trainer.layers.chunked_loss import chunked_loss  # noqa: E402
+from distrain.trainer.layers.chunked_loss import chunked_token_losses  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy  # noqa: E402
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def test_where_the_compiler_fails_a_loss_in_chunks_of_the_vocabulary_goes_on(nam
 
     def gradients() -> tuple[Tensor, ...]:
         given = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        found: tuple[Tensor, ...] = torch.autograd.grad(chunked_loss(*given, labels, 50, None, 4, transposed=False), given)
+        found: tuple[Tensor, ...] = torch.autograd.grad(chunked_token_losses(*given, labels, 50, None, 4, transposed=False).sum(), given)
         return found
 
     with monkeypatch.context() as plain:

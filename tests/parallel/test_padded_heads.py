@@ -28,6 +28,7 @@ ROWS = {  # what is set, whether ranks keep different bytes
                         "parallel.tp=4"), True),
     "context ranks":  ((*ODD, "cluster.gpus=4", "parallel.cp=2"), True),
     "core again":     ((*ODD, "cluster.gpus=2", "parallel.recompute=selective"), False),
+    "frozen out":     ((*ODD, "cluster.gpus=2", "model.lora.rank=4", "model.lora.targets=[query]"), False),
     "latent":         (("model=tiny_mla", "model.heads=3", "cluster.gpus=2", "parallel.tp=2"), False),
 }
 # fmt: on

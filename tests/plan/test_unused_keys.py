@@ -96,6 +96,7 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("model.capacity", 1.25, "model.family=gpt", {}, MOE),
     ("checkpoint.background", True, "checkpoint.every=0", {"checkpoint.every": 0}, {"checkpoint.every": 5}),
     ("model.weights", "x", "checkpoint.resume=must", {"checkpoint.resume": "must"}, {}),
+    ("model.weights", "x", "checkpoint.resume=must", {"checkpoint.resume": "must"}, {"checkpoint.resume": "must"} | PREFERENCES),
     ("parallel.shard", 4, "parallel.zero=0", {}, {"parallel.zero": 2}),
     ("parallel.schedule", "gpipe", "parallel.pp=1", {}, {"parallel.pp": 2}),
     ("parallel.gather", "step", "parallel.zero=0", {}, {"parallel.zero": 3}),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from distrain.tests.rank_programs.forked_ranks import fork_ranks
 from distrain.trainer.layers import loss_kernels
-from distrain.trainer.layers.chunked_loss import chunked_loss
+from distrain.trainer.layers.chunked_loss import chunked_token_losses
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy
 from distrain.trainer.layers.group import Group
 from distrain.trainer.layers.tensor_parallel import (
@@ -166,13 +166,13 @@ def loss_in_chunks(region: TensorParallel) -> Comparisons:
         (3 * (expected + z_loss(logits[..., :words], labels))).backward()
         own_x, own_weight = region.shard(whole).clone().requires_grad_(), part(weight, int(not transposed), group).requires_grad_()
         with plain_kernels() if kernels else nullcontext():
-            found = partial(chunked_loss, labels=labels, vocab=words, tp=region, chunks=4, transposed=transposed, z_loss=Z_LOSS)
-            loss = found(own_x, own_weight)
+            found = partial(chunked_token_losses, labels=labels, vocab=words, tp=region, chunks=4, transposed=transposed, z_loss=Z_LOSS)
+            loss = found(own_x, own_weight).sum()
             (3 * loss).backward()
             frozen_x = own_x.detach().requires_grad_()
-            found(frozen_x, own_weight.detach()).backward()
+            found(frozen_x, own_weight.detach()).sum().backward()
             with torch.no_grad():
-                evaluated = found(own_x, own_weight)
+                evaluated = found(own_x, own_weight).sum()
         what = f"in chunks, {'of a table' if transposed else 'of a matrix'}{' by kernels' if kernels else ''}"
         yield f"loss {what}", torch.stack((loss, evaluated)), torch.stack((expected, expected))
         yield f"input {what}", torch.stack((grad(own_x), 3 * grad(frozen_x))), region.shard(grad(x)).expand(2, *own_x.shape)

@@ -128,10 +128,11 @@ class Engine(ABC):
 
     @abstractmethod
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
-        """Return (sum of losses, labels counted) of a batch of this replica, without gradients; alike on all of its ranks."""
+        """Return (sum of losses, labels counted) of a batch of this replica, without gradients: alike on its ranks, or 0 on those
+        that do not count, in a pipeline, or of preferences under context parallelism."""
 
     def begin_training(self) -> None:
-        """To be called between evaluations of weights that have not been stepped and the first step."""
+        """Prepare for the first step after evaluations."""
         return
 
     def step_together(self) -> None:

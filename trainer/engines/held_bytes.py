@@ -62,6 +62,10 @@ def parameters_of(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
         yield from module.parameters()
 
 
+# Attributes that hold tensors: of DeepSpeed's message buckets, dropout's keys, bounds of documents, pairs of answers.
+HOLDERS = ("buffer", "states", "starts", "host", "labels", "reference")
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in lists, mappings, message buckets, dropout keys, bounds of documents and pairs of answers."""
     match value:
@@ -76,12 +80,5 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             for each in value:
                 yield from tensors_in(each)
         case _:
-            for name in (
-                "buffer",
-                "states",
-                "starts",
-                "host",
-                "labels",
-                "reference",
-            ):  # of DeepSpeed's message buckets; dropout's keys; bounds; pairs
+            for name in HOLDERS:
                 yield from tensors_in(getattr(value, name, None))

@@ -82,10 +82,14 @@ def _metrics_problems(folder: Path) -> Iterator[Problem]:
 
 
 def weight_problems(run: Run) -> Iterator[Problem]:
-    """Yield why a run can't start from the weights it names; a run that resumes from a checkpoint needs none."""
-    from ..rundir.files import run_folder
+    """Yield why a run can't start from the weights it names. A run that resumes from a checkpoint needs none, unless LoRA adds to them, or
+    preferences are relative to them and what they need of them is not kept."""
+    from ..rundir.files import REFERENCE_FILE, run_folder
 
-    if run.model.weights is None or any(run_folder(run).glob("checkpoints/step_*")):
+    folder = run_folder(run)
+    is_kept = not run.model.lora.rank and (folder / REFERENCE_FILE).exists()
+    resumes = any(folder.glob("checkpoints/step_*")) and (is_kept or not run.reads_start_weights_again)
+    if run.model.weights is None or resumes:
         return
     from ..models.hf_format.check_folder import check_folder, check_same_config
 

@@ -24,13 +24,6 @@ from .tensor_parallel import TensorParallel
 # B batch, S sequence, s this rank's part of it under sequence parallelism, R = B S rows, H hidden, V vocabulary: this rank's part of it
 
 
-def chunked_loss(
-    x: Tensor, weight: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None, chunks: int, *, transposed: bool, z_loss: float = 0.0
-) -> Tensor:
-    """Return what `cross_entropy` does of the logits x W [B, S, V], for x [B, S or s, H] and weight [H, V] (transposed: [V, H])."""
-    return chunked_token_losses(x, weight, labels, vocab, tp, chunks, transposed=transposed, z_loss=z_loss).sum()
-
-
 def chunked_token_losses(
     x: Tensor, weight: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None, chunks: int, *, transposed: bool, z_loss: float = 0.0
 ) -> Tensor:

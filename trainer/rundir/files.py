@@ -16,6 +16,7 @@ from .absolute_paths import with_absolute_paths
 
 LAUNCH_FILES = ("run.json", "plan.json")
 OUTCOME_FILE = "ended.json"
+REFERENCE_FILE = "reference.safetensors"  # of preferences: the log probabilities of answers under the start weights
 
 
 def write_json(file: Path, what: object) -> None:

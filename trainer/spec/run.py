@@ -169,6 +169,11 @@ class Data:
     cache: str | None = None
 
     @property
+    def has_text(self) -> bool:
+        """Whether the files hold text, which is tokenized."""
+        return self.name in ("text", "stdlib") or self.has_prompts
+
+    @property
     def has_prompts(self) -> bool:
         """Whether lines of files hold prompts with what follows them, of which windows hold whole ones."""
         return self.name in ("pairs", "preferences")
@@ -245,3 +250,8 @@ class Run:
     search: SearchGoal = field(default_factory=SearchGoal)
     engine: str = "auto"
     reading: str | None = None
+
+    @property
+    def reads_start_weights_again(self) -> bool:
+        """Whether a resume may need the weights that the run began with: LoRA adds to them, preferences are relative to them."""
+        return self.model.lora.rank > 0 or (self.data.has_preferences and self.train.preference.has_reference)

@@ -38,8 +38,8 @@ class ExpertGroups(MoE):  # type: ignore[misc]
 def mark_experts(module: nn.Module, parameters: Sequence[RankParameter], grid: Grid) -> None:
     """Mark expert weights, and the model as a mixture of experts; call it before the optimizer and the engine exist.
 
-    Where all of them are frozen, DeepSpeed wants no mixture: it takes a mixture's optimizer to step experts. It must only not broadcast
-    them to ranks that hold others.
+    Frozen experts are not marked: DeepSpeed's optimizer for mixtures expects to step experts. They are left out of its broadcast alone,
+    for ranks hold different ones.
     """
     name = f"ep_size_{grid.size('ep')}"  # in this form: DeepSpeed parses the number
     experts = [each.parameter for each in parameters if each.shard.expert]

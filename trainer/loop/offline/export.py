@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from shlex import quote
 
@@ -46,7 +46,7 @@ def main() -> int:
     return run_verb(lambda: export(Path(source), Path(destination), **json.loads(options)))
 
 
-def export(folder: Path, destination: Path, dtype: str, *, step: int | None = None, average: int = 1, memory: int | None = None) -> None:
+def export(folder: Path, destination: Path, dtype: str, *, step: int | None = None, average: int = 1, memory: float | None = None) -> None:
     """Write the folder under a temporary name, check it, then rename it; raises Unreadable, LoadFailed, OSError.
 
     The weights are those of the newest checkpoint, or of a step's, or the mean over the `average` checkpoints of which that is the last.
@@ -66,7 +66,7 @@ def export(folder: Path, destination: Path, dtype: str, *, step: int | None = No
         else:
             weights = show_progress(saved_weights(found, PRECISION_DTYPES[dtype]), "written", len(weight_shapes(run)))
             write_hf_folder(weights, run, written, special=tokenizer.special)
-            check = check_export(found, written, dtype, memory or free_memory())
+            check = check_export(found, written, dtype, memory or free_memory() or inf)
         remarks = [*_modules_left_out(run), *tokenizer.remarks, *write_tokenizer(run, tokenizer, written)]
         files = sorted(each.name for each in written.iterdir())
     left_out = bool(_modules_left_out(run))

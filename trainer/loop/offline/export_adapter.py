@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -23,6 +24,7 @@ from ...machine.checks import free_memory
 from ...models.build import load_weights
 from ...models.families import is_made_by_transformers, op_table
 from ...models.hf_format.adapter import write_adapter
+from ...models.hf_format.config import config_file, read_json
 from ...models.ops.op_table import parameter_count
 from ...spec.run import Run
 from ...spec.sections.lora import Lora
@@ -43,7 +45,7 @@ def main() -> int:
 
 
 def export_adapter(
-    folder: Path, destination: Path, dtype: str, *, step: int | None = None, average: int = 1, memory: int | None = None
+    folder: Path, destination: Path, dtype: str, *, step: int | None = None, average: int = 1, memory: float | None = None
 ) -> None:
     """Write the folder under a temporary name, check it, then rename it; raises Unreadable, LoadFailed, OSError. The check takes at most
     `memory` bytes, by default what is free."""
@@ -60,7 +62,7 @@ def export_adapter(
     additions = {name: finite_in(PRECISION_DTYPES[dtype], name, found.read(name, shape)) for name, shape in shapes.items()}
     with new_folder(destination) as written:
         write_adapter(additions, run, written)
-        check = _check_logits(found, additions, written, memory or free_memory())
+        check = _check_logits(found, additions, written, memory or free_memory() or inf)
         files = sorted(each.name for each in written.iterdir())
     lines = [
         f"{steps_text(found)}, {sum(each.numel() for each in additions.values()):,} trained parameters in {dtype}; {check}",
@@ -79,12 +81,14 @@ def _check_has_adapter(run: Run) -> None:
         raise refusal("the run's frozen weights were drawn from train.seed, so that no folder has them for PEFT to load", MERGE)
 
 
-def _check_logits(saved: SavedRun, additions: Mapping[str, Tensor], folder: Path, memory: int) -> str:
+def _check_logits(saved: SavedRun, additions: Mapping[str, Tensor], folder: Path, memory: float) -> str:
     """Compare the logits of PEFT's model with those of our module with the same additions, in float32, where both fit into `memory` bytes;
     return the result as text; raises Unreadable where they differ."""
     run = saved.run
     if find_spec("peft") is None or find_spec("transformers") is None:
         return "logits are not compared: peft is not installed"
+    if "quantization_config" in read_json(config_file(run.model.weights or "")):
+        return "logits are not compared: model.weights is quantized; export the run without --adapter to check it"
     if CHECK_BYTES * parameter_count(op_table(run), run.model.layers) > memory:
         return f"logits are not compared: the model takes more than the {memory / 1e9:.1f} GB that are free"
     module: Any = load_model(saved, CPU)

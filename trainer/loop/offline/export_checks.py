@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 PLEASE_REPORT = "nothing was written; please report it"
 
 
-def check_export(saved: SavedRun, folder: Path, dtype: str, memory: int) -> str:
+def check_export(saved: SavedRun, folder: Path, dtype: str, memory: float) -> str:
     """Read a written folder back, and compare the logits of the first layers, as many as fit into `memory` bytes, with those of our module.
 
     Return the result as text; raises Unreadable where anything differs.
@@ -80,7 +80,7 @@ def _check_weights(saved: SavedRun, folder: Path, dtype: torch.dtype) -> None:
             raise _refusal(f"{name} is another one in the written folder than in {saved.checkpoint.path}", PLEASE_REPORT)
 
 
-def layers_in(memory: int, run: Run) -> int:
+def layers_in(memory: float, run: Run) -> int:
     """Return how many of a model's first layers can be compared in so many bytes, at least one behind a mixture's dense ones; 0: none."""
     table, least = op_table(run), run.model.dense_layers + 1
     counts = range(run.model.layers, least - 1, -1)

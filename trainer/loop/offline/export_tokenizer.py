@@ -45,7 +45,7 @@ def run_tokenizer(run: Run) -> RunTokenizer:
     """Return the tokenizer that a run was trained with, as far as its files still exist."""
     data, word = run.data, run.data.tokenizer
     tokenizer, remarks = None, list[str]()
-    if word != "bytes" or data.name in ("text", "stdlib", "pairs", "preferences"):
+    if word != "bytes" or data.has_text:
         try:
             tokenizer = load_tokenizer(word, data.end)
         except Unreadable as error:
@@ -125,7 +125,7 @@ def _own_config(run: Run, names: dict[str, str]) -> dict[str, object]:
 def _added_token_remarks(tokenizer: VocabularyTokenizer, run: Run) -> Iterator[str]:
     """Yield a remark where transformers adds tokens around a text that the run's texts did not have."""
     bare, whole = (tokenizer.rules.encode("a", add_special_tokens=add) for add in (False, True))
-    if run.data.name in ("text", "stdlib", "pairs", "preferences") and len(whole.ids) > len(bare.ids):
+    if run.data.has_text and len(whole.ids) > len(bare.ids):
         tokens = ", ".join(dict.fromkeys(token for token in whole.tokens if token not in bare.tokens))
         yield f"transformers adds {tokens} around a text, which the run's texts did not have: pass add_special_tokens=False"
 

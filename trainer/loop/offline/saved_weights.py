@@ -36,7 +36,9 @@ def saved_weights(saved: SavedRun, dtype: torch.dtype, wanted: Wanted = lambda n
 def finite_in(dtype: torch.dtype, name: str, weight: Tensor) -> Tensor:
     """Return a weight rounded to `dtype`; raises Unreadable where it is not finite, before or after."""
     if not weight.isfinite().all():
-        raise _refusal(f"{name} is not finite: the run has diverged", "use an earlier checkpoint, or train with a smaller optim.lr")
+        raise _refusal(
+            f"{name} is not finite: the run has diverged", "export an earlier checkpoint with --step, or train with a smaller optim.lr"
+        )
     rounded = weight.to(dtype)
     if not rounded.isfinite().all():
         raise _refusal(f"{name} is not finite as {str(dtype).removeprefix('torch.')}", "use --dtype fp32")

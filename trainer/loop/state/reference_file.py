@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from ...rundir.files import REFERENCE_FILE
 from ...spec.run import Run
 from ...system.atomic_file import write_atomically
 from ..data.samples.corpus import Corpus
 
-REFERENCE_FILE = "reference.safetensors"
 _END = 1 << 16  # bytes read at both ends of a file of weights
 _VERSION = 1
 
@@ -31,13 +31,15 @@ Reference = list[NDArray[np.float64]]  # of each source: [pairs, 2], nan of pair
 def reference_identity(run: Run, corpus: Corpus) -> Identity:
     """Return what log probabilities depend on: the weights that a run begins with, the tokens, and the window that cuts them.
 
-    Of files of weights it is their names, their sizes and their ends; None where the folder is gone.
+    `weights`: of files their names, sizes and ends, None where the folder is gone; of drawn weights the model and the seed.
     """
     identity = {"version": _VERSION, "data": corpus.key, "seq": run.train.seq}
     if run.model.weights:
         return identity | {"weights": _files_identity(Path(run.model.weights).expanduser())}
-    drawn = replace(run.model, hf=None, dropout=0.0, vocab_multiple=1), run.train.seed, run.optim.mup
-    return identity | {"weights": blake2b(msgspec.json.encode(drawn), digest_size=16).hexdigest()}
+    router = replace(run.model.router, bias_rate=0.0)  # what may change on a resume is no part of it
+    model = replace(run.model, hf=None, dropout=0.0, vocab_multiple=1, aux_loss=0.0, router=router)
+    drawn = msgspec.json.encode((model, run.train.seed, run.optim.mup))
+    return identity | {"weights": blake2b(drawn, digest_size=16).hexdigest()}
 
 
 def _files_identity(folder: Path) -> str | None:

@@ -16,13 +16,16 @@ from ...engines.engine import Engine
 from ...launch.rank.channel import Channel
 from ...layers.preference_loss import take_pair_results
 from ...parallel.process_groups import Grid
+from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
+from ..checkpoint import SavedCheckpoint
 from ..data.samples.batches import Batches
 from ..data.samples.order import Indices
 from ..step.model_inputs import model_inputs
 from .reference_file import HeldReference, Identity, Reference, read_reference, reference_identity, write_reference
 
 _LOOKED_UP = 1 << 16  # samples at a time
+_WINDOW_BITS = 40  # of an integer that names a source and a window in it
 
 
 class Windows(NamedTuple):
@@ -49,10 +52,12 @@ class KnownReference:
 
 
 def find_reference(
-    run: Run, folder: Path, grid: Grid, splits: Sequence[tuple[Batches, Sequence[range]]], channel: Channel, host: dist.ProcessGroup
+    run: Run, folder: Path, grid: Grid, splits: Sequence[tuple[Batches, range]], channel: Channel, host: dist.ProcessGroup
 ) -> KnownReference:
-    """Return what RUN_DIR holds of the reference, which rank 0 reads; `splits` are the samples that the run reads of each split."""
+    """Return what RUN_DIR holds of the reference, which rank 0 reads; `splits` are the samples that the run reads of each split of one
+    corpus."""
     corpus, held = splits[0][0].corpus, HeldReference(None, {})
+    assert all(batches.corpus is corpus for batches, _ in splits), "a reference is of the pairs of one corpus"
     if grid.world.is_rank0:
         held = read_reference(folder, reference_identity(run, corpus))
         if held.problem:
@@ -62,8 +67,17 @@ def find_reference(
     dist.broadcast_object_list(identity, 0, group=host)
     for each in values:
         dist.broadcast(torch.from_numpy(each), 0, group=host)
-    missing = [_unknown(_windows(batches, samples), values) for batches, samples in splits]
+    missing = [_unknown(_windows(batches, samples, channel), values, channel) for batches, samples in splits]
     return KnownReference(values=values, missing=missing, identity=identity[0])
+
+
+def check_same_start(checkpoint: SavedCheckpoint | None, known: KnownReference) -> None:
+    """Raise Unreadable where a checkpoint's preferences refer to other start weights than those that the run names now."""
+    began = checkpoint.extra.get("data", {}).get("reference", {}).get("weights") if checkpoint else None
+    if began is not None and began != known.identity["weights"]:
+        says = "the run began with other weights than it names now, and its preferences are relative to those"
+        mend = "set model.weights (or train.seed, of drawn weights) to what it began with, or set log.dir to another folder"
+        raise Unreadable([Problem(rule="resume", says=says, mend=mend)])
 
 
 def compute_reference(
@@ -80,7 +94,6 @@ def compute_reference(
             channel.report_status(f"reference: {100 * done / len(rounds):.0f} %")
         for source, number, value in _computed_pairs(run, grid, engine, split, first):
             found[source][number] = value
-    engine.begin_training()
     pairs = 0
     for index, (values, summed) in enumerate(zip(known.values, found, strict=True)):
         dist.all_reduce(torch.from_numpy(summed), group=host)
@@ -114,24 +127,24 @@ def _computed_pairs(run: Run, grid: Grid, engine: Engine, split: Windows, first:
         yield from zip(batch.pairs.source.tolist(), batch.pairs.number.tolist(), values, strict=True)
 
 
-def _windows(batches: Batches, samples: Sequence[range]) -> Windows:
+def _windows(batches: Batches, samples: range, channel: Channel) -> Windows:
     """Return the windows of samples, each once."""
-    found = np.zeros((0, 2), np.int64)
-    for each in samples:
-        for first in range(each.start, each.stop, _LOOKED_UP):
-            source, window = batches.locate(np.arange(first, min(first + _LOOKED_UP, each.stop)))
-            found = np.unique(np.concatenate([found, np.stack([source, window], 1)]), axis=0)
-    return Windows(batches, found[:, 0], found[:, 1])
+    found = [np.zeros(0, np.int64)]
+    for first in range(samples.start, samples.stop, _LOOKED_UP):
+        channel.report_progress("reference")
+        source, window = batches.locate(np.arange(first, min(first + _LOOKED_UP, samples.stop)))
+        found.append(np.unique(source << _WINDOW_BITS | window))
+    each = np.unique(np.concatenate(found))
+    return Windows(batches, each >> _WINDOW_BITS, each & (1 << _WINDOW_BITS) - 1)
 
 
-def _unknown(split: Windows, values: Reference) -> Windows:
+def _unknown(split: Windows, values: Reference, channel: Channel) -> Windows:
     """Return the windows that hold a pair whose log probabilities are not known."""
-    packed = split.batches.packed
-    is_unknown = [
-        bool(np.isnan(values[source][packed[source].examples(window)]).any())
-        for source, window in zip(split.source.tolist(), split.window.tolist(), strict=True)
-    ]
-    chosen = np.array(is_unknown, bool)
+    packed, chosen = split.batches.packed, np.zeros(len(split.window), bool)
+    for at, (source, window) in enumerate(zip(split.source.tolist(), split.window.tolist(), strict=True)):
+        if at % _LOOKED_UP == 0:
+            channel.report_progress("reference")
+        chosen[at] = np.isnan(values[source][packed[source].examples(window)]).any()
     return Windows(split.batches, split.source[chosen], split.window[chosen])
 
 

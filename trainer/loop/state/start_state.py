@@ -23,7 +23,7 @@ from ..failures.fail_together import fail_together
 from ..step.evaluate import Validation
 from ..step.train_progress import BEGINNING, TrainProgress, resumed_progress
 from .engine_state import dropped_errors, load_hf_weights, restore_engine
-from .reference_pass import compute_reference, find_reference
+from .reference_pass import check_same_start, compute_reference, find_reference
 from .resume_loss_check import check_resumed_loss
 
 
@@ -59,9 +59,12 @@ def load_initial_state(
         say(f"passed over {reason}")
     reference = None
     if run.data.has_preferences and run.train.preference.has_reference:
-        splits = [(batches, _samples_to_read(run, search.checkpoint, changes_since))]
-        splits += [(each.batches, (each.samples,)) for each in validations]
+        splits = [(batches, _samples_to_train(run, search.checkpoint, changes_since))]
+        splits += [(each.batches, each.samples) for each in validations]
+        if search.checkpoint:
+            splits.append(_checked_samples(run, search.checkpoint, batches))
         reference = find_reference(run, folder, grid, splits, channel, host)
+        fail_together(gather, partial(check_same_start, search.checkpoint, reference))
     begins = not search.checkpoint or (reference is not None and not reference.is_complete)
     if run.model.weights and (run.model.lora.rank or begins):  # LoRA's checkpoints hold what is trained alone
         fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.report_progress))
@@ -72,9 +75,12 @@ def load_initial_state(
             compute_reference(run, folder, grid, engine, reference, channel, host)
         for each, _ in splits:
             each.references, each.reference_identity = reference.values, reference.identity
+    state = InitialState(BEGINNING, {})
     if search.checkpoint:
-        return _load_checkpoint(run, search.checkpoint, changes_since(search.checkpoint), grid, engine, batches, channel, gather)
-    return InitialState(BEGINNING, {})
+        state = _load_checkpoint(run, search.checkpoint, changes_since(search.checkpoint), grid, engine, batches, channel, gather)
+    if reference is not None:
+        engine.begin_training()
+    return state
 
 
 def _load_checkpoint(
@@ -106,12 +112,18 @@ def _resumed(run: Run, checkpoint: SavedCheckpoint, changes: Changes) -> TrainPr
     return resumed_progress(checkpoint.step, checkpoint.extra, before, run, other_data=changes.other_data)
 
 
-def _samples_to_read(run: Run, checkpoint: SavedCheckpoint | None, changes_since: Callable[[SavedCheckpoint], Changes]) -> Sequence[range]:
-    """Return the samples that the run trains on from here, and those with which a checkpoint is checked."""
+def _samples_to_train(run: Run, checkpoint: SavedCheckpoint | None, changes_since: Callable[[SavedCheckpoint], Changes]) -> range:
+    """Return the samples that the run trains on from here."""
     start = _resumed(run, checkpoint, changes_since(checkpoint)) if checkpoint else BEGINNING
     end = start.after(run, max(start.step, start.last_step(run))).sample + run.train.batch
-    first, count = (checkpoint.extra if checkpoint else {}).get("first", {}).get("samples", (0, 0))
-    return range(start.sample, end), range(first, first + count)
+    return range(start.sample, end)
+
+
+def _checked_samples(run: Run, checkpoint: SavedCheckpoint, batches: Batches) -> tuple[Batches, range]:
+    """Return the batches and the samples whose loss a checkpoint records, as the run that saved it read them."""
+    before = run_from_record(checkpoint.extra) or run
+    first, count = checkpoint.extra.get("first", {}).get("samples", (0, 0))
+    return batches.blended(blends(before.data)), range(first, first + count)
 
 
 def _changes_since(run: Run, batches: Batches, checkpoint: SavedCheckpoint) -> Changes:

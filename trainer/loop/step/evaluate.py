@@ -71,7 +71,7 @@ def evaluate(run: Run, engine: Engine, grid: Grid, batches: Batches, samples: ra
         if figures:
             sums[2:] += engine.take_pair_sums()
         on_progress("evaluate")
-    # Ranks of one replica either all add the same sums or, on a pipeline, all but the head's stage add 0: the quotients are the means.
+    # Of one replica some ranks add the same sums, and the others 0: the quotients are the means.
     dist.all_reduce(sums)
     loss, *means = (sums[[0, *range(2, len(sums))]] / sums[1]).tolist()
     return Evaluation(loss, PreferenceFigures(*means) if figures else None)

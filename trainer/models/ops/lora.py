@@ -67,7 +67,8 @@ def _core_that_saves_its_result(op: Op, run: Run) -> Op:
         return op
     is_whole = run.model.sinks or has_document_kernel(run) or not run.model.effective_window(run.train.seq)
     result = Tensor((*(TOKENS if is_whole else ("unwindowed_tokens", "batch")), *QUERY))
-    return replace(op, saves_megatron=(*op.saves_megatron, Tensor(TOKENS + QUERY)), saves_torch=(*op.saves_torch, result))
+    op = replace(op, saves_megatron=(*op.saves_megatron, Tensor(TOKENS + QUERY)), saves_torch=(*op.saves_torch, result))
+    return replace(op, saves_padded=())  # which is beside the input that an output product saves
 
 
 def _frozen_op(op: Op, model: Model, *, is_target: bool) -> Op:

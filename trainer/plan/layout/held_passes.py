@@ -23,8 +23,7 @@ class HeldPasses(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def held_passes(schedule: Schedule, stage: int, stages: int, micros: int, chunks: int) -> tuple[HeldPasses, ...]:
-    """Return what a stage holds after each of its actions, without what other actions leave more of everywhere; of so many chunks a stage
-    of a schedule that has them."""
+    """Return what a stage of `chunks` parts holds after each of its actions: the states of which no other has at least as much of each."""
     parts, most = schedule.parts(chunks), min(micros, STEADY * stages)
     counts, found = [0, 0, 0, 0], set[tuple[int, ...]]()
     for kind, _, chunk in schedule.actions(stage, stages, micros if schedule.simulated else most, chunks):

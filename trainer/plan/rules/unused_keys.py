@@ -159,7 +159,7 @@ IDLE: dict[str, Condition] = {
     "model.shared_experts":    _no_experts,
     "model.aux_loss":          _no_experts,
     "model.capacity":          _no_experts,
-    "model.weights":           lambda run, mesh: "" if run.model.lora.rank else _is("checkpoint.resume", "must")(run, mesh),
+    "model.weights":           lambda run, mesh: "" if run.reads_start_weights_again else _is("checkpoint.resume", "must")(run, mesh),
     "checkpoint.background":   _is("checkpoint.every", 0),
     "parallel.shard":          _is("parallel.zero", 0),
     "parallel.gather":         _is_not("parallel.zero", 3),

@@ -60,8 +60,8 @@ def pack_examples(tokens: MappedExamples, examples: Indices, length: int) -> Pac
 
 
 def cut_sizes(tokens: MappedExamples, examples: Indices, length: int) -> Indices:
-    """Return the tokens that a window of `length` has of each document of examples [n], [n, group]: of an example that is longer, no more
-    of any than lets as many of all be in it."""
+    """Return the tokens that a window of `length` has of each document of examples [n], [n, group]. Of two documents that are longer
+    together, the longer one is cut first, then both to half a window."""
     documents = examples[:, None] * tokens.group + np.arange(tokens.group)
     sizes = tokens.bounds[documents + 1] - tokens.bounds[documents]
     most = length if tokens.group == 1 else np.maximum(length - sizes.min(1, keepdims=True, initial=length), length // 2)
