@@ -42,7 +42,7 @@ def texts_of(part: Any, at: str = "") -> list[str]:
 
 def test_every_text_key_is_known_to_be_a_path_or_not() -> None:
     """A new key must be added to one of the two tables."""
-    assert set(texts_of(load_recipe("quickstart"))) - NOT_PATHS == {*PATH_KEYS, "data.path", "data.tokenizer"}
+    assert set(texts_of(load_recipe("quickstart"))) - NOT_PATHS == {*PATH_KEYS, "data.path", "data.tokenizer", "data.validate"}
 
 
 @pytest.fixture

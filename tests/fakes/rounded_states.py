@@ -77,7 +77,7 @@ class RoundedOptimizer:
         optim, lr = self.run.optim, self.param_groups[0]["lr"]
         for name, weight in self.weights.items():
             assert weight.grad is not None
-            decay = optim.weight_decay if weight.dim() > 1 and name.endswith(".weight") else 0.0
+            decay = optim.weight_decay if weight.dim() > 1 and not name.endswith("bias") else 0.0
             if optim.name == "sgd":
                 moment = optim.momentum * self.first[name] + weight.grad + decay * weight
                 weight.sub_(lr * moment)

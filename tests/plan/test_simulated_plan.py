@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,12 @@ def test_any_legal_order_is_planned_with_the_micro_batches_that_its_stages_hold(
     held = simulate(lists, folded=False, seconds=lambda kind, part: 1.0).peak
     rows = list(zip(plan.memory.stages, plain.memory.stages, strict=True))[:-1]  # the last stage holds an end of the model too
     for stage, (planned, one_f_one_b) in enumerate(rows):
-        assert planned.bytes.activations * (4 - stage) == pytest.approx(one_f_one_b.bytes.activations * held[stage], rel=1e-6)
+        most, each = planned.bytes.activations * (4 - stage), one_f_one_b.bytes.activations
+        if any(action.kind == "W" for action in lists[stage]):  # between I and W what products hold is kept, not all activations
+            saved = max(accumulate((action.kind == "F") - (action.kind in "BI") for action in lists[stage]))
+            assert most >= each * saved * (1 - 1e-6)
+        else:
+            assert most == pytest.approx(each * held[stage], rel=1e-6)
     assert plan.time.bubble > 0  # the first stage waits for the others, whatever the order
 
 

@@ -60,7 +60,7 @@ class Recorder:
             return
         current.recorded.add(name)
         tensor = output[0] if isinstance(output, tuple) else output
-        if not tensor.dim():  # the loss, of a head that returns no logits
+        if tensor.dim() == 1:  # losses of tokens, of a head that returns no logits
             return
         self._on_tensor(current.micro, name, "output", tensor.detach())
         if tensor.requires_grad and name != POSITIONS:
