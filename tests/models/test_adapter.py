@@ -12,10 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.tests.fakes.side_by_side import losses_side_by_side  # noqa: E402
 from distrain.tests.fakes.small_models import CPU, module_of  # noqa: E402
 from distrain.trainer.loop.offline.export import export  # noqa: E402
 from distrain.trainer.loop.offline.export_adapter import export_adapter  # noqa: E402
@@ -149,17 +149,7 @@ def test_training_follows_peft_where_hugging_face_fuses_no_target(words: tuple[s
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
     sides = [[each for each in module.parameters() if each.requires_grad] for module in (ours, theirs)]
     assert sum(each.numel() for each in sides[0]) == sum(each.numel() for each in sides[1])
-    steppers = [torch.optim.AdamW(side, lr=0.01, eps=1e-3, weight_decay=0.0) for side in sides]  # eps: rounding decides no step
-    losses: list[list[float]] = [[], []]
-    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(2))
-    for _ in range(6):
-        total, count = ours(tokens[:, :-1], tokens[:, 1:])
-        mean = F.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
-        for loss, stepper, told in zip((total / count, mean), steppers, losses, strict=True):
-            loss.backward()
-            told.append(loss.item())
-            stepper.step()
-            stepper.zero_grad()
+    losses = losses_side_by_side(ours, theirs, sides, lr=0.01)
     assert losses[0] == pytest.approx(losses[1], abs=6e-6, rel=0)
     assert losses[0][-1] < losses[0][0] - 0.1
 

@@ -11,12 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.tests.fakes.rank_pool import RankPool  # noqa: E402
+from distrain.tests.fakes.side_by_side import losses_side_by_side  # noqa: E402
 from distrain.tests.fakes.small_models import CPU, batch_of, module_of, run_of  # noqa: E402
 from distrain.trainer.loop.offline.export import export  # noqa: E402
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run  # noqa: E402
@@ -129,17 +129,7 @@ def test_training_follows_peft(published: Path, transformers: Any) -> None:
             sides = [[*sides[0], each], [*sides[1], other]]
     assert not weights
 
-    losses: list[list[float]] = [[], []]
-    steppers = [torch.optim.AdamW(side, lr=0.02, eps=1e-3, weight_decay=0.0) for side in sides]  # eps: rounding decides no step
-    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(2))
-    for _ in range(6):
-        total, count = ours(tokens[:, :-1], tokens[:, 1:])
-        mean = F.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
-        for loss, stepper, told in zip((total / count, mean), steppers, losses, strict=True):
-            loss.backward()
-            told.append(loss.item())
-            stepper.step()
-            stepper.zero_grad()
+    losses = losses_side_by_side(ours, theirs, sides, lr=0.02)
     assert losses[0] == pytest.approx(losses[1], abs=3e-6, rel=0)
     assert losses[0][-1] < losses[0][0] - 0.1
 
