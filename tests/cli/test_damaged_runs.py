@@ -89,7 +89,7 @@ def test_a_diverged_run_has_a_report_but_no_text_and_no_export(
     assert "the model's logits are not finite: the run has diverged" in err
     status, out, err = run_main(export, [str(folder), str(folder.parent / "out"), EXPORT_OPTIONS], monkeypatch)
     assert (status, out, err.splitlines()) == (1, "", [err.rstrip("\n")])
-    assert " is not finite: the run has diverged: use an earlier checkpoint" in err
+    assert " is not finite: the run has diverged: export an earlier checkpoint" in err
     assert not (folder.parent / "out").exists()
 
 
