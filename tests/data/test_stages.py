@@ -139,11 +139,11 @@ def test_the_first_blend_is_part_of_what_identifies_the_data_and_later_ones_are_
 
 def test_other_blends_of_the_same_corpus_are_read_where_they_are_given(batches: Batches, data: Data) -> None:
     later = replace(data, stages=(*STAGES[:2], STAGES[3]))
-    other = batches.blended(blends(later))
+    other = batches.with_blends(blends(later))
     samples = np.arange(EACH)
     assert np.array_equal(other.locate(samples[:91])[1], batches.locate(samples[:91])[1])
     assert not np.array_equal(other.locate(samples[91:])[0], batches.locate(samples[91:])[0])
-    assert np.array_equal(other.blended(blends(data)).locate(samples)[1], batches.locate(samples)[1])
+    assert np.array_equal(other.with_blends(blends(data)).locate(samples)[1], batches.locate(samples)[1])
 
 
 def test_held_out_text_validates_by_the_first_blend(data: Data, folder: Path) -> None:

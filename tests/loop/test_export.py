@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
-from distrain.trainer.loop.offline.export import export, new_folder
+from distrain.trainer.loop.offline.export import export
 from distrain.trainer.loop.offline.export_checks import CHECK_BYTES, check_export, check_logits, layers_in
+from distrain.trainer.loop.offline.export_folder import new_folder
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
 from distrain.trainer.loop.offline.saved_weights import finite_in
 from distrain.trainer.models.build import named_weights

@@ -100,7 +100,7 @@ def answers_of(run: Run, split: Split, samples: range) -> Answers:
     batches, tokens = Batches(corpus, seed=run.train.seed, seq=run.train.seq, split=split), corpus.examples[0]
     found: Answers = []
     for source, window in zip(*(each.tolist() for each in batches.locate(np.array(samples))), strict=True):
-        for document, begin, place in batches.packed[source].documents(window):
+        for document, begin, place in batches.packed_windows[source].documents(window):
             held = np.empty(place.stop - place.start, np.int64)
             tokens.copy(begin, held)
             found.append(((source, document // 2), held.tolist(), int(tokens.completions[document]) - begin))

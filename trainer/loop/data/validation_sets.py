@@ -34,7 +34,7 @@ def check_validation_sets(data: Data, vocab: int, trained: Sequence[DataFile], r
     for name, paths in (data.validate or {}).items():
         kind = "text" if data.name == "stdlib" else data.name
         keys = replace(data, name=kind, path=paths, weights=None, stages=None, validate=None, validation=0.0)
-        said = _renamed(name, remark)
+        said = _remark_with_key(name, remark)
         try:
             checked = check_data(keys, vocab, said, trains=False)
         except Unreadable as error:
@@ -61,7 +61,7 @@ def read_validation_sets(
     found, problems = dict[str, Corpus](), list[Problem]()
     for each in sets:
         try:
-            reader = SourceReader(each.data, vocab, cache.expanduser(), _renamed_progress(each.name, progress), verify)
+            reader = SourceReader(each.data, vocab, cache.expanduser(), _progress_with_key(each.name, progress), verify)
             found[each.name] = _whole(each, read_corpus(each.checked, reader), seq)
         except Unreadable as error:
             problems += [_problem_of_set(each.name, problem) for problem in error.problems]
@@ -100,11 +100,11 @@ def _problem_of_set(name: str, problem: Problem) -> Problem:
     return replace(problem, says=_with_key(name, problem.says), mend=_with_key(name, problem.mend))
 
 
-def _renamed(name: str, remark: Remark) -> Callable[[str], object]:
+def _remark_with_key(name: str, remark: Remark) -> Callable[[str], object]:
     return lambda says: remark(_with_key(name, says))
 
 
-def _renamed_progress(name: str, progress: Progress) -> Progress:
+def _progress_with_key(name: str, progress: Progress) -> Progress:
     return lambda what, done, total: progress(_with_key(name, what), done, total)
 
 

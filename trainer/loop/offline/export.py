@@ -6,34 +6,29 @@ Run it as `python -m distrain.trainer.loop.offline.export RUN_DIR DEST OPTIONS`:
 from __future__ import annotations
 
 import json
-import secrets
-import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from math import inf, prod
 from pathlib import Path
-from shlex import quote
 
 import torch
-from safetensors import SafetensorError
 
 from ...layers.dtypes import PRECISION_DTYPES
 from ...machine.checks import free_memory
-from ...models.families import FAMILIES, family_of, is_made_by_transformers
+from ...models.families import is_made_by_transformers
 from ...models.hf.module import CausalLM, write_causal_lm
 from ...models.hf_format.model_type import hf_model_type
 from ...models.hf_format.names import has_module_tensors
 from ...models.hf_format.weights import generation_config, write_hf_folder, write_json
 from ...models.ops.lora import without_lora
-from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from ...spec.sections.mtp import Mtp
 from ..checkpoint.shard_positions import weight_shapes
-from .exit_status import run_verb, write_stdout
+from .exit_status import run_verb
 from .export_checks import check_export, check_logits
+from .export_folder import check_exportable, load_exported_run, new_folder, print_result
 from .export_tokenizer import run_tokenizer, write_tokenizer
-from .load_run import SavedRun, check_weights, load_model, load_saved_run
+from .load_run import SavedRun, load_model
 from .progress_line import show_progress
 from .saved_weights import finite_in, saved_weights
 
@@ -53,12 +48,9 @@ def export(folder: Path, destination: Path, dtype: str, *, step: int | None = No
     One file's weights are in memory at a time, unless transformers makes the model. The check takes at most `memory` bytes, by default what
     is free.
     """
-    found = load_saved_run(folder, step=step, average=average)
+    found = load_exported_run(folder, step=step, average=average)
     run = without_lora(found.run)
-    for remark in found.remarks:
-        write_stdout(f"{remark}\n")
-    check_exportable(run)
-    check_weights(found)
+    check_exportable(found)
     tokenizer = run_tokenizer(run)
     with new_folder(destination) as written:
         if is_made_by_transformers(run.model):
@@ -71,20 +63,8 @@ def export(folder: Path, destination: Path, dtype: str, *, step: int | None = No
         files = sorted(each.name for each in written.iterdir())
     left_out = bool(_modules_left_out(run))
     count = sum(prod(shape) for name, shape in weight_shapes(run).items() if not (left_out and Mtp.owns(name)))
-    lines = [
-        f"{steps_text(found)}, {count:,} parameters in {dtype}; {check}",
-        *remarks,
-        f"wrote {', '.join(files)}",
-        f"done: {destination}",
-        f"next: {_next_command(destination, has_tokenizer='tokenizer.json' in files)}",
-    ]
-    write_stdout("".join(f"{line}\n" for line in lines))
-
-
-def steps_text(saved: SavedRun) -> str:
-    """Return which checkpoints were written: `step 4`, `mean of steps 2 and 4`."""
-    steps = sorted(reader.step for reader in saved.readers)
-    return f"step {steps[0]}" if len(steps) == 1 else f"mean of steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
+    program = _loading_program(destination, has_tokenizer="tokenizer.json" in files)
+    print_result(found, f"{count:,} parameters in {dtype}; {check}", remarks, files, destination, program)
 
 
 def _write_with_transformers(saved: SavedRun, folder: Path, dtype: str, special: Mapping[str, int | None]) -> str:
@@ -106,50 +86,12 @@ def _modules_left_out(run: Run) -> list[str]:
     return [f"left out: model.mtp.layers={run.model.mtp.layers}, for which {hf_model_type(run)} of transformers has no names"]
 
 
-def _next_command(destination: Path, *, has_tokenizer: bool) -> str:
-    """Return a command that generates text from the folder, or without a tokenizer loads its model."""
+def _loading_program(destination: Path, *, has_tokenizer: bool) -> str:
+    """Return a program that generates text from the folder, or without a tokenizer loads its model."""
     where = json.dumps(str(destination))
     if has_tokenizer:
-        program = f'from transformers import pipeline; print(pipeline("text-generation", {where})("The ")[0]["generated_text"])'
-    else:
-        program = f"from transformers import AutoModelForCausalLM; print(AutoModelForCausalLM.from_pretrained({where}))"
-    return f"{quote(sys.executable)} -c {quote(program)}"
-
-
-def check_exportable(run: Run) -> None:
-    """Raise Unreadable where no class of transformers computes the run's model."""
-    if is_made_by_transformers(run.model):
-        return
-    if not family_of(run.model).model_types:
-        says = f"model.family={run.model.family} can't be exported to Hugging Face"
-        known = ", ".join(name for name, family in FAMILIES.items() if family.model_types or family.made_by_transformers)
-        raise refusal(says, f"families {known} can")
-    hf_model_type(run)
-
-
-@contextmanager
-def new_folder(destination: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to the destination; it becomes the destination when the block ends, and is removed if it raises."""
-    destination = destination.absolute()
-    folder = destination.with_name(f".{destination.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-    except OSError as error:
-        raise refusal(f"{destination} can't be created: {error.strerror}", "name another folder") from None
-    try:
-        yield folder
-        for file in folder.iterdir():
-            file.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only their owner may read
-        folder.rename(destination)
-    except SafetensorError as error:
-        raise refusal(f"{destination} can't be written: {error}", "") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def refusal(says: str, mend: str) -> Unreadable:
-    return Unreadable([Problem(rule="export", says=says, mend=mend)])
+        return f'from transformers import pipeline; print(pipeline("text-generation", {where})("The ")[0]["generated_text"])'
+    return f"from transformers import AutoModelForCausalLM; print(AutoModelForCausalLM.from_pretrained({where}))"
 
 
 if __name__ == "__main__":

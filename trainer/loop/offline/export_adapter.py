@@ -6,14 +6,12 @@ Run it as `python -m distrain.trainer.loop.offline.export_adapter RUN_DIR DEST O
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
@@ -29,10 +27,10 @@ from ...models.ops.op_table import parameter_count
 from ...spec.run import Run
 from ...spec.sections.lora import Lora
 from ..checkpoint.shard_positions import weight_shapes
-from .exit_status import run_verb, write_stdout
-from .export import check_exportable, new_folder, refusal, steps_text
-from .export_checks import CHECK_BYTES, CPU, LOGIT_TOLERANCE, SEQUENCES, random_sequences
-from .load_run import SavedRun, check_weights, load_model, load_saved_run
+from .exit_status import run_verb
+from .export_checks import CHECK_BYTES, CPU, compare_logits, random_sequences, silent_transformers
+from .export_folder import check_exportable, load_exported_run, new_folder, print_result, refusal
+from .load_run import SavedRun, load_model
 from .saved_weights import finite_in
 
 MERGE = "leave out --adapter: then the additions are merged into the weights"
@@ -51,26 +49,18 @@ def export_adapter(
     `memory` bytes, by default what is free."""
     if average > 1:
         raise refusal("--adapter writes one checkpoint: a mean of products A B is no product", MERGE)
-    found = load_saved_run(folder, step=step)
+    found = load_exported_run(folder, step=step)
     run = found.run
-    for remark in found.remarks:
-        write_stdout(f"{remark}\n")
     _check_has_adapter(run)
-    check_exportable(run)
-    check_weights(found)
+    check_exportable(found)
     shapes = {name: shape for name, shape in weight_shapes(run).items() if Lora.owns(name)}
     additions = {name: finite_in(PRECISION_DTYPES[dtype], name, found.read(name, shape)) for name, shape in shapes.items()}
     with new_folder(destination) as written:
         write_adapter(additions, run, written)
         check = _check_logits(found, additions, written, memory or free_memory() or inf)
         files = sorted(each.name for each in written.iterdir())
-    lines = [
-        f"{steps_text(found)}, {sum(each.numel() for each in additions.values()):,} trained parameters in {dtype}; {check}",
-        f"wrote {', '.join(files)}",
-        f"done: {destination}",
-        f"next: {_next_command(run, destination)}",
-    ]
-    write_stdout("".join(f"{line}\n" for line in lines))
+    count = sum(each.numel() for each in additions.values())
+    print_result(found, f"{count:,} trained parameters in {dtype}; {check}", (), files, destination, _loading_program(run, destination))
 
 
 def _check_has_adapter(run: Run) -> None:
@@ -97,17 +87,11 @@ def _check_logits(saved: SavedRun, additions: Mapping[str, Tensor], folder: Path
     with torch.no_grad():
         ours = module.logits(tokens)
     theirs, reader = _peft_logits(run, folder, tokens), f"peft {import_module('peft').__version__}"
-    difference, largest = float((theirs - ours).abs().max()), float(ours.abs().max())
-    if not difference <= LOGIT_TOLERANCE * max(1.0, largest):
-        raise refusal(f"the logits of {reader} with the exported adapter are {difference:.1e} from ours", MERGE)
-    return f"logits on {SEQUENCES} sequences of {tokens.shape[1]} tokens are {difference:.1e} from those of {reader}"
+    return compare_logits(ours, theirs, reader, "with the exported adapter", MERGE)
 
 
 def _peft_logits(run: Run, folder: Path, tokens: Tensor) -> Tensor:
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    transformers: Any = import_module("transformers")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    transformers = silent_transformers()
     try:
         base = transformers.AutoModelForCausalLM.from_pretrained(run.model.weights, dtype=torch.float32)
         model = import_module("peft").PeftModel.from_pretrained(base, folder).eval()
@@ -118,12 +102,11 @@ def _peft_logits(run: Run, folder: Path, tokens: Tensor) -> Tensor:
     return theirs
 
 
-def _next_command(run: Run, destination: Path) -> str:
-    """Return a command that loads the model with the adapter."""
+def _loading_program(run: Run, destination: Path) -> str:
+    """Return a program that loads the model with the adapter."""
     base, adapter = json.dumps(run.model.weights), json.dumps(str(destination))
     imports = "from peft import PeftModel; from transformers import AutoModelForCausalLM"
-    program = f"{imports}; print(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), {adapter}))"
-    return f"{quote(sys.executable)} -c {quote(program)}"
+    return f"{imports}; print(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), {adapter}))"
 
 
 if __name__ == "__main__":

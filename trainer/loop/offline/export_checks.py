@@ -23,11 +23,11 @@ from ...models.hf_format.names import has_module_tensors
 from ...models.hf_format.weights import read_hf_weights, write_hf_folder
 from ...models.ops.lora import without_lora
 from ...models.ops.op_table import parameter_count
-from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Model, Run
 from ...spec.sections.mtp import Mtp
 from ..checkpoint.shard_positions import weight_shapes
+from .export_folder import refusal
 from .load_run import SavedRun
 from .progress_line import show_progress
 from .saved_weights import saved_weights
@@ -77,7 +77,7 @@ def _check_weights(saved: SavedRun, folder: Path, dtype: torch.dtype) -> None:
     pairs = zip(expected, found, strict=True)
     for (name, weight), (also, there) in show_progress(pairs, "read back", len(ours)):
         if name != also or weight.dtype != there.dtype or not torch.equal(weight, there):
-            raise _refusal(f"{name} is another one in the written folder than in {saved.checkpoint.path}", PLEASE_REPORT)
+            raise refusal(f"{name} is another one in the written folder than in {saved.checkpoint.path}", PLEASE_REPORT)
 
 
 def layers_in(memory: float, run: Run) -> int:
@@ -112,17 +112,14 @@ def check_logits(module: Transformer | CausalLM, run: Run, folder: Path, dtype: 
         theirs, reader = _transformers_logits(folder, tokens, torch.float32), f"transformers {import_module('transformers').__version__}"
     else:
         theirs, reader = _own_logits(run, folder, tokens), "our own reader (transformers is not installed)"
-    difference, largest = float((theirs - ours).abs().max()), float(ours.abs().max())
-    if not difference <= LOGIT_TOLERANCE * max(1.0, largest):
-        raise _refusal(f"the logits of {reader} on the exported folder are {difference:.1e} from ours", PLEASE_REPORT)
-    says = f"logits on {SEQUENCES} sequences of {tokens.shape[1]} tokens are {difference:.1e} from those of {reader}"
+    says = compare_logits(ours, theirs, reader, "on the exported folder", PLEASE_REPORT)
     if dtype == "fp32" or not has_transformers:
         return says
     rounded = _transformers_logits(folder, tokens, PRECISION_DTYPES[dtype])
     error = float((rounded - ours).square().mean().sqrt() / ours.square().mean().sqrt())
     if not error <= ROUNDED_TOLERANCE:
         problem = f"{reader} computes other logits in {dtype} than in float32: the rms of the difference is {error:.1%} of theirs"
-        raise _refusal(problem, "use --dtype fp32" if dtype == "bf16" else "use --dtype bf16 or fp32")
+        raise refusal(problem, "use --dtype fp32" if dtype == "bf16" else "use --dtype bf16 or fp32")
     return f"{says}; computed in {dtype} they are {error:.1%} from these (rms)"
 
 
@@ -131,17 +128,32 @@ def random_sequences(run: Run) -> Tensor:
     return torch.randint(run.model.vocab, (SEQUENCES, min(run.train.seq, MAX_TOKENS)), generator=drawn)
 
 
-def _transformers_logits(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+def silent_transformers() -> Any:
+    """Import transformers, which then prints no warnings and no progress, and asks no hub."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     transformers: Any = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def compare_logits(ours: Tensor, theirs: Tensor, reader: str, of: str, mend: str) -> str:
+    """Return how far two logits [sequences, tokens, V] are apart, as text; raises Unreadable where they differ, naming what was exported
+    (`of`)."""
+    difference, largest = float((theirs - ours).abs().max()), float(ours.abs().max())
+    if not difference <= LOGIT_TOLERANCE * max(1.0, largest):
+        raise refusal(f"the logits of {reader} {of} are {difference:.1e} from ours", mend)
+    return f"logits on {len(ours)} sequences of {ours.shape[1]} tokens are {difference:.1e} from those of {reader}"
+
+
+def _transformers_logits(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    transformers = silent_transformers()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         with torch.no_grad():
             theirs: Tensor = model(tokens).logits
     except Exception as error:  # any exception of any version: it can't read the export
-        raise _refusal(f"transformers can't load the exported folder: {error}", PLEASE_REPORT) from error
+        raise refusal(f"transformers can't load the exported folder: {error}", PLEASE_REPORT) from error
     return theirs.float()
 
 
@@ -156,7 +168,3 @@ def _own_logits(run: Run, folder: Path, tokens: Tensor) -> Tensor:
 def _run_of_folder(run: Run, folder: Path) -> Run:
     """Return the run with the model as config.json describes it: GPT-2's architecture always has biases."""
     return replace(run, model=read(read_hf_config(folder), Model))
-
-
-def _refusal(says: str, mend: str) -> Unreadable:
-    return Unreadable([Problem(rule="export", says=says, mend=mend)])

@@ -13,9 +13,9 @@ from ...models.families import op_table
 from ...models.hf_format.weights import open_hf_weights
 from ...models.ops.lora import without_lora
 from ...models.ops.op_table import model_constants
-from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from ..checkpoint.shard_positions import weight_shapes
+from .export_folder import refusal
 from .load_run import SavedRun, mean, read_float
 
 Wanted = Callable[[str], bool]  # whether a weight of this logical name is read
@@ -36,12 +36,12 @@ def saved_weights(saved: SavedRun, dtype: torch.dtype, wanted: Wanted = lambda n
 def finite_in(dtype: torch.dtype, name: str, weight: Tensor) -> Tensor:
     """Return a weight rounded to `dtype`; raises Unreadable where it is not finite, before or after."""
     if not weight.isfinite().all():
-        raise _refusal(
+        raise refusal(
             f"{name} is not finite: the run has diverged", "export an earlier checkpoint with --step, or train with a smaller optim.lr"
         )
     rounded = weight.to(dtype)
     if not rounded.isfinite().all():
-        raise _refusal(f"{name} is not finite as {str(dtype).removeprefix('torch.')}", "use --dtype fp32")
+        raise refusal(f"{name} is not finite as {str(dtype).removeprefix('torch.')}", "use --dtype fp32")
     return rounded
 
 
@@ -73,7 +73,3 @@ def _frozen_weights(run: Run, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
     for name, shape in weight_shapes(plain).items():
         if wanted(name):
             yield name, initial_values(name, shape, (0,) * len(shape), shape, run=run, seed=run.train.seed, device=torch.device("cpu"))
-
-
-def _refusal(says: str, mend: str) -> Unreadable:
-    return Unreadable([Problem(rule="export", says=says, mend=mend)])

@@ -140,7 +140,7 @@ def _windows(batches: Batches, samples: range, channel: Channel) -> Windows:
 
 def _unknown(split: Windows, values: Reference, channel: Channel) -> Windows:
     """Return the windows that hold a pair whose log probabilities are not known."""
-    packed, chosen = split.batches.packed, np.zeros(len(split.window), bool)
+    packed, chosen = split.batches.packed_windows, np.zeros(len(split.window), bool)
     for at, (source, window) in enumerate(zip(split.source.tolist(), split.window.tolist(), strict=True)):
         if at % _LOOKED_UP == 0:
             channel.report_progress("reference")
@@ -150,5 +150,5 @@ def _unknown(split: Windows, values: Reference, channel: Channel) -> Windows:
 
 def _pairs(split: Windows, source: int) -> Indices:
     """Return the pairs of a source that windows hold [n]."""
-    packed = split.batches.packed[source]
+    packed = split.batches.packed_windows[source]
     return np.concatenate([np.zeros(0, np.int64), *(packed.examples(int(each)) for each in split.window[split.source == source])])

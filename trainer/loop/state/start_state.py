@@ -97,7 +97,7 @@ def _load_checkpoint(
     fail_together(gather, partial(restore_engine, engine, checkpoint, changes.new_moments, channel.report_progress))
     channel.report_phase("compare")
     before = run_from_record(checkpoint.extra) or run
-    check_resumed_loss(run, engine, grid, batches.blended(blends(before.data)), checkpoint.step, checkpoint.extra)
+    check_resumed_loss(run, engine, grid, batches.with_blends(blends(before.data)), checkpoint.step, checkpoint.extra)
     dropped = dropped_errors(engine, checkpoint)
     if grid.world.is_rank0:
         for remark in filter(None, (*changes.remarks(checkpoint.step), dropped)):
@@ -123,7 +123,7 @@ def _checked_samples(run: Run, checkpoint: SavedCheckpoint, batches: Batches) ->
     """Return the batches and the samples whose loss a checkpoint records, as the run that saved it read them."""
     before = run_from_record(checkpoint.extra) or run
     first, count = checkpoint.extra.get("first", {}).get("samples", (0, 0))
-    return batches.blended(blends(before.data)), range(first, first + count)
+    return batches.with_blends(blends(before.data)), range(first, first + count)
 
 
 def _changes_since(run: Run, batches: Batches, checkpoint: SavedCheckpoint) -> Changes:

@@ -39,7 +39,7 @@ def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[
     if run.model.dropout and step is not None:
         further["keys"] = dropout_keys(run.train.seed, step, batch.samples.to(device), torch.arange(seq, device=device))
     if has_experts(run.model) and run.model.aux_loss and (context is not None or batch.pairs is not None):
-        further["label_counts"] = _counted(batch).to(device, non_blocking=True)
+        further["label_counts"] = _counts_of_rows(batch).to(device, non_blocking=True)
     if batch.pairs is not None:
         further["pairs"] = _pair_inputs(batch.pairs, batch.tokens, context, device)
     if step is not None and (shifted := further_arguments(run.model, batch.tokens, batch.labels, batch.documents)):
@@ -60,7 +60,7 @@ def _pair_inputs(pairs: AnswerPairs, tokens: Tensor, context: ContextParallel | 
     return PairInputs(**dict(zip(("starts", "labels", "reference"), moved, strict=True)))
 
 
-def _counted(batch: Batch) -> Tensor:
+def _counts_of_rows(batch: Batch) -> Tensor:
     """Return how many labels of each sequence count [B], or of preferences its pairs."""
     if batch.pairs is None:
         return (batch.labels != IGNORED).sum(1)
@@ -71,6 +71,6 @@ def _counted(batch: Batch) -> Tensor:
 def count_labels(batches: Sequence[Batch], grid: Grid, host: dist.ProcessGroup) -> int:
     """Return how many labels of the global batch count, not those that are IGNORED, or of preferences its pairs, from each rank's
     micro-batches."""
-    count = torch.tensor(sum(int(_counted(each).sum()) for each in batches))
+    count = torch.tensor(sum(int(_counts_of_rows(each).sum()) for each in batches))
     dist.all_reduce(count, group=host)
     return int(count) * grid.size("dp") // grid.world.size  # the ranks of a replica count the same labels

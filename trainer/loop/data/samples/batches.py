@@ -88,7 +88,7 @@ class Batches:
         self.reference_identity: Mapping[str, Any] = {}  # what they depend on
         self._seed = seed if split == "train" else int(corpus.key[:15], 16)
 
-    def blended(self, blends: Sequence[Blend]) -> Batches:
+    def with_blends(self, blends: Sequence[Blend]) -> Batches:
         """Return the batches of the same corpus that other blends of its sources make."""
         other = copy(self)
         other._order = source_order(sample_blends(blends, self.seq))
@@ -126,12 +126,12 @@ class Batches:
         )
 
     def _pairs(self, source: Indices, window: Indices) -> AnswerPairs:
-        packed = self.packed
+        packed = self.packed_windows
         rows = ((int(of), packed[of], int(place)) for of, place in zip(source, window, strict=True))
         return answer_pairs(rows, self.seq, self.references)
 
     @property
-    def packed(self) -> list[PackedWindows]:
+    def packed_windows(self) -> list[PackedWindows]:
         """The windows of each source, all of which are examples."""
         return [each for each in self._packed if each is not None]
 
