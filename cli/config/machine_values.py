@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from ...trainer.machine.facts import DEVICE_OPTIONS
 from ...trainer.machine.layer_rates import HEAD_DIM
 from ...trainer.plan.costs.measured_rates import cpu_shares
 from ...trainer.spec.problem import Problem
+from ...trainer.system.memory import program_memory
 
 ReadDevice = Callable[[str], dict[str, Any]]  # returns the keys of an option in conf/device
 
@@ -28,7 +28,7 @@ def fill_auto_device(config: dict[str, Any], read_device: ReadDevice, *, is_size
         gpus = machine["cuda"] if machine else []
         device = cluster["device"] = _gpu_device(gpus[0], read_device) if gpus else {**device, "kind": "cpu"}
         if gpus and isinstance(host := cluster.setdefault("host", {}), dict):
-            host.setdefault("memory", _physical_memory())
+            host.setdefault("memory", program_memory())
         if gpus and not is_sized and isinstance(cluster.get("gpus"), int):
             cluster["gpus"] = min(cluster["gpus"], len(gpus))
     train = config.get("train")
@@ -93,8 +93,4 @@ def auto_memory(config: Mapping[str, Any]) -> int | Problem | None:
             says=f"cluster.device.memory=auto works for a CPU only, not for {device.get('name', 'the device')}",
             mend="set it in bytes, as cluster.device.memory=80e9",
         )
-    return _physical_memory() // processes if isinstance(processes, int) and processes > 0 else None
-
-
-def _physical_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return program_memory() // processes if isinstance(processes, int) and processes > 0 else None

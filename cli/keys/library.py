@@ -46,7 +46,7 @@ def options(group: str, config_dir: Path | None) -> dict[str, Path]:
 
 
 def first_comment(file: Path) -> str:
-    """Return the text of a YAML file's first line if that is a comment, else ""."""
+    """Return the text of a YAML file's first line if that is a comment, else ""; of a file that can't be read, why."""
     try:
         lines = read_plain(file, MOST_BYTES).decode("utf-8-sig", errors="replace").splitlines()
     except OSError as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from ...trainer.spec.problem import one_line, shorten
@@ -45,6 +45,16 @@ def print_live_line(text: str) -> None:
     """Print the live line to stderr over the one before, where stderr is a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
         _write(sys.stderr, f"\r\x1b[K{text}")
+
+
+@contextmanager
+def live_line(text: str) -> Iterator[None]:
+    """Show the live line while the block runs, and remove what is there after it."""
+    print_live_line(text)
+    try:
+        yield
+    finally:
+        print_live_line("")
 
 
 def print_error(text: str) -> None:

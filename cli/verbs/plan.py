@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..pages.printing import print_json, print_live_line, print_output, print_problems
+from ..pages.printing import live_line, print_json, print_output, print_problems
 from .common_options import ConfigDir, HtmlFile, RecipeAndOverrides, recipe_and_overrides, write_html_page
 from .exit_status import FAILED, OK
 
@@ -114,11 +114,8 @@ def _simulated_step(run: Run, plan: Plan) -> StepSimulation | None:
     costs = step_costs(run) if plan.time else None
     if costs is None or 2 * len(costs.layout.partition.parts) * costs.layout.micros > MOST_PASSES:
         return None
-    print_live_line("simulating a step ...")
-    try:
+    with live_line("simulating a step ..."):
         return simulate_step(run, costs)
-    finally:
-        print_live_line("")
 
 
 def _html_target(request: PlanRequest, name: str) -> Path | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..pages.printing import print_error, print_json, print_live_line, print_output, print_problems, print_unwritten
+from ..pages.printing import live_line, print_error, print_json, print_live_line, print_output, print_problems, print_unwritten
 from .common_options import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 from .exit_status import FAILED, OK
 
@@ -72,11 +72,8 @@ def search(
 def _find(run: Run, fixed: frozenset[str]) -> Answer:
     from ...trainer.plan.search.answer import find_layouts
 
-    print_live_line(f"searching the layouts of {run.name} on {run.cluster.nodes * run.cluster.gpus:,} devices ...")
-    try:
+    with live_line(f"searching the layouts of {run.name} on {run.cluster.nodes * run.cluster.gpus:,} devices ..."):
         return find_layouts(run, fixed)
-    finally:
-        print_live_line("")
 
 
 def _search_sizes(run: Run, fixed: frozenset[str], output: str | None, *, as_json: bool) -> int:
@@ -91,10 +88,10 @@ def _search_sizes(run: Run, fixed: frozenset[str], output: str | None, *, as_jso
         raise Unreadable([Problem(rule="option", says="-o writes one layout", mend="search one size: leave search.nodes out")])
     counts = node_counts(run.search.nodes or "")
     sizes = []
-    for each in search_sizes(run, fixed, counts):
-        sizes.append(each)
-        print_live_line(f"searched {each.nodes} nodes, the largest has {counts[-1]} ...")
-    print_live_line("")
+    with live_line(""):
+        for each in search_sizes(run, fixed, counts):
+            sizes.append(each)
+            print_live_line(f"searched {each.nodes} nodes, the largest has {counts[-1]} ...")
     if as_json:
         print_json([each.answer for each in sizes])
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..pages.printing import print_error, print_json, print_live_line, print_output, print_problems
+from ..pages.printing import live_line, print_error, print_json, print_output, print_problems
 from .common_options import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 from .exit_status import FAILED
 
@@ -57,9 +57,8 @@ def simulate(
         print_problems(plan.problems if not plan.ok else [each for each in plan.warnings if each.rule == "time"])
         return FAILED
     slowness = _slowness(slow or (), costs.layout.mesh.pp)
-    print_live_line("simulating a step ...")
-    step = simulate_step(run, costs, slowness)
-    print_live_line("")
+    with live_line("simulating a step ..."):
+        step = simulate_step(run, costs, slowness)
     print_problems(plan.problems)  # a run whose memory does not fit is simulated all the same
     if as_json:
         print_json(simulate_document(run.name, step))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distrain.trainer.machine import device_probe
-from distrain.trainer.machine.device_probe import CUDA, NoSuchDevices, measure, measure_device, program_memory
+from distrain.trainer.machine.device_probe import CUDA, NoSuchDevices, measure, measure_device
 from distrain.trainer.machine.link_probe import HostPlace, measure_links
 from distrain.trainer.machine.measurement import measure_devices
 from distrain.trainer.machine.process_pool import PoolProcess, run_processes
@@ -94,8 +93,3 @@ def test_a_child_that_cannot_measure_says_why(monkeypatch: pytest.MonkeyPatch) -
     problem = measure_devices(None, None, lambda text: None)
     assert isinstance(problem, Problem)
     assert problem.says == "this machine could not be measured: ModuleNotFoundError: No module named 'distrain.no_such_module'"
-
-
-def test_a_program_can_use_this_machines_memory_at_most() -> None:
-    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-    assert 0 < program_memory() <= int(total.split()[1]) * 1024

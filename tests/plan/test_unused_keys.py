@@ -248,5 +248,5 @@ def test_fit_warns_of_a_sink_whose_package_is_missing_before_it_starts(monkeypat
 def test_fit_warns_of_a_gradient_copy_that_no_engine_keeps() -> None:
     run = replace(RUN, optim=replace(RUN.optim, gradient_copy=True))
     assert [each.says for each in start_warnings(run, make_plan(run))] == [
-        "optim.gradient_copy=true is in the plan, but DeepSpeed keeps no such copy"
+        "optim.gradient_copy=true is in the plan, but no engine here keeps such a copy"
     ]

@@ -56,7 +56,7 @@ def start_warnings(run: Run, plan: Plan) -> Iterator[Problem]:
     """Warn of keys that do nothing in this run, and of log sinks whose package is missing."""
     yield from (each for each in plan.warnings if each.rule in (UNUSED_KEY_RULE, "recompute"))
     if run.optim.gradient_copy:
-        says = "optim.gradient_copy=true is in the plan, but DeepSpeed keeps no such copy"
+        says = "optim.gradient_copy=true is in the plan, but no engine here keeps such a copy"
         yield Problem(rule=UNUSED_KEY_RULE, says=says, mend="set optim.gradient_copy=false")
     for sink in run.log.sinks:
         if sink in SINK_PACKAGES and find_spec(SINK_PACKAGES[sink]) is None:

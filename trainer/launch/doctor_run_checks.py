@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..machine import facts as machine
-from ..machine.checks import MachineCheck, compiler_check, free_memory
+from ..machine.checks import MachineCheck, compiler_check
 from ..plan.result import Plan
 from ..rundir.absolute_paths import relative_folder
 from ..rundir.files import run_folder
@@ -17,6 +17,7 @@ from ..spec.numbers.as_text import count_text, plural, size_text
 from ..spec.problem import Problem
 from ..spec.run import Run
 from ..system.cpu import cpu_count
+from ..system.memory import free_memory
 from .admission import check_start
 from .data_survey import DataFacts
 from .file_checks import FileCheck, FileChecks, epoch_warnings

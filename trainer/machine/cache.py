@@ -100,7 +100,7 @@ def write_entry(entry: CacheEntry) -> None:
 
 
 def _remove_old_files(own: Path, probe: int) -> None:
-    """Remove what earlier probes measured, and the oldest files beyond KEPT; another process may do the same."""
+    """Remove what earlier probes measured, and the oldest files beyond MOST_FILES; another process may do the same."""
     with suppress(OSError):
         (cache_folder() / OLD_FILE).unlink(missing_ok=True)
     others = [path for path in own.parent.iterdir() if path != own]

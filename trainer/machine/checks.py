@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..spec.numbers.as_text import size_text
+from ..system.memory import free_memory
 
 State = Literal["ok", "warning", "problem"]
 
@@ -96,17 +97,3 @@ def shared_memory_check(free: int) -> MachineCheck:
     return MachineCheck(
         "shared memory", "warning", f"{size_text(free)} free in /dev/shm, through which the GPUs of a node communicate", mend
     )
-
-
-def free_memory() -> int:
-    """Bytes that a new process can have, within the container's limit; 0 where the system does not report them."""
-    found = []
-    try:
-        rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        found.append(int(rows["MemAvailable"].split()[0]) * 1024)
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        if limit != "max":
-            found.append(int(limit) - int(used))
-    except (OSError, KeyError, ValueError):
-        pass
-    return max(0, min(found, default=0))

@@ -17,11 +17,11 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from ..system.cpu import cpu_count
+from ..system.memory import program_memory
 from .all_reduce import SHORT_BYTES, AllReduceSeconds, link_rates, measure_all_reduce
 from .device_rates import context_bytes, copy_rate, launch_seconds, product_rate
 from .device_seconds import fastest_call, mean_of_calls, mean_seconds, median_call
@@ -182,15 +182,6 @@ def _all_reduce_times(sizes: ProbeSizes, seconds: AllReduceSeconds | None, ranks
         "long_seconds": seconds.long,
         **link_rates(seconds, sizes.reduced, ranks),
     }
-
-
-def program_memory() -> int:
-    """Bytes of this machine's memory that a program can use: all of it, or the container's limit."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups of version 2, of version 1
-        with suppress(OSError, ValueError):  # "max": no limit
-            found.append(int(Path("/sys/fs/cgroup", name).read_text()))
-    return min(found)
 
 
 def main() -> int:

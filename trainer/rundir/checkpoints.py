@@ -47,7 +47,7 @@ def seal(body: bytes) -> bytes:
 
 
 def read_sealed(folder: Path) -> bytes:
-    """Read a checkpoint's manifest, seal included; raises Broken where it is missing or is not as it was written."""
+    """Read a checkpoint's manifest, seal included; raises BrokenCheckpoint where it is missing or is not as it was written."""
     try:
         text = read_plain(folder / MANIFEST, MOST_BYTES)
     except OSError as error:
@@ -105,7 +105,7 @@ def newest_saved(folder: Path, most: int | None = None) -> tuple[SavedStep | Non
 
 
 def _read_saved_step(path: Path, step: int) -> SavedStep:
-    """Read a checkpoint's manifest and look at its files' sizes; raises Broken."""
+    """Read a checkpoint's manifest and look at its files' sizes; raises BrokenCheckpoint."""
     try:
         manifest = msgspec.json.decode(read_sealed(path), type=_Manifest)
     except (msgspec.DecodeError, RecursionError) as error:

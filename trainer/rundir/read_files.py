@@ -38,7 +38,7 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a plain file, cut at LONGEST; none where it can't be read."""
+    """Yield the lines of a plain file, cut at LONGEST_LINE; none where it can't be read."""
     try:
         with open_plain(file) as lines:
             at_start = True

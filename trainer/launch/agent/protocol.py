@@ -1,6 +1,6 @@
 """The protocol between the controller, a rank's agent on another host, and the bootstrap process beside that agent.
 
-Registration, over TCP, a line of JSON each; both ends prove that they hold the join token (token.py):
+Registration, over TCP, a line of JSON each; both ends prove that they hold the join token (join_token.py):
 
     agent:       {"rank": rank, "nonce": text, "port": the port that rank 0 reserved, else 0}
     controller:  {"nonce": text, "proof": of ("controller", rank, the agent's nonce, its own nonce)}

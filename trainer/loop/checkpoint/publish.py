@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...rundir.checkpoints import step_number
@@ -39,8 +39,9 @@ def remove_leftovers(folder: Path) -> list[str]:
 def remove_files(path: Path) -> None:
     """Remove a file or folder; what can't be removed is left for the next `remove_leftovers`."""
     shutil.rmtree(path, ignore_errors=True)
-    if path.is_file():
-        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        if path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -130,7 +130,8 @@ class _Save:
         if not self._run_on_all_ranks(lambda: frees_enough(self.folder, checkpoint_steps(self.folder)[1:], needed))[0]:
             return ()
         kept = find_newest(self.folder, rank=self.rank, world=self.world, gather=self.gather, on_progress=self.on_progress).checkpoint
-        older = [step for step in reversed(checkpoint_steps(self.folder)) if kept and step < kept.step]
+        steps = self._run_on_all_ranks(lambda: checkpoint_steps(self.folder))[0]
+        older = [step for step in reversed(steps) if kept and step < kept.step]
         removed = self._run_on_all_ranks(lambda: remove_oldest(self.folder, older, needed) if self.rank == 0 else [])[0]
         return tuple(f"step_{step} was removed to make room" for step in removed)
 

@@ -69,8 +69,9 @@ def _damage(folder: Path, key: str, *, whole: bool) -> str | None:
 
 
 def _make_folder(folder: Path, key: str, make: Callable[[Path], None]) -> None:
-    for left in folder.parent.glob(f"{key}.*.new"):
-        shutil.rmtree(left, ignore_errors=True)
+    for state in ("new", "old"):  # what killed processes have left
+        for left in folder.parent.glob(f"{key}.*.{state}"):
+            shutil.rmtree(left, ignore_errors=True)
     new, old = (folder.with_name(f"{key}.{os.getpid()}.{state}") for state in ("new", "old"))
     new.mkdir()
     try:

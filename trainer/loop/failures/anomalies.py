@@ -77,5 +77,5 @@ class Anomalies:
         )
 
     def _samples(self, done: int) -> tuple[int, int]:
-        """Return the first and the last sample of a step's batch, numbered as in data/batches.py."""
+        """Return the first and the last sample of a step's batch, numbered as in data/samples/batches.py."""
         return self.start.after(self.run, done - 1).sample, self.start.after(self.run, done).sample - 1

@@ -112,7 +112,7 @@ def import_rank_modules() -> None:
     """Import what every rank imports: its own modules, the engines and the models of our families."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # for DeepSpeed, which compiles functions of its own where it is imported
     import_deepspeed()
-    engines = [name for row in ENGINES.values() for name in (row.engine_class, row.delayed_class, row.compressed_class)]
+    engines = [name for row in ENGINES.values() for name in row.classes]
     models = [family.module for family in FAMILIES.values() if not family.made_by_transformers]
     for name in ("distrain.trainer.loop.train_rank", *filter(None, (*engines, *models))):
         importlib.import_module(name.partition(":")[0])

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from ...layers.dtypes import PRECISION_DTYPES
-from ...machine.checks import free_memory
 from ...models.families import is_made_by_transformers
 from ...models.hf.module import CausalLM, write_causal_lm
 from ...models.hf_format.model_type import hf_model_type
@@ -23,6 +22,7 @@ from ...models.hf_format.weights import generation_config, write_hf_folder, writ
 from ...models.ops.lora import without_lora
 from ...spec.run import Run
 from ...spec.sections.mtp import Mtp
+from ...system.memory import free_memory
 from ..checkpoint.shard_positions import weight_shapes
 from .exit_status import run_verb
 from .export_checks import check_export, check_logits

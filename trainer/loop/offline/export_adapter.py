@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ...layers.dtypes import PRECISION_DTYPES
-from ...machine.checks import free_memory
 from ...models.build import load_weights
 from ...models.families import is_made_by_transformers, op_table
 from ...models.hf_format.adapter import write_adapter
@@ -26,6 +25,7 @@ from ...models.hf_format.config import config_file, read_json
 from ...models.ops.op_table import parameter_count
 from ...spec.run import Run
 from ...spec.sections.lora import Lora
+from ...system.memory import free_memory
 from ..checkpoint.shard_positions import weight_shapes
 from .exit_status import run_verb
 from .export_checks import CHECK_BYTES, CPU, compare_logits, random_sequences, silent_transformers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from ...rundir.run_in_manifest import CONFIG_KEY, read_run_file, run_from_record
 from ...spec.keys.units import gib_text
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
+from ...system.memory import program_memory
 from ..checkpoint import CheckpointReader, CheckpointSearch, LoadFailed, SavedCheckpoint, find_newest, open_checkpoint, whole_slice
 from ..checkpoint.find import verification_fault
 from ..checkpoint.shard_positions import weight_shapes
@@ -208,7 +208,7 @@ def _check_memory(run: Run, device: torch.device) -> None:
     table = op_table(run)
     sizes = {**table.sizes, "vocab": round_up(table.sizes["vocab"], run.model.vocab_multiple)}
     needs = 4 * parameter_count(replace(table, sizes=sizes), run.model.layers)
-    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    has = program_memory()
     if device.type == "cpu" and needs > has:
         raise _refusal(f"the model takes {gib_text(needs)} GiB in float32, and this machine has {gib_text(has)}", "")
 

@@ -59,7 +59,7 @@ def copy_weights(weights: Weights) -> dict[str, Tensor]:
 
 def plain_optimizer(run: Run, weights: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """Return the run's optimizer of some weights, by logical name: matrices decay, and optim.mup divides the rates of some. After each step
-    moments that the run keeps in bf16 are round_at_random, and stay float32."""
+    moments that the run keeps in bf16 are rounded, to nearest or at random, and stay float32."""
     groups = []
     for name, each in weights.items():
         divisor = width_factor(run) if is_rate_divided(run, name, each.dim()) else 1.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -86,13 +86,14 @@ class ReferenceReader:
 
     def weight(self, step: int, kind: TensorKind, name: str) -> Tensor:
         """A whole weight before a step, or its gradient in it, in float32."""
-        whole: Tensor = self._open(step, "weights").get_tensor(f"{kind} {name}")
+        whole: Tensor = self._slice(step, "weights", kind, name)[:]
         return whole
 
     def _slice(self, step: int, file: str, kind: TensorKind, name: str) -> Any:
+        tensors = self._open(step, file)
         try:
-            return self._open(step, file).get_slice(f"{kind} {name}")
-        except Exception as error:
+            return tensors.get_slice(f"{kind} {name}")
+        except SafetensorError as error:
             raise KeyError(f"{kind} {name}") from error
 
     @lru_cache(maxsize=16)  # noqa: B019  # it lives as long as the trace

@@ -50,6 +50,11 @@ class EngineRow:
         return "pp" in self.axes
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """MODULE:CLASS of each of its classes."""
+        return tuple(filter(None, (self.engine_class, self.delayed_class, self.compressed_class, self.stale_class)))
+
+    @property
     def schedules(self) -> tuple[str, ...]:
         """The pipeline schedules that it runs."""
         return _schedules(self, tuple(SCHEDULES.items()))

@@ -52,7 +52,7 @@ class BucketReducer:
         self._count(parameter, bucket)
 
     def needs_hooks(self, bucket: WeightBucket) -> bool:
-        """Whether a hook must pass each gradient of a bucket's weights to `take`."""
+        """Whether a hook must pass each gradient of a bucket's weights to `take_gradient`."""
         return not bucket.in_place or (self._overlap and bool(bucket.sharing or bucket.copies or bucket.servers) and not bucket.kind.late)
 
     def _count(self, parameter: nn.Parameter, bucket: WeightBucket) -> None:
