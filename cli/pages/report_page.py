@@ -55,7 +55,8 @@ def planned_measured_title(run: MeasuredRun) -> str:
     resident = f"; the process takes {size_text(run.resident)} in all" if run.resident and run.device == "cpu" else ""
     early = "" if run.whole_batch else ", before those of train.batch"
     steps = f" in steps of {plural(run.batch, 'sequence')}{early}" if run.batch else ""
-    return f"Planned and measured{steps}{resident}"
+    since = f" from step {run.planned_since} on, in the layout since then" if run.planned_since is not None else ""
+    return f"Planned and measured{steps}{since}{resident}"
 
 
 def planned_measured_rows(run: MeasuredRun) -> list[list[str]]:

@@ -12,7 +12,7 @@ from msgspec import json as encoder
 
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.loss_chart import HEIGHT
-from distrain.cli.pages.report_page import drift_sentences, incident_lines, report_text
+from distrain.cli.pages.report_page import drift_sentences, incident_lines, planned_measured_title, report_text
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.cli.verbs.fit_run import closing_text
 from distrain.tests.fakes.run_command import run_command
@@ -139,6 +139,20 @@ def test_the_time_of_the_first_steps_alone_is_no_drift(rows: int, is_warm: bool,
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "seconds": 9.0}}\n' for step in range(1, rows + 1)))
     sentence = drift_sentences(read_measured_run(tmp_path))[0]
     assert sentence.startswith("Time: step is 800.0 % above the plan" if is_warm else "Time: the first steps alone, which warm up")
+
+
+def test_the_times_of_a_run_that_changed_its_layout_are_of_its_last_plan(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"time": {"step": 0.03}, "device": "cpu"}))
+    names = ("step", "seconds", "planned_seconds", "planned_memory_peak", "memory_peak")
+    before = [(10, 0.2, 0.1, 70, 1000), (20, 0.1, 0.1, 70, 1000)]
+    since = [(30, 0.5, 0.03, 50, 600), (40, 0.03, 0.03, 50, 600), (50, 0.06, 0.03, 50, 500)]
+    rows = [dict(zip(names, row, strict=True)) for row in (*before, *since)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = read_measured_run(tmp_path)
+    assert [each.measured for each in found.time if each.name == "step"] == [pytest.approx(0.045)]
+    assert (found.resident, found.planned_since, found.is_warm) == (600, 30, True)
+    title = "Planned and measured from step 30 on, in the layout since then; the process takes 600 B in all"
+    assert planned_measured_title(found) == title
 
 
 @pytest.mark.parametrize("kept", ["run.json", "run.json metrics.jsonl"])

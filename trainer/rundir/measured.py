@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -76,6 +76,7 @@ class MeasuredRun:
     validation: tuple[tuple[int, float], ...]  # of the text that is held out, else of the first validation set
     step_bar: tuple[float, float] | None = None  # seconds between which the plan expects nine runs in ten
     is_warm: bool = True  # whether times leave out the first steps, which warm up
+    planned_since: int | None = None  # of a run whose plan changed: the first step logged under the last one; times are from it on
     lost: int = 0  # logged steps with a loss that was not finite, besides skipped ones
     damaged: tuple[str, ...] = ()  # files that can't be read as `fit` writes them
     tokens_per_second: tuple[tuple[int, float], ...] = ()  # by step
@@ -104,9 +105,10 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     logged = [row for row in map(_numbers, of_steps) if "step" in row]
     rows = list({int(row["step"]): row for row in logged}.values())  # of a step done twice, the last time
     last = list({step: row for row in of_steps if (step := whole_number(row.get("step"))) is not None}.values())
-    timed = [row for row in rows if "seconds" in row]
-    steady = timed[1:] or timed  # without the first, which includes warming up
     ramps = nested_value(run, "train", "rampup", "batch") is not None
+    timed = [row for row in rows if "seconds" in row]
+    of_plan = _rows_of_last_plan(timed, ramps=ramps)
+    steady = of_plan[1:] or of_plan  # without the first, which includes warming up
     batch = max((int(row["batch"]) for row in steady if "batch" in row), default=None) if ramps else None
     whole_batch = batch in (None, nested_value(run, "train", "batch"))
     if batch is not None:  # steps of one batch are compared with a planned step of it
@@ -141,7 +143,8 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         validation=dict(validations).get("", validations[0][1]) if validations else (),
         validations=validations,
         step_bar=_step_bar(plan),
-        is_warm=len(timed) != 1,
+        is_warm=len(of_plan) != 1,
+        planned_since=int(of_plan[0]["step"]) if len(of_plan) < len(timed) else None,
         lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
         damaged=tuple(damaged),
         slow=tuple(_slow_devices(written)),
@@ -154,6 +157,13 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         loss_unit="of a pair of answers" if nested_value(run, "data", "name") == "preferences" else "nats a token",
         accuracy=next((row["accuracy"] for row in reversed(rows) if "accuracy" in row), None),
     )
+
+
+def _rows_of_last_plan(rows: Sequence[Mapping[str, float]], *, ramps: bool) -> list[Mapping[str, float]]:
+    """The last rows that have the same planned figures: those of the plan that is compared. A run that resumes in another layout has
+    another plan. Where the batch `ramps` up, each batch has its planned seconds."""
+    figures = ("planned_memory_peak",) if ramps else ("planned_memory_peak", "planned_seconds")
+    return list(takewhile(lambda row: all(row.get(each) == rows[-1].get(each) for each in figures), reversed(rows)))[::-1]
 
 
 def _validation_curves(rows: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, tuple[tuple[int, float], ...]]]:
