@@ -8,7 +8,7 @@ from itertools import groupby
 from shlex import quote
 
 from ...trainer.plan.search.answer import Answer, FoundLayout
-from ...trainer.plan.search.cluster_sizes import SizedAnswer, best_layout, best_size, knee, tokens_per_gpu
+from ...trainer.plan.search.cluster_sizes import SizedAnswer, best_layout, best_size, is_within, knee, tokens_per_gpu
 from ...trainer.plan.search.search import SLOWEST
 from ...trainer.spec.numbers.as_text import (
     binary_unit,
@@ -22,6 +22,7 @@ from ...trainer.spec.numbers.as_text import (
     size_range_text,
 )
 from ...trainer.spec.problem import one_line
+from ...trainer.spec.sections.search_goal import SearchGoal
 from ..arguments.command_name import command_name
 from .text_layout import Style, evenly_spaced, narrow_table, page_width, with_heading, wrap
 
@@ -44,6 +45,7 @@ def search_text(answer: Answer, words: Sequence[str], by: str, style: Style) -> 
         [style.paint(line, "green" if answer.rows else "red") for line in wrap(_verdict(answer), hang="  ")],
         _price_lines(answer.rows, by),
         _next_lines(answer, words),
+        _safe_lines(answer),
         with_heading(_row_lines(answer), style),
         with_heading(_front_lines(answer), style),
         wrap(_space_line(answer)) if answer.legal else [],
@@ -101,7 +103,25 @@ def _verdict(answer: Answer) -> str:
     best = answer.rows[0]
     speed = f"; {_speed_text(best)}" if best.step is not None else "; step time not known"
     memory = part_of_size(best.memory, answer.capacity) + size_range_text(best.memory, best.memory_low, best.memory_high)
-    return f"{one_line(answer.name)} on {where}: best is {_mesh_words(best)}, {_other_words(best)}: {memory}{speed}"
+    fits = "fits" if _surely_fits(best, answer) else "probably fits"
+    return f"{one_line(answer.name)} on {where}: best is {_mesh_words(best)}, {_other_words(best)}; {fits}: {memory}{speed}"
+
+
+def _surely_fits(layout: FoundLayout, answer: Answer) -> bool:
+    """Whether the whole error bar of a layout's memory lies in what a device has."""
+    return layout.memory_high is None or layout.memory_high <= answer.capacity
+
+
+def _safe_lines(answer: Answer) -> list[str]:
+    """The fastest layout whose whole error bar fits, where the best one's does not."""
+    if not answer.rows or _surely_fits(answer.rows[0], answer):
+        return []
+    safe = next((each for each in answer.front if _surely_fits(each, answer)), None)
+    if safe is None:
+        return wrap("No layout in the list below has an error bar that fits as a whole.") if answer.front else []
+    memory = part_of_size(safe.memory, answer.capacity) + size_range_text(safe.memory, safe.memory_low, safe.memory_high)
+    step = f", {seconds_text(safe.step)} a step" if safe.step is not None else ""
+    return wrap(f"The fastest whose whole error bar fits: {_mesh_words(safe)}, {_other_words(safe)}: {memory}{step}", hang="  ")
 
 
 def _speed_text(layout: FoundLayout) -> str:
@@ -219,18 +239,23 @@ def _space_line(answer: Answer) -> str:
     )
 
 
-def sizes_text(sizes: Sequence[SizedAnswer], by: str, style: Style) -> str:
-    """The table of a search over sizes of the cluster, with the knee and the best size."""
+def sizes_text(sizes: Sequence[SizedAnswer], goal: SearchGoal, style: Style) -> str:
+    """The table of a search over sizes of the cluster, with the knee and the best size, or the smallest that is fast enough."""
+    by = goal.by
     found = [row for each in sizes for row in each.answer.rows]
     priced = any(row.cost is not None for row in found)
-    heading = ["GPUs", "step", "tokens/s", "a GPU", "MFU", "days", *(["cost"] if priced else []), "layout"]
+    heading = ["GPUs", "step", "tokens/s", "per GPU", *(["days", "cost"] if priced else ["MFU", "days"]), "layout"]
     rows = [_size_row(each, priced) for each in sizes]
     left = (len(heading) - 1,)
     lines = narrow_table([heading, *rows], left, width=page_width() - 2)
     best, at = best_size(sizes, by), knee(sizes)
+    if goal.within is not None:
+        best = next((each for each in sizes if is_within(each, goal.within)), None)
     name = one_line(sizes[0].answer.name)
     if not found:
         verdict = f"{name} fits on none of these sizes"
+    elif goal.within is not None:
+        verdict = _within_text(name, best, sizes[-1].nodes, goal.within)
     elif best is None:
         verdict = f"{name}: no step time is known, so no size is best by {by.replace('_', ' ')}: search.by=memory needs none"
     else:
@@ -240,17 +265,30 @@ def sizes_text(sizes: Sequence[SizedAnswer], by: str, style: Style) -> str:
     return "\n".join([*head, *_price_lines(found, by), "", *(f"  {line}" for line in lines)])
 
 
+def _within_text(name: str, found: SizedAnswer | None, most: int, days: float) -> str:
+    """The verdict of a search for the smallest cluster that trains a run within so many days."""
+    limit = seconds_text(days * 86400)
+    layout = best_layout(found) if found else None
+    if found is None or layout is None or layout.days is None or layout.step is None:
+        return f"{name}: no size up to {plural(most, 'node')} trains it in {limit}"
+    taken = layout.days * 86400
+    ends = [None if end is None else end * taken / layout.step for end in (layout.step_low, layout.step_high)]
+    bar = seconds_range_text(taken, *ends)
+    where = f"{plural(found.nodes, 'node')} ({found.nodes * found.run.cluster.gpus:,} GPUs)"
+    return f"{name}: {where} train it in {seconds_text(taken)}{bar}, the fewest of these sizes that take at most {limit}"
+
+
 def _size_row(each: SizedAnswer, priced: bool) -> list[str]:
     best, gpus = best_layout(each), f"{each.nodes * each.run.cluster.gpus:,}"
     if best is None:
-        return [gpus, *["-"] * (5 + priced), "none fits"]
+        return [gpus, *["-"] * 5, "none fits"]
     timed = best.step is not None and best.tokens_per_second is not None and best.days is not None
     cells = [
         seconds_text(best.step) if best.step is not None else "-",
         count_text(best.tokens_per_second) if best.tokens_per_second is not None else "-",
         count_text(tokens_per_gpu(each)) if timed else "-",
-        share_text(best.mfu) if best.mfu is not None else "-",
-        f"{best.days:,.1f}" if best.days is not None else "-",
     ]
-    cost = [count_text(best.cost) if best.cost is not None else "-"] if priced else []
-    return [gpus, *cells, *cost, _mesh_words(best)]
+    days = f"{best.days:,.1f}" if best.days is not None else "-"
+    mfu = share_text(best.mfu) if best.mfu is not None else "-"
+    cost = count_text(best.cost) if best.cost is not None else "-"
+    return [gpus, *cells, *([days, cost] if priced else [mfu, days]), _mesh_words(best)]

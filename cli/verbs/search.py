@@ -37,6 +37,7 @@ def search(
     distrain search conf=llama3_70b cluster=8x8
     distrain search conf=llama3_70b cluster=8x8 parallel.tp=8 search.by=memory
     distrain search conf=llama3_8b search.nodes=1..64
+    distrain search conf=llama3_70b search.within=30
     distrain search conf=llama3_70b cluster=8x8 -o best.yaml
     """
     from ..config.load import load_recipe
@@ -46,7 +47,7 @@ def search(
     run, fixed = load_recipe(conf, overrides, config_dir), fixed_keys(overrides, config_dir)
     if every:
         run = replace(run, search=replace(run.search, rows=ALL_ROWS))
-    if run.search.nodes is not None:
+    if run.search.nodes is not None or run.search.within is not None:
         return _search_sizes(run, fixed, output, as_json=as_json)
     if output is not None:
         from ..recipe_files.recipe_copy import recipe_file
@@ -78,25 +79,32 @@ def _find(run: Run, fixed: frozenset[str]) -> Answer:
 
 def _search_sizes(run: Run, fixed: frozenset[str], output: str | None, *, as_json: bool) -> int:
     """Search each size of the cluster; a line of progress for each."""
-    from ...trainer.plan.search.cluster_sizes import best_layout, search_sizes
+    from ...trainer.plan.search.cluster_sizes import best_layout, is_within, search_sizes, search_within
+    from ...trainer.spec.numbers.as_text import plural
     from ...trainer.spec.problem import Problem, Unreadable
     from ..pages.search_page import sizes_text
     from ..pages.text_layout import stdout_style
-    from .search_scope import node_counts
+    from .search_scope import MOST_NODES, node_counts
 
     if output is not None:
-        raise Unreadable([Problem(rule="option", says="-o writes one layout", mend="search one size: leave search.nodes out")])
-    counts = node_counts(run.search.nodes or "")
+        keys = [f"search.{name}" for name in ("nodes", "within") if getattr(run.search, name) is not None]
+        raise Unreadable([Problem(rule="option", says="-o writes one layout", mend=f"search one size: leave {' and '.join(keys)} out")])
+    days = run.search.within
+    if days is not None and run.search.by == "memory":
+        says = "search.within is of the fastest layouts, and search.by=memory ranks by memory"
+        raise Unreadable([Problem(rule="search", says=says, mend="leave one of them out")])
+    counts = node_counts(run.search.nodes or (f"1..{MOST_NODES}" if days else ""))
     sizes = []
     with live_line(""):
-        for each in search_sizes(run, fixed, counts):
+        for each in search_within(run, fixed, counts, days) if days else search_sizes(run, fixed, counts):
             sizes.append(each)
-            print_live_line(f"searched {each.nodes} nodes, the largest has {counts[-1]} ...")
+            print_live_line(f"searched {plural(each.nodes, 'node')} ...")
+    sizes.sort(key=lambda each: each.nodes)
     if as_json:
         print_json([each.answer for each in sizes])
     else:
-        print_output(sizes_text(sizes, run.search.by, stdout_style()))
-    return OK if any(map(best_layout, sizes)) else FAILED
+        print_output(sizes_text(sizes, run.search, stdout_style()))
+    return OK if any(is_within(each, days) if days else best_layout(each) for each in sizes) else FAILED
 
 
 def _write(output: str, conf: str, overrides: Sequence[str], answer: Answer, config_dir: Path | None, show: Callable[[str], object]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from ...trainer.spec.problem import Problem, Unreadable
@@ -14,6 +15,7 @@ from ..recipe_files import yaml_edit
 
 SEARCHED = ("parallel.", "train.microbatch", "engine")  # keys that a search chooses
 MOST_SIZES = 16
+MOST_NODES = 1 << MOST_SIZES - 1  # on which search.within looks, where search.nodes is not set
 
 
 def fixed_keys(overrides: Sequence[str], config_dir: Path | None) -> frozenset[str]:
@@ -38,14 +40,12 @@ def _option_keys(name: str, config_dir: Path | None) -> Iterator[str]:
 
 
 def node_counts(text: str) -> list[int]:
-    """Return the numbers of nodes of `search.nodes`: FIRST..LAST doubles from the first; raises Unreadable."""
-    found = re.fullmatch(r"\s*(\d{1,9})\s*(?:\.\.\s*(\d{1,9})\s*)?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    counts: list[int] = []
-    while first and (count := first << len(counts)) <= last and len(counts) < MOST_SIZES:
-        counts.append(count)
-    if not counts:
-        raise Unreadable(
-            [Problem(rule="type", says=f"search.nodes={text} is not a range of nodes", mend="write it as 8..512, which doubles")]
-        )
-    return counts
+    """Return the numbers of nodes of `search.nodes`, ascending, at most MOST_SIZES: FIRST..LAST doubles from the first, FIRST..LAST+STEP
+    adds; raises Unreadable."""
+    found = re.fullmatch(r"\s*(\d{1,9})\s*(?:\.\.\s*(\d{1,9})\s*(?:\+\s*(\d{1,9})\s*)?)?", text)
+    first, last, step = (int(found[1]), int(found[2] or found[1]), int(found[3] or 0)) if found else (0, 0, 0)
+    if not 0 < first <= last or (found is not None and found[3] is not None and not step):
+        mend = "write it as 8..512, which doubles, or as 64..128+16, which adds"
+        raise Unreadable([Problem(rule="type", says=f"search.nodes={text} is not a range of nodes", mend=mend)])
+    counts = range(first, last + 1, step) if step else (first << power for power in range(MOST_SIZES))
+    return [count for count in islice(counts, MOST_SIZES) if count <= last]

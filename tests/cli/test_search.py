@@ -1,6 +1,7 @@
 """`distrain search`: its page, its JSON, the recipe that it writes, sizes of the cluster, and what a careless user types."""
 
 import json
+import re
 import shlex
 from typing import Any
 
@@ -239,6 +240,76 @@ def test_sizes_give_days_and_cost_against_devices(capsys: pytest.CaptureFixture[
     assert out.startswith("llama3_2_1b_1node: best by cost on 1 node; up to ")
     rows = [line.split() for line in out.splitlines()[3:]]
     assert [row[0] for row in rows if row[0].isdecimal()] == ["8", "16", "32"]
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("3", [3]), ("2..9", [2, 4, 8]), ("64..100+16", [64, 80, 96]), (" 4 .. 5 + 1 ", [4, 5]), ("1..99999+1", list(range(1, 17)))],
+)
+def test_sizes_double_or_add(text: str, counts: list[int]) -> None:
+    assert node_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "0..4", "8..4", "4..8+0", "4..8+", "+2", "4..8..16", "four"])
+def test_what_is_no_range_of_sizes_is_refused(text: str) -> None:
+    with pytest.raises(Unreadable, match=r"write it as 8\.\.512, which doubles, or as 64\.\.128\+16, which adds"):
+        node_counts(text)
+
+
+def sizes(words: str, capsys: pytest.CaptureFixture[str]) -> dict[int, float]:
+    """The days of a run by nodes, of a search over sizes."""
+    found = json.loads(call(f"conf=llama3_2_1b_1node train.tokens=1e12 {words} --json", capsys)[1])
+    return {each["nodes"]: each["rows"][0]["days"] for each in found}
+
+
+def test_the_smallest_cluster_that_trains_in_so_many_days(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "conf=llama3_2_1b_1node train.tokens=1e12 search.within=3.2"
+    status, out, err = call(words, capsys)
+    assert (status, err) == (0, "")
+    verdict = " ".join(out.partition("\n\n")[0].split())
+    assert re.fullmatch(
+        r"llama3_2_1b_1node: 12 nodes \(96 GPUs\) train it in 3\.\d+ days \(\S+ to \S+\), the fewest .* at most 3\.20 days", verdict
+    )
+    every, tried = sizes("search.nodes=1..16+1", capsys), sizes("search.within=3.2", capsys)
+    assert min(nodes for nodes, days in every.items() if days <= 3.2) == 12
+    assert tried == {nodes: every[nodes] for nodes in (1, 2, 4, 8, 9, 10, 11, 12, 16)}
+
+
+def test_no_size_may_train_within_so_many_days(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "conf=llama3_2_1b_1node train.tokens=1e12 search.nodes=1..2 search.within=3"
+    status, out, err = call(words, capsys)
+    assert (status, err) == (1, "")
+    assert out.startswith("llama3_2_1b_1node: no size up to 2 nodes trains it in 3.00 days\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "search.within=3 search.by=memory",
+            "search.within is of the fastest layouts, and search.by=memory ranks by memory: leave one of them out",
+        ),
+        ("search.within=3 -o best", "-o writes one layout: search one size: leave search.within out"),
+        ("search.within=0", "search.within=0 is not a number, above 0"),
+        ("search.within=soon", "search.within=soon is not a number"),
+    ],
+)
+def test_days_that_cant_be_searched_for_get_one_line(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(f"{SMALL} {words}", capsys)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"distrain: {says}")
+    assert err.count("\n") == 1
+
+
+def test_the_fastest_layout_that_fits_with_its_whole_error_bar_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "conf=llama3_70b cluster=8x8 search.rows=1"
+    found = json.loads(call(f"{words} --json", capsys)[1])
+    out = " ".join(call(words, capsys)[1].split())
+    safe = next(row for row in found["front"] if row["memory_high"] <= found["capacity"])
+    assert found["rows"][0]["memory_high"] > found["capacity"]
+    assert "engine native; probably fits: " in out
+    assert f"The fastest whose whole error bar fits: pp {safe['mesh']['pp']} x dp {safe['mesh']['dp']} x cp 2 x tp 4, " in out
+    assert "error bar" not in " ".join(call("conf=llama3_70b cluster=8x8 search.rows=1 search.headroom=0.4", capsys)[1].split())
 
 
 @pytest.mark.parametrize("by", ["cost", "tokens_per_dollar"])

@@ -24,10 +24,38 @@ class SizedAnswer(NamedTuple):
 def search_sizes(run: Run, fixed: frozenset[str], counts: Sequence[int]) -> Iterator[SizedAnswer]:
     """Yield the best layout on each number of nodes; the data degree is free, unless it is fixed."""
     for nodes in counts:
-        dp = run.parallel.dp if "parallel.dp" in fixed else "auto"
-        search = replace(run.search, rows=1)
-        sized = replace(run, cluster=replace(run.cluster, nodes=nodes), parallel=replace(run.parallel, dp=dp), search=search)
-        yield SizedAnswer(nodes, sized, find_layouts(sized, fixed))
+        yield _search_size(run, fixed, nodes)
+
+
+def search_within(run: Run, fixed: frozenset[str], counts: Sequence[int], days: float) -> Iterator[SizedAnswer]:
+    """Yield the best layout on numbers of nodes (ascending) up to the first on which the whole run takes at most `days`; then on sizes
+    between it and the one before, an eighth of that apart: of these the fewest nodes that take at most `days` are the answer."""
+    before = 0
+    for nodes in counts:
+        each = _search_size(run, fixed, nodes)
+        yield each
+        if is_within(each, days):
+            step = max(1, before // 8)
+            for between in range(before + step, nodes, step) if before else ():
+                each = _search_size(run, fixed, between)
+                yield each
+                if is_within(each, days):
+                    return
+            return
+        before = nodes
+
+
+def is_within(sized: SizedAnswer, days: float) -> bool:
+    """Whether the whole run takes at most `days` in the best layout."""
+    best = best_layout(sized)
+    return best is not None and best.days is not None and best.days <= days
+
+
+def _search_size(run: Run, fixed: frozenset[str], nodes: int) -> SizedAnswer:
+    dp = run.parallel.dp if "parallel.dp" in fixed else "auto"
+    search = replace(run.search, rows=1)
+    sized = replace(run, cluster=replace(run.cluster, nodes=nodes), parallel=replace(run.parallel, dp=dp), search=search)
+    return SizedAnswer(nodes, sized, find_layouts(sized, fixed))
 
 
 def tokens_per_gpu(sized: SizedAnswer) -> float:

@@ -260,7 +260,8 @@ KEYS = {
     "search.rows":                  Key("meshes in the answer"),
     "search.headroom":              Key("share of a device's memory that a layout must leave free"),
     "search.boundaries":            Key("find the layers of each pipeline stage too"),
-    "search.nodes":                 Key("sizes of the cluster to compare, as 8..512, doubling", null="the recipe's size"),
+    "search.nodes":                 Key("sizes to compare, as 8..512, which doubles, or 64..128+16", null="the recipe's size"),
+    "search.within":                Key("days: find the smallest cluster that trains the whole run in them", null="no limit"),
 
     "engine":                       Key("what trains; papers: nothing, plan the papers' costs"),
     "reading":                      Key("how cluster=6x8x64 was read; written by distrain", null="no size was given"),

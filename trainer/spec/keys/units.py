@@ -72,6 +72,7 @@ UNITS: dict[str, str] = {
     "launch.device_check":      "steps",
     "search.rows":              "meshes",
     "search.headroom":          "share of the memory",
+    "search.within":            "days",
 }
 # fmt: on
 

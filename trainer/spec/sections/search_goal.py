@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..numbers.bounded import Below1, Count
+from ..numbers.bounded import Below1, Count, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,3 +18,4 @@ class SearchGoal:
     headroom: Below1 = 0.05
     boundaries: bool = False
     nodes: str | None = None
+    within: Positive | None = None
