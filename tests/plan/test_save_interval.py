@@ -16,6 +16,7 @@ from distrain.cli.pages.text_layout import Style
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan, Saving
 from distrain.trainer.plan.save_interval import best_interval, goodput, stop_seconds
+from distrain.trainer.spec.keys.units import percent_text
 
 HOUR, DAY = 3600.0, 86400.0
 FORWARD = 1.7  # seconds of one micro-batch of llama3_405b: its 126 layers take 8192 tokens x 2 x 405e9 FLOP on 8 devices at 400 TFLOP/s
@@ -104,6 +105,16 @@ def test_a_run_too_short_to_be_interrupted_is_not_warned() -> None:
     assert saving(plan).interruptions is not None
     assert "interrupt" not in plan_text(plan, Style())
     assert saving_warnings(plan) == []
+
+
+def test_a_run_of_days_that_saves_only_at_its_end_is_warned_of_a_chance() -> None:
+    plan = make_plan(load_recipe("llama3_8b", ["cluster=4x8", "train.tokens=4e11", "checkpoint.every=0"]))
+    assert plan.run
+    assert plan.run.days is not None
+    chance = 1 - exp(-plan.run.days * DAY / saving(plan).mtbf)
+    assert 0.1 < chance < 0.5
+    (line,) = saving_warnings(plan)
+    assert line.startswith(f"the chance of an interruption is {percent_text(chance)}: saving only at the end keeps ")
 
 
 def test_an_interval_far_from_the_best_is_warned_of_and_its_fix_works() -> None:

@@ -11,7 +11,7 @@ from ..spec.problem import Problem
 from ..spec.run import Run
 from .result import Saving, WholeRun
 
-ENOUGH = 1.0  # expected interruptions from which the interval is judged
+ENOUGH = 0.1  # expected interruptions from which the interval is judged
 WORTH = 0.01  # share of the time that another interval must save to be suggested
 SIGKILL_DELAY = 30.0  # seconds between SIGTERM and SIGKILL: Slurm's KillWait, torchrun's --shutdown-timeout
 KILLERS = {"torchrun": ("torchrun", "give torchrun --shutdown-timeout"), "slurm": ("Slurm", "raise KillWait in slurm.conf")}
@@ -139,6 +139,8 @@ def save_warnings(run: Run, whole: WholeRun, step: float | None, found: Saving) 
         return
     number = round(found.interruptions)
     expected = f"about {number:,} {'interruption is' if number == 1 else 'interruptions are'} expected"
+    if found.interruptions < 1:
+        expected = f"the chance of an interruption is {percent_text(1 - exp(-found.interruptions))}"
     if found.every is None:
         if not often:
             says = f"checkpoint.every=0 saves {_when_without_interval(run)}, and {expected}"

@@ -246,7 +246,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
                         "z_loss", "deterministic", "seed", "clip", "skip", "skip_spikes"),
     "train.rampup":    ("batch", "until", "by"),
     "train.evaluate":  ("every",),
-    "search":          ("by", "runnable", "rows", "headroom", "nodes", "boundaries"),
+    "search":          ("by", "runnable", "rows", "headroom", "nodes", "boundaries", "within"),
     "optim":           ("name", "lr", "weight_decay", "mup", "schedule", "warmup", "gradient_copy"),
     "data":            ("name", "stages", "documents", "validation"),
     "log":             ("every", "sinks", "dir", "ledger"),
