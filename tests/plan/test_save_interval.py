@@ -114,7 +114,7 @@ def test_a_run_of_days_that_saves_only_at_its_end_is_warned_of_a_chance() -> Non
     chance = 1 - exp(-plan.run.days * DAY / saving(plan).mtbf)
     assert 0.1 < chance < 0.5
     (line,) = saving_warnings(plan)
-    assert line.startswith(f"the chance of an interruption is {percent_text(chance)}: saving only at the end keeps ")
+    assert line.startswith(f"checkpoint.every=0 saves only at the end, and the chance of an interruption is {percent_text(chance)}: ")
 
 
 def test_an_interval_far_from_the_best_is_warned_of_and_its_fix_works() -> None:
