@@ -30,7 +30,7 @@ def copy_config(name: str, file: str, config_dir: Path | None) -> str:
     options = library.options(group, config_dir) if group in library.groups(config_dir) else {}
     if option in options:
         text = _read(options[option])
-        return text.rstrip("\n") if file == STDOUT else _copy_option(group, text, recipe_file(file, option), config_dir)
+        return text.rstrip("\n") if file == STDOUT else _copy_option(group, text, recipe_file(file, option))
     if option and options and not os.path.exists(name):
         raise Unreadable([Problem(rule="option", says=f"no {group} {option}", mend=library.suggest_option(option, options))])
     source = library.recipe_path(name, config_dir)
@@ -59,7 +59,7 @@ def _copy_recipe(source: Path, text: str, expected: Mapping[str, Any], target: P
     raise Unreadable([Problem(rule="copy", says=says, mend=f"copy it into the folder of {source}, which has the files that it names")])
 
 
-def _copy_option(group: str, text: str, target: Path, config_dir: Path | None) -> str:
+def _copy_option(group: str, text: str, target: Path) -> str:
     """Write an option of a group. In a folder of the group's name, check that it composes from there."""
     name, parent = target.stem, target.parent.parent
     with NewFile(target, text) as new_file:

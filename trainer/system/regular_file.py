@@ -50,10 +50,10 @@ def expand_home(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def why_unreadable(path: Path, most: int = MOST_BYTES) -> str:
+def why_unreadable(path: Path) -> str:
     """Return why a file can't be read; "" if it can."""
     try:
-        read_plain(path, most)
+        read_plain(path)
     except OSError as error:
         return error.strerror or str(error)
     return ""

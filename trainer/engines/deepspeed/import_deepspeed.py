@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def import_deepspeed() -> Any:
@@ -29,3 +30,10 @@ def import_deepspeed() -> Any:
 
         cuda_accelerator.pynvml = None  # it parses the names of devices as numbers; without it DeepSpeed asks torch for free memory
     return deepspeed
+
+
+def connect_deepspeed() -> Any:
+    """Import DeepSpeed and give it the process group that the ranks have joined."""
+    ds = import_deepspeed()
+    ds.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
+    return ds

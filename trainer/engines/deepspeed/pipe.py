@@ -19,7 +19,7 @@ from ..rank_parameter import RankParameter
 from ..shared_embedding import share_embedding
 from ..torch_optimizer import torch_optimizer
 from .adapter import DeepSpeedAdapter
-from .import_deepspeed import import_deepspeed
+from .import_deepspeed import connect_deepspeed
 
 
 class PipeEngine(DeepSpeedAdapter):
@@ -31,8 +31,7 @@ class PipeEngine(DeepSpeedAdapter):
         super().__init__(run, parts, grid)
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         self._finite = True  # whether the loss and gradients of the current step are finite
-        ds = import_deepspeed()
-        ds.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
+        connect_deepspeed()
         from .pipeline_module import initialize_pipeline, pipeline_module
 
         module = pipeline_module([each.module for each in self.parts], grid.position.mesh, grid.position.coordinates["pp"])

@@ -22,7 +22,7 @@ from ..engine import ParameterPartitioner, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
 from ..torch_optimizer import torch_optimizer
 from .adapter import DeepSpeedAdapter, clip
-from .import_deepspeed import import_deepspeed
+from .import_deepspeed import connect_deepspeed
 
 
 class ModelParallelUnit:
@@ -52,13 +52,6 @@ class ModelParallelUnit:
     def _handle(self, axis: str) -> dist.ProcessGroup | None:
         group = self.grid.group(axis)
         return group.handle if group else self.grid.alone
-
-
-def connect_deepspeed() -> Any:
-    """Import DeepSpeed and give it the process group that the ranks have joined."""
-    ds = import_deepspeed()
-    ds.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
-    return ds
 
 
 def model_parallel_unit(grid: Grid) -> ModelParallelUnit | None:

@@ -22,11 +22,6 @@ class WeightVersions:
         self._held: dict[int, list[Tensor]] = {0: [bucket.weights for bucket in buckets]}
         self.newest = self._used = 0
 
-    @property
-    def oldest(self) -> int:
-        """The oldest version that is held."""
-        return min(self._held)
-
     def use(self, version: int) -> None:
         """Make the parameters views of a version."""
         if version != self._used:

@@ -43,14 +43,12 @@ def with_stages(layout: Layout, stages: tuple[int, ...]) -> Layout:
     return layout._replace(parallel=replace(layout.parallel, stages=partition.whole_parts), partition=partition)
 
 
-def best_stages(
-    context: CostContext, layout: Layout, blocks: BlockCosts, capacity: int, *, below: float = inf, paths: StepPaths | None = None
-) -> BestStages:
+def best_stages(context: CostContext, layout: Layout, blocks: BlockCosts, capacity: int, *, below: float = inf) -> BestStages:
     """The layers of each part with which a layout of several stages fits and its step takes least, if that is less than `below` seconds.
 
     `paths` are those known of the same blocks and schedule, whose states may be others.
     """
-    found = _StageSearch(context, layout, blocks, capacity, paths or StepPaths(layout, blocks)).run(below)
+    found = _StageSearch(context, layout, blocks, capacity, StepPaths(layout, blocks)).run(below)
     if found.stages is None:
         return found
     cost = layout_cost(context, with_stages(layout, found.stages))

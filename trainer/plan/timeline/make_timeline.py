@@ -13,7 +13,8 @@ from ..layout.schedules import SCHEDULES, Schedule, part_of, stage_and_chunk
 from ..layout.simulate import TimedAction, simulate
 from ..layout_cost import in_flight
 from .step_costs import StepCosts
-from .timeline import NONE, SpanKind, StageTimeline, StepSpan, Timeline, Transfer
+from .timed_spans import NONE
+from .timeline import SpanKind, StageTimeline, StepSpan, Timeline, Transfer
 
 STEADY = 2  # steps after those that fill a pipeline without a flush, until its steps are alike
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..layout.schedules import Kind
+from .timed_spans import NONE
 
 SpanKind = Literal["F", "B", "I", "W", "send", "sum", "tied", "step", "gather", "host", "data", "other"]
 PASS_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-NONE = -1  # the micro-batch and the part of a span that belongs to none
 
 
 class StepSpan(NamedTuple):

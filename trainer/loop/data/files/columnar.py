@@ -35,7 +35,7 @@ def read_texts(path: str, kind: Kind, key: str, begin: int, end: int) -> Iterato
     Row groups of a parquet file and record batches of an Arrow file count as equal parts of its bytes; a record batch of an
     Arrow stream belongs to the byte at which it ends. So consecutive spans of a file yield each document once.
     """
-    with _report_unreadable(path):
+    with _report_unreadable():
         columns = _parquet_columns(path, key, begin, end) if kind == "parquet" else _arrow_columns(path, key, begin, end)
         for column in columns:
             yield from (text for text in column.cast(_pyarrow().large_binary()).to_pylist() if text)
@@ -43,14 +43,14 @@ def read_texts(path: str, kind: Kind, key: str, begin: int, end: int) -> Iterato
 
 def check_column(path: str, kind: Kind, key: str) -> None:
     """Raises UnreadableTable if a file can't be read or has no text column of that name."""
-    with _report_unreadable(path):
+    with _report_unreadable():
         _check_column(_open(path, kind)[1], key)
 
 
 def sample_rows(path: str, kind: Kind, key: str, at: int, most: int) -> RowSample:
     """Return documents from a byte of a file on, at least `most` bytes or all; raises UnreadableTable."""
     size, found, rows, used, all_rows = Path(path).stat().st_size, list[bytes](), 0, 0, 0
-    with _report_unreadable(path):
+    with _report_unreadable():
         if kind == "parquet":
             about = _open(path, kind)[0].metadata
             at, all_rows = at * about.num_row_groups // size * size // max(about.num_row_groups, 1), about.num_rows
@@ -64,7 +64,7 @@ def sample_rows(path: str, kind: Kind, key: str, at: int, most: int) -> RowSampl
 
 
 @contextmanager
-def _report_unreadable(path: str) -> Iterator[None]:
+def _report_unreadable() -> Iterator[None]:
     try:
         yield
     except _pyarrow().ArrowException as error:

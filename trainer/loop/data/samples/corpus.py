@@ -19,7 +19,6 @@ from .packing import PackedWindows, pack_examples
 from .tokens import MappedExamples, MappedTokens, Tokens
 
 Split = Literal["train", "validation"]
-SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 @dataclass(frozen=True, kw_only=True)
