@@ -25,7 +25,10 @@ from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.loop.data.samples.corpus import Split
 from distrain.trainer.loop.data.validation_sets import prepare_validation_sets
 from distrain.trainer.loop.offline.export import export
-from distrain.trainer.models.build import build_model
+from distrain.trainer.loop.offline.export_adapter import export_adapter
+from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
+from distrain.trainer.models.build import build_model, load_weights
+from distrain.trainer.models.hf_format.weights import read_hf_weights
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.files import REFERENCE_FILE
@@ -392,3 +395,60 @@ def test_the_reference_is_of_the_weights_in_model_weights_also_where_a_checkpoin
     assert set(refused.codes) == {1}
     says = "the run began with other weights than it names now, and its preferences are relative to those"
     assert any(problem.startswith(says) for problem in refused.problems), refused.problems
+
+
+# LoRA
+
+
+LORA = ("model.lora={rank: 2, alpha: 4, targets: [query, value, down]}", "optim.lr=3e-2")
+
+
+@pytest.fixture(scope="module")
+def published(train_ranks: Callable[[Words], PoolJob], tmp_path_factory: pytest.TempPathFactory) -> Words:
+    """The override for a folder of weights, those that a run has trained to."""
+    folder = tmp_path_factory.mktemp("published") / "hf"
+    export(train_ranks(LAYOUTS[0]).folder, folder, "fp32")
+    return (f"model.weights={folder}",)
+
+
+def reference_with(module: Any, words: Words) -> dict[int, list[float]]:
+    """The log probabilities of the training pairs of a run's steps under a module, by pair."""
+    run = load_recipe(words[0], words[1:])
+    answers = answers_of(run, "train", range(STEPS * run.train.batch))
+    with torch.no_grad():
+        found = log_probabilities(module, answers)
+    return {number: row for ((_, number), *_), row in zip(answers[::2], found.tolist(), strict=True)}
+
+
+def distance_to(folder: Path, wanted: dict[int, list[float]]) -> float:
+    held = reference_of(folder)
+    return max(abs(held[number] - row).max() for number, row in wanted.items())
+
+
+def test_the_reference_of_lora_is_the_base_and_of_an_adapter_the_base_with_it(
+    ranks: RankPool, tmp_path: Path, preferences: Words, published: Words
+) -> None:
+    """B begins at 0: then a run begins with its frozen weights. Of one that begins with an adapter the reference has the adapter, and a
+    resume without the file computes it with the adapter again, not with what the checkpoint holds."""
+    words = (*BASE, *preferences, *published, *LORA)
+    base = ranks.train(tmp_path / "base", *words, *LAYOUTS[0])
+    assert base.figures("loss")[0] == pytest.approx(np.log(2), abs=1e-6)
+    frozen = load_recipe(BASE[0], [*words[1:], "model.lora.rank=0"])
+    module = build_model(frozen, device=torch.device("cpu"), dtype=torch.float32, seed=1)
+    load_weights(module, read_hf_weights(str(frozen.model.weights), frozen))
+    assert distance_to(base.folder, reference_with(module, (*words, "model.lora.rank=0"))) < 1e-4
+
+    export_adapter(base.folder, tmp_path / "adapter", "fp32")
+    begins = (*words, f"model.lora.weights={tmp_path / 'adapter'}")
+    tuned = load_model(load_saved_run(base.folder), torch.device("cpu"))
+    wanted = reference_with(tuned, words)
+    whole = ranks.train(tmp_path / "whole", *begins, *LAYOUTS[2])
+    assert whole.figures("loss")[0] == pytest.approx(np.log(2), abs=1e-6)
+    assert distance_to(whole.folder, wanted) < 1e-4
+    assert distance_to(base.folder, wanted) > 0.1
+
+    ranks.fit(tmp_path / "run", *begins, *LAYOUTS[2], signals=[(2, 0, signal.SIGTERM)])
+    (tmp_path / "run" / REFERENCE_FILE).unlink()
+    job = ranks.train(tmp_path / "run", *begins, *LAYOUTS[2])
+    assert is_computed(job)
+    assert job.figures("loss") == whole.figures("loss")

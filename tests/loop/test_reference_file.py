@@ -18,6 +18,7 @@ from distrain.trainer.loop.data.samples.corpus import Corpus
 from distrain.trainer.loop.state.reference_file import HeldReference, read_reference, reference_identity, write_reference
 from distrain.trainer.rundir.files import REFERENCE_FILE
 from distrain.trainer.spec.run import Run
+from distrain.trainer.spec.sections.lora import Lora
 
 VALUES = [np.array([[1.0, 2.0], [np.nan, np.nan]]), np.zeros((1, 2))]
 SET = [np.array([[3.0, 4.0]])]  # of a validation set
@@ -130,3 +131,16 @@ def test_a_damaged_file_is_not_used(tmp_path: Path, run: Run, content: bytes | N
     held = read_reference(tmp_path, identity)
     assert not held.values
     assert held.problem.startswith(f"{REFERENCE_FILE} {'is damaged' if content is None else 'can’t be read'.replace('’', chr(39))}")
+
+
+def test_an_adapter_is_a_part_of_the_start_weights(tmp_path: Path, run: Run) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(os.urandom(1000))
+    begins = replace(run, model=replace(run.model, lora=Lora(rank=4, weights=str(adapter))))
+    assert read_back(tmp_path, run, begins).problem == f"{REFERENCE_FILE} is of other start weights"
+    assert read_back(tmp_path, begins, begins).values
+    change_end(adapter / "adapter_model.safetensors")
+    assert read_reference(tmp_path, reference_identity(begins, CORPUS)).problem == f"{REFERENCE_FILE} is of other start weights"
+    (adapter / "adapter_model.safetensors").unlink()
+    assert read_reference(tmp_path, reference_identity(begins, CORPUS)).values, "nothing says that they are others"

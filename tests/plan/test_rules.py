@@ -77,6 +77,9 @@ BROKEN: list[tuple[Keys, str]] = [
     (MOE | {"model.lora.rank": 4, "model.lora.targets": ("gate", "q_a_proj", "kv_b_proj")},
         ("model.lora.targets=[gate,q_a_proj,kv_b_proj] names q_a_proj, kv_b_proj, which this model does not have: "
          "set model.lora.targets=[gate] or model.lora.targets=null")),
+    ({"model.lora.rank": 4, "model.lora.weights": "adapter"},
+        ("model.lora.weights=adapter adds to published weights, and model.weights names none: "
+         "set model.weights to the folder that the adapter was trained on")),
     ({"model.lora.rank": 4, "model.lora.targets": ()},
         ("model.lora.targets=[] names no layer, so nothing would be trained: "
          "set model.lora.targets=[query,value] or model.lora.targets=null")),

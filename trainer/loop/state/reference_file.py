@@ -33,11 +33,14 @@ def reference_identity(run: Run, corpus: Corpus) -> Identity:
     """Return what log probabilities depend on: the weights that a run begins with, the tokens of its training corpus, and the window that
     cuts them.
 
-    `weights`: of files their names, sizes and ends, None where the folder is gone; of drawn weights the model and the seed.
+    `weights`: of files, an adapter's among them, their names, sizes and ends, None where a folder is gone; of drawn weights the model and
+    the seed.
     """
     identity = {"version": _VERSION, "data": corpus.key, "seq": run.train.seq}
     if run.model.weights:
-        return identity | {"weights": _files_identity(Path(run.model.weights).expanduser())}
+        adapter = [run.model.lora.weights] if run.model.lora.rank and run.model.lora.weights else []
+        found = [_files_identity(Path(each).expanduser()) for each in (run.model.weights, *adapter)]
+        return identity | {"weights": None if None in found else " ".join(each for each in found if each)}
     router = replace(run.model.router, bias_rate=0.0)  # what may change on a resume is no part of it
     model = replace(run.model, hf=None, dropout=0.0, vocab_multiple=1, aux_loss=0.0, router=router)
     drawn = msgspec.json.encode((model, run.train.seed, run.optim.mup))

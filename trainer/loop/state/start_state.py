@@ -69,9 +69,10 @@ def load_initial_state(
         fail_together(gather, partial(check_same_start, search.checkpoint, reference))
     begins = not search.checkpoint or (reference is not None and not reference.is_complete)
     if run.model.weights and (run.model.lora.rank or begins):  # LoRA's checkpoints hold what is trained alone
-        fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.report_progress))
+        adapter = run.model.lora.weights if begins and run.model.lora.rank else None
+        fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.report_progress, adapter=adapter))
         if not search.checkpoint or run.model.lora.rank:
-            say(f"starts from the weights in {run.model.weights}")
+            say(f"starts from the weights in {run.model.weights}{f', with the adapter in {adapter}' if adapter else ''}")
     if reference is not None:
         if not reference.is_complete:
             compute_reference(run, folder, grid, engine, reference, channel, host, stop)
