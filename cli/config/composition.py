@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
 from .yaml_file import install_plain_source
 
+WEIGHTS = ("model.weights", "model.lora.weights")  # folders of weights that training begins from
 RECIPE_NAME = "_recipe_"  # the name under which Hydra finds the recipe, which is read here
 MOST_DOTS = 12  # dots in a key; more mean a loop of ${...}
 
@@ -192,11 +193,25 @@ def merge_hf_sizes(config: DictConfig, recipe: DictConfig, file: Path, user_valu
     config.model = OmegaConf.merge(sizes, beside, {"hf": str(source)})
 
 
-def resolve_weights_path(config: DictConfig, file: Path, *, from_command_line: bool) -> None:
-    """Make `model.weights` absolute, because ranks may run in other folders."""
-    path = select_value(config, "model.weights")
-    if isinstance(path, str):
-        OmegaConf.update(config, "model.weights", str(_resolve_path(path, file, from_command_line=from_command_line)))
+def resolve_weights_paths(config: DictConfig, file: Path, user_keys: Container[str]) -> None:
+    """Make the paths of WEIGHTS absolute, because ranks may run in other folders."""
+    for key in WEIGHTS:
+        path = select_value(config, key)
+        if isinstance(path, str):
+            OmegaConf.update(config, key, str(_resolve_path(path, file, from_command_line=key in user_keys)))
+
+
+def fill_in_adapter(model: object) -> None:
+    """Set the keys of model.lora that a composed model leaves out to those of the adapter that it begins with; raises Unreadable. Where
+    the model has the rank, a run that resumes needs no folder."""
+    lora = model.get("lora") if isinstance(model, dict) else None
+    if not isinstance(lora, dict) or not isinstance(folder := lora.get("weights"), str):
+        return
+    from ...trainer.models.hf_format.adapter_folder import read_adapter_config
+    from ...trainer.models.hf_format.adapter_names import lora_of_config
+
+    if not {"rank", "alpha", "targets"} <= lora.keys() and ("rank" not in lora or Path(folder).is_dir()):
+        lora |= lora_of_config(read_adapter_config(Path(folder))) | lora
 
 
 def read_schedule(config: DictConfig, file: Path, problems: list[Problem], *, from_command_line: bool) -> None:

@@ -195,6 +195,8 @@ ROWS: tuple[Synonym, ...] = (
          "model.weights", "a folder of Hugging Face weights, with model.hf for its config.json; without it weights are random", {}),
     _row("lora_rank lora_r lora_dim", "model.lora.rank", "0: no LoRA"),
     _row("lora_alpha", "model.lora.alpha"),
+    _row("adapter_name_or_path lora_path adapter_path lora_weights lora_checkpoint lora_adapter adapter_checkpoint", "model.lora.weights",
+         "a folder with adapter_config.json and adapter_model.safetensors", {}),
     _row("lora_target_modules target_modules lora_target lora_layers", "model.lora.targets",
          "a list of query, key, value, out, gate, up, down, or of PEFT's names; null: all", {"all-linear": "null", "all": "null"}),
     _row("flavor model_type model_size", "model", "an option: `distrain ls model` lists them", {}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,8 @@ def test_ranks_get_absolute_paths_and_the_run_keeps_its_own(relative: Run, tmp_p
     write_launch_files(relative, make_plan(relative), tmp_path)
     run = encoder.decode((tmp_path / "run.json").read_bytes(), type=Run)
     for key in PATH_KEYS:
-        part, name = key.split(".")
-        assert getattr(getattr(run, part), name) == f"{tmp_path}/in/{key}"
-        assert getattr(getattr(relative, part), name) == f"in/{key}"
+        assert attrgetter(key)(run) == f"{tmp_path}/in/{key}"
+        assert attrgetter(key)(relative) == f"in/{key}"
     assert run.data.path == (f"{tmp_path}/a.txt", "/home/me/b", "/c/*.txt", f"{tmp_path}/d/**/*.txt")
     assert run.data.tokenizer == f"{tmp_path}/tok"
     assert with_absolute_paths(run) == run

@@ -73,6 +73,7 @@ TORCH_MODELS = (
     "trainer.models.hf_format.tensor_reader",
     "trainer.models.hf_format.transformers_weights",
     "trainer.models.hf_format.adapter",
+    "trainer.models.hf_format.adapter_reader",
 )
 LIGHT = [
     name

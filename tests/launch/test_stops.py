@@ -37,7 +37,7 @@ def ready():
     open(os.path.join(os.environ["LAUNCH_TEST"], f"ready{rank}"), "w").write(f"{os.getpid()} {os.getppid()}\\n")
     while True: time.sleep(0.1)
 """
-SAVES = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(75)))\nready()\n"
+SAVES = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(75)))\nchannel.report_step(0)\nready()\n"
 IGNORES = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\n"
 CHILDREN = "for own in (0, 1): subprocess.Popen(['sleep', '1000'], start_new_session=bool(own))\n"
 
@@ -84,6 +84,12 @@ def test_a_signal_lets_the_ranks_save_and_the_run_exits_75(tmp_path: Path, numbe
     launched.send(number)
     name = signal.Signals(number).name
     assert launched.end() == (75, [f"{name}: finishing the step and saving; Ctrl-C stops at once", "stopped; a checkpoint is saved"])
+
+
+def test_ranks_that_stop_before_a_step_have_saved_no_checkpoint(tmp_path: Path) -> None:
+    launched = LaunchedRanks(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nready()\n")
+    launched.send(signal.SIGTERM)
+    assert launched.end()[1][-1] == "stopped before a step; the same command goes on from there"
 
 
 def test_a_second_sigterm_does_not_interrupt_the_save(tmp_path: Path) -> None:

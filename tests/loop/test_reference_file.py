@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.data.samples.corpus import Corpus
 from distrain.trainer.loop.state.reference_file import HeldReference, read_reference, reference_identity, write_reference
 from distrain.trainer.rundir.files import REFERENCE_FILE
 from distrain.trainer.spec.run import Run
+from distrain.trainer.spec.sections.lora import Lora
 
 VALUES = [np.array([[1.0, 2.0], [np.nan, np.nan]]), np.zeros((1, 2))]
+SET = [np.array([[3.0, 4.0]])]  # of a validation set
 CORPUS = Corpus(name="preferences", key="a", vocab=256, sources=(), blends=(), documents=True)
 
 
@@ -33,20 +38,37 @@ def run(tmp_path: Path) -> Run:
 
 def read_back(folder: Path, written: Run, run: Run, corpus: Corpus = CORPUS) -> HeldReference:
     """Write the reference of one run, and read that of another."""
-    write_reference(folder, VALUES, reference_identity(written, CORPUS))
+    write_reference(folder, {CORPUS.key: VALUES, "set": SET}, reference_identity(written, CORPUS))
     return read_reference(folder, reference_identity(run, corpus))
 
 
 def test_what_is_written_is_read(tmp_path: Path, run: Run) -> None:
     held = read_back(tmp_path, run, run)
-    assert held.values is not None
-    for one, other in zip(held.values, VALUES, strict=True):
+    assert list(held.values) == [CORPUS.key, "set"]
+    for one, other in zip([*held.values[CORPUS.key], *held.values["set"]], [*VALUES, *SET], strict=True):
         np.testing.assert_array_equal(one, other)
     assert not held.problem
 
 
+def test_many_sources_keep_their_order(tmp_path: Path, run: Run) -> None:
+    values, identity = [np.full((1, 2), float(each)) for each in range(12)], reference_identity(run, CORPUS)
+    write_reference(tmp_path, {CORPUS.key: values}, identity)
+    assert [each[0, 0] for each in read_reference(tmp_path, identity).values[CORPUS.key]] == list(range(12))
+
+
+def test_a_file_of_an_earlier_version_holds_the_training_pairs(tmp_path: Path, run: Run) -> None:
+    """Its tensors have the numbers of their sources as names."""
+    values, identity = [np.full((1, 2), float(each)) for each in range(12)], reference_identity(run, CORPUS)
+    found = blake2b(b"".join(each.tobytes() for each in values), digest_size=16).hexdigest()
+    tensors = {str(index): each for index, each in enumerate(values)}
+    (tmp_path / REFERENCE_FILE).write_bytes(save(tensors, metadata={"identity": json.dumps(identity), "hash": found}))
+    held = read_reference(tmp_path, identity)
+    assert [each[0, 0] for each in held.values[CORPUS.key]] == list(range(12))
+    assert not held.problem
+
+
 def test_a_folder_without_the_file_has_no_problem(tmp_path: Path, run: Run) -> None:
-    assert read_reference(tmp_path, reference_identity(run, CORPUS))[::2] == (None, "")
+    assert read_reference(tmp_path, reference_identity(run, CORPUS))[::2] == ({}, "")
 
 
 def change_end(path: Path) -> None:
@@ -65,45 +87,60 @@ def change_end(path: Path) -> None:
 )
 def test_other_files_of_weights_have_another_reference(tmp_path: Path, run: Run, change: Callable[[Path], object], of: str) -> None:
     identity = reference_identity(run, CORPUS)
-    write_reference(tmp_path, VALUES, identity)
+    write_reference(tmp_path, {CORPUS.key: VALUES}, identity)
     change(Path(str(run.model.weights)))
     held = read_reference(tmp_path, reference_identity(run, CORPUS))
-    assert held.values is None
+    assert not held.values
     assert held.problem == f"{REFERENCE_FILE} is of other {of}"
 
 
 def test_other_data_and_lengths_have_another_reference(tmp_path: Path, run: Run) -> None:
-    assert read_back(tmp_path, run, run, replace(CORPUS, key="b")).problem == f"{REFERENCE_FILE} is of other data"
+    other = read_back(tmp_path, run, run, replace(CORPUS, key="b"))
+    assert other.problem == f"{REFERENCE_FILE} is of other data"
+    assert "set" in other.values, "a validation set stays what it is beside other training data"
     longer = replace(run, train=replace(run.train, seq=2 * run.train.seq))
-    assert read_back(tmp_path, run, longer).problem == f"{REFERENCE_FILE} is of other lengths of sequences"
+    assert read_back(tmp_path, run, longer)[::2] == ({}, f"{REFERENCE_FILE} is of other lengths of sequences")
 
 
 def test_drawn_weights_have_their_seed_and_their_model(tmp_path: Path, run: Run) -> None:
     drawn = replace(run, model=replace(run.model, weights=None))
-    assert read_back(tmp_path, drawn, drawn).values is not None
-    assert read_back(tmp_path, run, drawn).values is None
-    assert read_back(tmp_path, drawn, replace(drawn, train=replace(drawn.train, seed=7))).values is None
-    assert read_back(tmp_path, drawn, replace(drawn, model=replace(drawn.model, layers=3))).values is None
-    assert read_back(tmp_path, drawn, replace(drawn, model=replace(drawn.model, dropout=0.1))).values is not None
+    assert read_back(tmp_path, drawn, drawn).values
+    assert not read_back(tmp_path, run, drawn).values
+    assert not read_back(tmp_path, drawn, replace(drawn, train=replace(drawn.train, seed=7))).values
+    assert not read_back(tmp_path, drawn, replace(drawn, model=replace(drawn.model, layers=3))).values
+    assert read_back(tmp_path, drawn, replace(drawn, model=replace(drawn.model, dropout=0.1))).values
 
 
 def test_weights_that_are_gone_are_those_of_before(tmp_path: Path, run: Run) -> None:
     before = reference_identity(run, CORPUS)
-    write_reference(tmp_path, VALUES, before)
+    write_reference(tmp_path, {CORPUS.key: VALUES}, before)
     Path(str(run.model.weights)).rename(tmp_path / "elsewhere")
     held = read_reference(tmp_path, reference_identity(run, CORPUS))
-    assert held.values is not None
+    assert held.values
     assert held.identity == before
 
 
 @pytest.mark.parametrize("content", [b"", b"no tensors", None])
 def test_a_damaged_file_is_not_used(tmp_path: Path, run: Run, content: bytes | None) -> None:
     identity = reference_identity(run, CORPUS)
-    write_reference(tmp_path, VALUES, identity)
+    write_reference(tmp_path, {CORPUS.key: VALUES}, identity)
     if content is None:
         change_end(tmp_path / REFERENCE_FILE)
     else:
         (tmp_path / REFERENCE_FILE).write_bytes(content)
     held = read_reference(tmp_path, identity)
-    assert held.values is None
+    assert not held.values
     assert held.problem.startswith(f"{REFERENCE_FILE} {'is damaged' if content is None else 'can’t be read'.replace('’', chr(39))}")
+
+
+def test_an_adapter_is_a_part_of_the_start_weights(tmp_path: Path, run: Run) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(os.urandom(1000))
+    begins = replace(run, model=replace(run.model, lora=Lora(rank=4, weights=str(adapter))))
+    assert read_back(tmp_path, run, begins).problem == f"{REFERENCE_FILE} is of other start weights"
+    assert read_back(tmp_path, begins, begins).values
+    change_end(adapter / "adapter_model.safetensors")
+    assert read_reference(tmp_path, reference_identity(begins, CORPUS)).problem == f"{REFERENCE_FILE} is of other start weights"
+    (adapter / "adapter_model.safetensors").unlink()
+    assert read_reference(tmp_path, reference_identity(begins, CORPUS)).values, "nothing says that they are others"

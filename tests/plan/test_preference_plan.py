@@ -35,6 +35,9 @@ def test_the_reference_takes_the_forwards_of_all_steps() -> None:
     assert 0.3 * 500 * steps.compute < found < 0.36 * 500 * steps.compute  # a forward is a third of a step
     assert preferences_of(*ALONE, "train.steps=1000").reference_seconds == pytest.approx(2 * found)
     assert preferences_of(*ALONE, "train.evaluate={every: 50, batches: 50}").reference_seconds == pytest.approx(1.1 * found)
+    one_more = ("train.evaluate={every: 50, batches: 50}", "data.validate.a=b.jsonl")
+    assert preferences_of(*ALONE, *one_more).reference_seconds == pytest.approx(1.2 * found)
+    assert preferences_of(*ALONE, *one_more, "data.validation=0").reference_seconds == pytest.approx(1.1 * found)
 
 
 def test_stages_compute_one_micro_batch_behind_another() -> None:

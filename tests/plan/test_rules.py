@@ -77,6 +77,9 @@ BROKEN: list[tuple[Keys, str]] = [
     (MOE | {"model.lora.rank": 4, "model.lora.targets": ("gate", "q_a_proj", "kv_b_proj")},
         ("model.lora.targets=[gate,q_a_proj,kv_b_proj] names q_a_proj, kv_b_proj, which this model does not have: "
          "set model.lora.targets=[gate] or model.lora.targets=null")),
+    ({"model.lora.rank": 4, "model.lora.weights": "adapter"},
+        ("model.lora.weights=adapter adds to published weights, and model.weights names none: "
+         "set model.weights to the folder that the adapter was trained on")),
     ({"model.lora.rank": 4, "model.lora.targets": ()},
         ("model.lora.targets=[] names no layer, so nothing would be trained: "
          "set model.lora.targets=[query,value] or model.lora.targets=null")),
@@ -314,9 +317,6 @@ BROKEN: list[tuple[Keys, str]] = [
         "data.stages[1].until=5000000 is not after that of the stage before: put the earlier stage first"),
     ({"data.validate": {"wiki": "w.txt"}},
         "data.validate names files, and a run on data=synthetic has no text like theirs: set data.validate=null"),
-    ({"data.name": "preferences", "data.path": "a.jsonl", "data.validate": {"wiki": "w.jsonl"}},
-        ("data.validate names sets of text, and a run on preferences validates on the pairs that data.validation holds out: "
-         "set data.validate=null")),
     (BLEND | {"data.validate": {"wiki": "w.txt", "1st": "a.txt"}},
         ("data.validate names a set '1st': it becomes a part of keys in logs: "
          "begin it with a letter, then up to 31 letters, digits, - or _")),

@@ -19,6 +19,7 @@ from distrain.trainer.loop import train
 from distrain.trainer.loop import train_rank as setup
 from distrain.trainer.loop.checkpoint import CheckpointReader, LoadFailed
 from distrain.trainer.loop.rank import run_rank
+from distrain.trainer.loop.state import reference_pass
 from distrain.trainer.parallel import world
 
 FILE_LIMIT = 60_000  # bytes
@@ -27,6 +28,7 @@ COLLECTIVE_TIMEOUT, CORPUS_TIME = 6.0, 8.0  # seconds
 # What the faults replace functions and values of.
 loop: Any = train
 rank_setup: Any = setup
+reference: Any = reference_pass
 reader: Any = CheckpointReader
 
 
@@ -75,13 +77,47 @@ def small_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
 
 
+def stop_in_reference() -> None:
+    """A stop request arrives in the third round of the pass that computes the reference of preferences."""
+    _send_in_reference(signal.SIGTERM, 2)
+
+
+def killed_in_reference() -> None:
+    """The rank is killed in the sixth round of that pass, and the file of the reference is written in each."""
+    reference.WRITE_INTERVAL = 0.0
+    _send_in_reference(signal.SIGKILL, 5)
+
+
+def _send_in_reference(number: int, after: int) -> None:
+    original, rounds = reference.model_inputs, iter(range(10**6))
+
+    def model_inputs(*arguments: Any) -> Any:
+        if next(rounds) == after:
+            os.kill(os.getpid(), number)
+        return original(*arguments)
+
+    reference.model_inputs = model_inputs
+
+
 def nan_validation() -> None:
     """The validation loss is nan."""
     original = loop.evaluate
     loop.evaluate = lambda *arguments: original(*arguments)._replace(loss=nan)
 
 
-FAULTS = {each.__name__: each for each in (stop_request, stuck_thread, unreadable_shard, slow_corpus, small_files, nan_validation)}
+FAULTS = {
+    each.__name__: each
+    for each in (
+        stop_request,
+        stuck_thread,
+        unreadable_shard,
+        slow_corpus,
+        small_files,
+        nan_validation,
+        stop_in_reference,
+        killed_in_reference,
+    )
+}
 
 
 def run_faulty_rank(path: Path, channel: Channel) -> int:

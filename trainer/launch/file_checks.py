@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from ..models.families import is_made_by_transformers
@@ -93,11 +94,18 @@ def weight_problems(run: Run) -> Iterator[Problem]:
         return
     from ..models.hf_format.check_folder import check_folder, check_same_config
 
-    try:
-        check = check_same_config if is_made_by_transformers(run.model) else check_folder
-        check(Path(run.model.weights), run)
-    except Unreadable as error:
-        yield from error.problems
+    checks: list[Callable[[], object]] = [partial(check_folder, Path(run.model.weights), run)]
+    if is_made_by_transformers(run.model):
+        checks = [partial(check_same_config, Path(run.model.weights), run)]
+    elif run.model.lora.rank and run.model.lora.weights and not any(folder.glob("checkpoints/step_*")):
+        from ..models.hf_format.adapter_folder import check_adapter
+
+        checks.append(partial(check_adapter, Path(run.model.lora.weights), run))
+    for check in checks:
+        try:
+            check()
+        except Unreadable as error:
+            yield from error.problems
 
 
 def epoch_warnings(run: Run, plan: Plan, data: DataFacts | None) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..engines.engine import StepResult
 from ..engines.held_bytes import ByteCounter
+from ..launch.rank.channel import STOPPED_UNSAVED
 from ..parallel.world import StopVote, any_rank
 from ..spec.derived.batch_levels import samples_before
 from ..spec.run import Run
@@ -24,8 +25,6 @@ from .state.training_setup import TrainingSetup
 from .step.evaluate import evaluate
 from .step.model_inputs import count_labels, model_inputs
 from .step.step_results import FinishedStep, StepResults
-
-STOPPED_UNSAVED = 143  # exit status after a stop request whose checkpoint could not be saved: 128 + SIGTERM
 
 
 class LastStepNotSaved(AllRanksFailed):
@@ -153,7 +152,7 @@ def _validation_row(run: Run, setup: TrainingSetup) -> dict[str, Any]:
     for each in setup.validations:
         found = evaluate(run, setup.engine, setup.grid, each.batches, each.samples, on_progress)
         row |= {each.key: finite_or_none(found.loss)}
-        row |= preference_row(found.preferences, "validation_") if found.preferences else {}
+        row |= preference_row(found.preferences, of="validation_", name=each.name) if found.preferences else {}
     return row
 
 

@@ -21,7 +21,6 @@ from ..plan.layout.workers import worker_ranks
 from ..plan.mesh_position import mesh_position
 from ..plan.plan import make_plan
 from ..plan.result import Plan
-from ..rundir.metric_rows import validation_key
 from ..spec.numbers.as_text import plural
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
@@ -30,13 +29,14 @@ from .checkpoint import Gather, gather_over
 from .data.prepare import cache_folder, prepare_corpus
 from .data.samples.batches import Batches
 from .data.samples.corpus import Corpus
-from .data.samples.corpus_stats import corpus_stats, stats_line
+from .data.samples.corpus_stats import corpus_stats, document_noun, stats_line
 from .data.source_reader import Progress
 from .data.validation_sets import prepare_validation_sets
 from .failures.fail_together import fail_together
 from .failures.failure import AllRanksFailed, report_failure
 from .metrics.sinks import SinkContext, Sinks
 from .metrics.throughput import planned_figures
+from .state.reference_pass import StoppedInReference
 from .state.start_state import load_initial_state
 from .state.training_setup import TrainingSetup
 from .step.evaluate import Validation, validations_of
@@ -53,8 +53,10 @@ def train_rank(path: Path, channel: Channel, stop: StopFlag) -> int:
     host = new_host_group()
     with ExitStack() as at_end:  # closes sinks after a failure is reported: a sink may be slow to close
         try:
-            setup = set_up_training(run, path.parent, world, host, channel, at_end)
+            setup = set_up_training(run, path.parent, world, host, channel, at_end, stop)
             is_finished = train(run, setup, stop)
+        except StoppedInReference:
+            is_finished = False
         except Exception as error:
             report_failure(error, channel, world.rank)
             if isinstance(error, AllRanksFailed):
@@ -83,7 +85,9 @@ def _wait_for_all(host: dist.ProcessGroup) -> None:
         dist.barrier(group=host)
 
 
-def set_up_training(run: Run, folder: Path, world: World, host: dist.ProcessGroup, channel: Channel, at_end: ExitStack) -> TrainingSetup:
+def set_up_training(
+    run: Run, folder: Path, world: World, host: dist.ProcessGroup, channel: Channel, at_end: ExitStack, stop: StopFlag
+) -> TrainingSetup:
     """Open the data, build the engine, load its initial state and open the sinks; all ranks call this together."""
     gather = gather_over(host)
     corpus, sets = _open_data(run, world, channel, gather)
@@ -96,7 +100,7 @@ def set_up_training(run: Run, folder: Path, world: World, host: dist.ProcessGrou
     inner = inner_ranks(run.parallel, position.mesh, run.cluster.gpus)
     groups = make_grid(world, position, copies=copies, shard=shard, worker=worker, inner=inner)
     engine = build_engine(run, groups, plan.engine)
-    start, recent = load_initial_state(run, folder, groups, engine, batches, validations, channel, gather, host)
+    start, recent = load_initial_state(run, folder, groups, engine, batches, validations, channel, gather, host, stop)
 
     sinks = None
     if world.is_rank0:
@@ -158,10 +162,10 @@ def _open_sinks(run: Run, plan: Plan, folder: Path, start: TrainProgress, channe
 
 def _report_validation_sets(run: Run, sets: Mapping[str, Corpus], validations: Sequence[Validation], channel: Channel) -> None:
     """Report the size of each validation set, and how much of it each evaluation reads."""
-    noun, by_key = "example" if run.data.name == "pairs" else "document", {each.key: each for each in validations}
+    by_name = {each.name: each for each in validations}
     for name, corpus in sets.items():
-        each, (source,) = by_key[validation_key(name)], corpus.sources
-        documents = f" in {plural(source.documents, noun)}" if source.documents is not None else ""
+        each, (source,) = by_name[name], corpus.sources
+        documents = f" in {plural(source.documents, document_noun(run.data))}" if source.documents is not None else ""
         many, whole = len(each.samples), sum(each.batches.windows)
         read = f"all {plural(whole, 'sequence')}" if many == whole else f"{many:,} of {plural(whole, 'sequence')}"
         channel.say(f"validation set {name}: {corpus.size('validation'):,} tokens{documents}, {read} each time")
@@ -170,9 +174,8 @@ def _report_validation_sets(run: Run, sets: Mapping[str, Corpus], validations: S
 def _report_data(run: Run, corpus: Corpus, start: TrainProgress, channel: Channel) -> None:
     """Report how much text there is, how often the run reads it, and the loss in tokens of a model that knows their frequencies only."""
     if run.data.name != "synthetic":
-        noun = "pair" if run.data.has_preferences else "example" if run.data.has_prompts else "document"
         tokens = start.after(run, max(start.step, start.last_step(run))).tokens
-        channel.say(stats_line(corpus_stats(corpus, run.train.seq), run.data, tokens, noun))
+        channel.say(stats_line(corpus_stats(corpus, run.train.seq), run.data, tokens))
     if run.data.has_preferences:
         return  # the loss is not of tokens
     what = f"{'completions' if corpus.examples else 'text'}{' of the first stage' if run.data.stages else ''}"

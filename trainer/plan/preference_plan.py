@@ -23,7 +23,7 @@ def _reference_seconds(context: CostContext, layout: Layout, cost: LayoutCost, s
     if cost.seconds is None:
         return None
     train = context.run.train
-    batches = steps + (train.evaluate.batches if train.evaluate.every else 0)
+    batches = steps + (context.run.data.evaluated_sets * train.evaluate.batches if train.evaluate.every else 0)
     rounds = batches * (train.batch // (layout.mesh.dp * layout.microbatch))
     forwards = [each.passes.forward + each.passes.message_forward for each in cost.kinds]
     filling = sum(many * each for many, each in zip(layout.partition.stages_of_kind, forwards, strict=True)) - max(forwards)

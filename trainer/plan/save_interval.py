@@ -111,9 +111,7 @@ def missing_rate(run: Run) -> str:
 def evaluation_seconds(run: Run, step: float) -> float:
     """Return the most seconds of an evaluation, given those of a step: its batches, of what is held out and of each validation set, run
     forward only, a third of a step's products."""
-    sets = len(run.data.validate or {})
-    many = sets + bool(run.data.validation or not sets)
-    return many * run.train.evaluate.batches * step / 3 if run.train.evaluate.every else 0.0
+    return run.data.evaluated_sets * run.train.evaluate.batches * step / 3 if run.train.evaluate.every else 0.0
 
 
 def stop_seconds(run: Run, step: float | None, save: float | None) -> float:

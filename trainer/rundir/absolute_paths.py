@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from glob import escape, has_magic
+from operator import attrgetter
 from pathlib import Path
 
 from ..spec.changed_run import with_changes
 from ..spec.run import Run
 
-PATH_KEYS = ("model.hf", "model.weights", "data.cache", "log.dir", "launch.hostfile")  # and those of data
+PATH_KEYS = ("model.hf", "model.weights", "model.lora.weights", "data.cache", "log.dir", "launch.hostfile")  # and those of data
 
 
 def relative_folder(folder: Path) -> str:
@@ -19,7 +20,7 @@ def relative_folder(folder: Path) -> str:
 
 def with_absolute_paths(run: Run) -> Run:
     """Return the run with every path absolute, so that it means the same in any working folder. `show` prints them as they were written."""
-    paths = {key: getattr(getattr(run, part), name) for key in PATH_KEYS for part, name in [key.split(".")]}
+    paths = {key: attrgetter(key)(run) for key in PATH_KEYS}
     found: dict[str, object] = {key: _absolute_path(value) for key, value in paths.items() if value}
     if run.data.path:
         found["data.path"] = _absolute_patterns(run.data.path)

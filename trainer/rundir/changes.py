@@ -22,6 +22,7 @@ Policy = Literal["refused", "acceptable", "reported", "free"]
 # fmt: off
 POLICIES: tuple[tuple[str, Policy], ...] = (
     ("model.weights",        "reported"),        # read only when a run begins
+    ("model.lora.weights",   "reported"),        # read only when a run begins
     ("model.init.",          "free"),        # read only when a run begins
     ("model.hf",             "free"),        # its content is in the other keys, and in the config that is kept
     ("model.parameters",     "free"),        # the weights' shapes are compared one by one

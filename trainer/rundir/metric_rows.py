@@ -13,6 +13,7 @@ SAVE_KEY = "save_pause"  # of the rows of saves: the seconds that training waite
 END_WAIT_KEY = "save_end_wait"  # of the same rows: those of them in which nothing was left to train under the save
 RESTART_KEY = "restart"  # of the rows of restarts: their number in this `fit`
 VALIDATION_KEY = "validation_loss"  # of the text that is held out; of a validation set its name follows, after a slash
+ACCURACY_KEY = "validation_accuracy"  # of preferences, in the same way
 OTHER_KEYS = frozenset({SLOW_KEY, SAVE_KEY, RESTART_KEY})
 
 
@@ -23,13 +24,23 @@ def is_step_row(row: Mapping[str, Any]) -> bool:
 
 def validation_key(name: str = "") -> str:
     """Return the key of a validation set's loss; without a name, of the text that is held out. wandb and TensorBoard group by the slash."""
-    return f"{VALIDATION_KEY}/{name}" if name else VALIDATION_KEY
+    return key_of_set(VALIDATION_KEY, name)
+
+
+def key_of_set(key: str, name: str) -> str:
+    """Return the key of a figure of a validation set; without a name, of the text that is held out."""
+    return f"{key}/{name}" if name else key
 
 
 def validation_losses(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the validation losses of a row by the name of their set, "" for the text that is held out: those that it has."""
-    found = [(key.partition("/"), loss) for key, loss in row.items() if isinstance(key, str)]
-    return {name: loss for (key, slash, name), loss in found if key == VALIDATION_KEY and bool(slash) == bool(name)}
+    return figures_of_sets(row, VALIDATION_KEY)
+
+
+def figures_of_sets(row: Mapping[str, Any], figure: str) -> dict[str, Any]:
+    """Return a figure of validation sets in a row by the name of their set, as `validation_losses`."""
+    found = [(key.partition("/"), value) for key, value in row.items() if isinstance(key, str)]
+    return {name: value for (key, slash, name), value in found if key == figure and bool(slash) == bool(name)}
 
 
 def main_validation_loss(row: Mapping[str, Any]) -> Any:

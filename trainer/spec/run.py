@@ -179,6 +179,12 @@ class Data:
         return self.name in ("pairs", "preferences")
 
     @property
+    def evaluated_sets(self) -> int:
+        """The most sets that an evaluation reads: those of data.validate, and what data.validation holds out."""
+        named = len(self.validate or {})
+        return named + bool(self.validation or not named)
+
+    @property
     def has_preferences(self) -> bool:
         """Whether a prompt has two answers, of which the loss compares the log probabilities."""
         return self.name == "preferences"

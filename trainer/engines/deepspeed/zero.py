@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from ...parallel.rank_model import RankPart
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.deepspeed.ds_config import deepspeed_config
 from ...spec.run import Run
-from ..engine import ParameterPartitioner, ReadMicrobatch, StepResult
+from ..engine import ParameterPartitioner, ReadMicrobatch, ReadShard, StepResult
 from ..held_bytes import ByteCounter
 from ..torch_optimizer import torch_optimizer
 from .adapter import DeepSpeedAdapter, clip
@@ -95,6 +95,12 @@ class ZeroEngine(DeepSpeedAdapter):
             return parameter
 
         return partition
+
+    def restore(self, read: ReadShard, counters: Mapping[str, Any], has: Callable[[str], bool]) -> None:
+        """Load as every engine does. At ZeRO 3 an evaluation before has left small weights gathered: the next forward gathers them anew."""
+        if self.zero_stage == 3 and (gathered := self.stepper.persistent_parameters):
+            gathered[0].partition(gathered)
+        super().restore(read, counters, has)
 
     def begin_training(self) -> None:
         """At ZeRO 3, have DeepSpeed forget the order of modules that it has recorded, which is of forwards alone."""

@@ -30,7 +30,8 @@ from typing import Literal, TextIO
 CHANNEL_VARIABLE = "DISTRAIN_CONTROL_FD"
 PRINTED = ("say", "problem")  # messages that are printed where there is no pipe
 PROGRESS_INTERVAL = 1.0  # least seconds between two progress messages of one phase
-STOPPED = 75  # exit status of a rank that was asked to stop and has saved a checkpoint (sysexits.h: EX_TEMPFAIL, try again later)
+STOPPED = 75  # exit status of a rank that was asked to stop and has saved what it had (sysexits.h: EX_TEMPFAIL, try again later)
+STOPPED_UNSAVED = 143  # exit status after a stop request whose checkpoint could not be saved: 128 + SIGTERM
 
 Fault = Literal["", "device", "machine"]
 

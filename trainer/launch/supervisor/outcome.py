@@ -147,8 +147,11 @@ def run_outcome(ended: Sequence[RankOutcome], stop_signal: int | None) -> Outcom
     """Return a run's outcome from its ranks', in the order in which they ended; `stop_signal` is the one that asked the run to stop."""
     ranks = tuple(sorted(ended, key=lambda each: each.rank))
     if all(each.has_succeeded for each in ended):
-        stopped = any(each.has_stopped for each in ended)
-        return Outcome(status=STOPPED if stopped else TRAINED, ranks=ranks, says="stopped; a checkpoint is saved" if stopped else "")
+        if not any(each.has_stopped for each in ended):
+            return Outcome(status=TRAINED, ranks=ranks)
+        has_stepped = any(each.step is not None for each in ranks)
+        says = "stopped; a checkpoint is saved" if has_stepped else "stopped before a step; the same command goes on from there"
+        return Outcome(status=STOPPED, ranks=ranks, says=says)
     if stop_signal is not None and all(each.has_succeeded or each.has_ended_on_request for each in ended):
         name = signal.Signals(stop_signal).name
         at_once = any(each.killed and not each.has_succeeded for each in ended)

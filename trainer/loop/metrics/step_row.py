@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from ...engines.engine import PreferenceFigures, StepResult
-from ...rundir.metric_rows import validation_losses
+from ...rundir.metric_rows import ACCURACY_KEY, figures_of_sets, key_of_set, validation_losses
 from ..step.train_progress import TrainProgress
 from .throughput import ThroughputMeter
 
@@ -32,11 +32,11 @@ def step_row(progress: TrainProgress, result: StepResult, lr: float, meter: Thro
     return row | meter.row()
 
 
-def preference_row(figures: PreferenceFigures, of: str = "") -> dict[str, Any]:
-    """Return the metrics of pairs of answers; `of` stands before their names."""
+def preference_row(figures: PreferenceFigures, *, of: str = "", name: str = "") -> dict[str, Any]:
+    """Return the metrics of pairs of answers; `of` stands before their names, and the name of a validation set behind them."""
     margin = figures.chosen_reward - figures.rejected_reward
     named = figures._asdict() | {"margin": margin}
-    return {f"{of}{name}": finite_or_none(each) for name, each in named.items()}
+    return {key_of_set(f"{of}{figure}", name): finite_or_none(each) for figure, each in named.items()}
 
 
 def finite_or_none(value: float | None) -> float | None:
@@ -57,8 +57,8 @@ def console_line(row: Row, last: int) -> str:
         parts.append(f"margin {row['margin']:.4f}")
     if held := [f"{name} {loss:.4f}".lstrip() for name, loss in validation_losses(row).items() if loss is not None]:
         parts.append(f"validation {', '.join(held)}")
-    if row.get("validation_accuracy") is not None:
-        parts.append(f"accuracy {row['validation_accuracy']:.3f}")
+    if right := [f"{name} {share:.3f}".lstrip() for name, share in figures_of_sets(row, ACCURACY_KEY).items() if share is not None]:
+        parts.append(f"accuracy {', '.join(right)}")
     if row.get("grad_norm") is not None:
         parts.append(f"norm {row['grad_norm']:.3f}")
     if "batch" in row:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from ...engines.engine import Engine
 from ...engines.rank_parameter import ERROR
 from ...launch.rank.channel import OnProgress
 from ...models.families import is_made_by_transformers
+from ...models.hf_format.adapter_reader import open_adapter
 from ...models.hf_format.transformers_weights import open_published_weights
 from ...models.hf_format.weights import open_hf_weights
 from ...parallel.process_groups import Grid
@@ -77,16 +80,20 @@ def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
     return "what compression has left out of gradients until then is dropped: gradients travel whole now"
 
 
-def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress) -> None:
-    """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that. LoRA's own
-    weights keep their initial values, and so do modules for further tokens that the folder lacks.
+def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress, *, adapter: str | None) -> None:
+    """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that, and LoRA's
+    own weights from the folder of an adapter. Without one they keep their initial values, and so do modules for further tokens that
+    model.weights lacks.
 
     Files are memory-mapped: each rank reads only its own slices, and dequantizes no others. Raises Unreadable where they hold another
     model.
     """
     assert run.model.weights is not None
     open_weights = open_published_weights if is_made_by_transformers(run.model) else open_hf_weights
-    with open_weights(Path(run.model.weights), run) as there:
+    with ExitStack() as opened:
+        there: dict[str, Any] = {**opened.enter_context(open_weights(Path(run.model.weights), run))}
+        if adapter:
+            there |= opened.enter_context(open_adapter(adapter, run))
 
         def read(part: Slice) -> Tensor:
             on_progress("read")

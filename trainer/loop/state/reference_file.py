@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -25,17 +25,22 @@ _END = 1 << 16  # bytes read at both ends of a file of weights
 _VERSION = 1
 
 Identity = dict[str, Any]
-Reference = list[NDArray[np.float64]]  # of each source: [pairs, 2], nan of pairs that are not known
+Reference = list[NDArray[np.float64]]  # of each source of a corpus: [pairs, 2], nan of pairs that are not known
+References = Mapping[str, Reference]  # by the key of their corpus
 
 
 def reference_identity(run: Run, corpus: Corpus) -> Identity:
-    """Return what log probabilities depend on: the weights that a run begins with, the tokens, and the window that cuts them.
+    """Return what log probabilities depend on: the weights that a run begins with, the tokens of its training corpus, and the window that
+    cuts them.
 
-    `weights`: of files their names, sizes and ends, None where the folder is gone; of drawn weights the model and the seed.
+    `weights`: of files, an adapter's among them, their names, sizes and ends, None where a folder is gone; of drawn weights the model and
+    the seed.
     """
     identity = {"version": _VERSION, "data": corpus.key, "seq": run.train.seq}
     if run.model.weights:
-        return identity | {"weights": _files_identity(Path(run.model.weights).expanduser())}
+        adapter = [run.model.lora.weights] if run.model.lora.rank and run.model.lora.weights else []
+        found = [_files_identity(Path(each).expanduser()) for each in (run.model.weights, *adapter)]
+        return identity | {"weights": None if None in found else " ".join(each for each in found if each)}
     router = replace(run.model.router, bias_rate=0.0)  # what may change on a resume is no part of it
     model = replace(run.model, hf=None, dropout=0.0, vocab_multiple=1, aux_loss=0.0, router=router)
     drawn = msgspec.json.encode((model, run.train.seed, run.optim.mup))
@@ -58,48 +63,62 @@ def _files_identity(folder: Path) -> str | None:
     return found.hexdigest() if files else None
 
 
-def write_reference(folder: Path, reference: Sequence[NDArray[np.float64]], identity: Identity) -> None:
+def write_reference(folder: Path, references: References, identity: Identity) -> None:
     """Write the file; raises OSError, and then it is as it was."""
-    tensors = {str(index): each for index, each in enumerate(reference)}
-    words = {"identity": json.dumps(identity), "hash": _hash(reference)}
+    tensors = {f"{key}/{index}": each for key, reference in references.items() for index, each in enumerate(reference)}
+    words = {"identity": json.dumps(identity), "hash": _hash(tensors)}
     write_atomically(folder / REFERENCE_FILE, save(tensors, metadata=words))
 
 
 class HeldReference(NamedTuple):
-    """What RUN_DIR holds: the log probabilities (None: none that can be used), what they are of, and what is wrong with a file that can't
+    """What RUN_DIR holds: the log probabilities that can be used, what those of the run are of, and why those of its training corpus can't
     be used."""
 
-    values: Reference | None
+    values: References
     identity: Identity
     problem: str = ""
 
 
 def read_reference(folder: Path, identity: Identity) -> HeldReference:
-    """Return the log probabilities that the file holds, if they are of this identity."""
+    """Return the log probabilities that the file holds, if they are of the weights and the length of this identity."""
     path = folder / REFERENCE_FILE
     if not path.exists():
-        return HeldReference(None, identity)
+        return HeldReference({}, identity)
     try:
         with safe_open(path, framework="numpy") as file:
             words = file.metadata() or {}
-            reference = [file.get_tensor(str(index)) for index in range(len(list(file.keys())))]
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
     except (SafetensorError, OSError) as error:
-        return HeldReference(None, identity, f"{REFERENCE_FILE} can't be read ({error})")
-    if words.get("hash") != _hash(reference):
-        return HeldReference(None, identity, f"{REFERENCE_FILE} is damaged")
+        return HeldReference({}, identity, f"{REFERENCE_FILE} can't be read ({error})")
+    if not all(name.rpartition("/")[2].isdecimal() for name in tensors) or words.get("hash") != _hash(tensors):
+        return HeldReference({}, identity, f"{REFERENCE_FILE} is damaged")
     found: Identity = json.loads(words["identity"])
     if identity["weights"] is None:  # their folder is gone: nothing says that they are others
         identity = identity | {"weights": found.get("weights")}
-    if others := [name for name in identity if found.get(name) != identity[name]]:
-        return HeldReference(None, identity, f"{REFERENCE_FILE} is of other {' and '.join(_NAMES.get(name, name) for name in others)}")
-    return HeldReference(reference, identity)
+    others = [name for name in identity if found.get(name) != identity[name]]
+    problem = f"{REFERENCE_FILE} is of other {' and '.join(_NAMES.get(name, name) for name in others)}" if others else ""
+    return HeldReference(_by_corpus(tensors, found) if others in ([], ["data"]) else {}, identity, problem)
 
 
 _NAMES = {"weights": "start weights", "seq": "lengths of sequences"}
 
 
-def _hash(reference: Sequence[NDArray[np.float64]]) -> str:
+def _by_corpus(tensors: Mapping[str, NDArray[np.float64]], identity: Identity) -> References:
+    """Return the tensors by corpus and source. Files of earlier versions hold those of the training corpus alone, by source."""
+    found = dict[str, dict[int, NDArray[np.float64]]]()
+    for name, each in tensors.items():
+        key, _, source = name.rpartition("/")
+        found.setdefault(key or identity["data"], {})[int(source)] = each
+    return {key: [each for _, each in sorted(of.items())] for key, of in found.items()}
+
+
+def _hash(tensors: Mapping[str, NDArray[np.float64]]) -> str:
     found = blake2b(digest_size=16)
-    for each in reference:
+    for _, each in sorted(tensors.items(), key=_place):
         found.update(each.tobytes())
     return found.hexdigest()
+
+
+def _place(item: tuple[str, object]) -> tuple[str, int]:
+    key, _, source = item[0].rpartition("/")
+    return key, int(source)

@@ -16,6 +16,7 @@ from ...rundir.changes import Changes, compare_runs
 from ...rundir.run_in_manifest import CONFIG_KEY, read_hf_config, run_from_record
 from ...spec.derived.data_blends import blends
 from ...spec.run import Run
+from ...system.stop_requests import StopFlag
 from ..checkpoint import Gather, SavedCheckpoint, choose_checkpoint
 from ..checkpoint.shard_positions import weight_shapes
 from ..data.samples.batches import Batches
@@ -44,11 +45,12 @@ def load_initial_state(
     channel: Channel,
     gather: Gather,
     host: dist.ProcessGroup,
+    stop: StopFlag,
 ) -> InitialState:
     """Load the newest checkpoint that verifies into the engine, else model.weights if set, and report which. Give batches of preferences
     their reference, which is of the weights before a checkpoint is loaded.
 
-    Raises AllRanksFailed where the checkpoint can't be loaded, or has another loss than it was saved with.
+    Raises AllRanksFailed where the checkpoint can't be loaded, or has another loss than it was saved with; StoppedInReference.
     """
     say = channel.say if grid.world.is_rank0 else ignore_text
     changes_since = partial(_changes_since, run, batches)
@@ -67,14 +69,15 @@ def load_initial_state(
         fail_together(gather, partial(check_same_start, search.checkpoint, reference))
     begins = not search.checkpoint or (reference is not None and not reference.is_complete)
     if run.model.weights and (run.model.lora.rank or begins):  # LoRA's checkpoints hold what is trained alone
-        fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.report_progress))
+        adapter = run.model.lora.weights if begins and run.model.lora.rank else None
+        fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.report_progress, adapter=adapter))
         if not search.checkpoint or run.model.lora.rank:
-            say(f"starts from the weights in {run.model.weights}")
+            say(f"starts from the weights in {run.model.weights}{f', with the adapter in {adapter}' if adapter else ''}")
     if reference is not None:
         if not reference.is_complete:
-            compute_reference(run, folder, grid, engine, reference, channel, host)
+            compute_reference(run, folder, grid, engine, reference, channel, host, stop)
         for each, _ in splits:
-            each.references, each.reference_identity = reference.values, reference.identity
+            reference.give(each)
     state = InitialState(BEGINNING, {})
     if search.checkpoint:
         state = _load_checkpoint(run, search.checkpoint, changes_since(search.checkpoint), grid, engine, batches, channel, gather)

@@ -30,11 +30,16 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What an evaluation reads: the key of its loss in rows of metrics.jsonl, and samples, none twice of a set of its own."""
+    """What an evaluation reads: the name of a validation set, "" of what is held out, and samples, none twice of a set of its own."""
 
-    key: str
+    name: str
     batches: Batches
     samples: range
+
+    @property
+    def key(self) -> str:
+        """The key of its loss in rows of metrics.jsonl."""
+        return validation_key(self.name)
 
 
 def validations_of(run: Run, corpus: Corpus, sets: Mapping[str, Corpus]) -> tuple[Validation, ...]:
@@ -44,10 +49,10 @@ def validations_of(run: Run, corpus: Corpus, sets: Mapping[str, Corpus]) -> tupl
         return ()
     many, found = run.train.evaluate.batches * run.train.batch, list[Validation]()
     if evaluates_held_out(run.data, corpus):
-        found.append(Validation(key=validation_key(), batches=_read(run, corpus), samples=range(many)))
+        found.append(Validation(name="", batches=_read(run, corpus), samples=range(many)))
     for name, each in sets.items():
         batches = _read(run, each)
-        found.append(Validation(key=validation_key(name), batches=batches, samples=range(min(many, sum(batches.windows)))))
+        found.append(Validation(name=name, batches=batches, samples=range(min(many, sum(batches.windows)))))
     return tuple(found)
 
 

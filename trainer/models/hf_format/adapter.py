@@ -11,14 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...spec.run import Run
-from ..families import op_table
-from ..ops.op_table import model_parameters
+from .adapter_names import PREFIX, adapter_place, changed_weights, weight_shapes_of
 from .model_type import hf_model_type
-from .names import Columns, HfTensor, columns_in_tensor, hf_tensor, tensors_of
+from .names import Columns, tensors_of
 from .weights import write_json
-
-PREFIX = "base_model.model."  # of a module's name in PEFT's files
-FUSED_EXPERTS = ("gate", "up")  # whose matrices lie side by side in the parameter gate_up_proj of transformers 5
 
 # I inner, O outer, R rank, E experts; n weights side by side in one of Hugging Face's
 
@@ -85,32 +81,12 @@ def write_adapter(additions: Mapping[str, Tensor], run: Run, folder: Path) -> No
 def _targets(additions: Mapping[str, Tensor], run: Run) -> list[_Target]:
     """Return Hugging Face's weights that LoRA changes, in the order of ours."""
     found: dict[str, _Target] = {}
-    table = op_table(run)
-    shapes = {each.name: each.shape(table.sizes) for each in model_parameters(table, range(run.model.layers))}
-    for name in additions:
-        base = name.removesuffix(".lora_a.weight")
-        if base == name:
-            continue
-        module, parameter, columns = _place(f"{base}.weight", run, shapes)
-        target = found.setdefault(f"{module}.{parameter}", _Target(module, parameter))
-        target.parts.append(_Part(additions[name], additions[f"{base}.lora_b.weight"], columns))
+    shapes = weight_shapes_of(run)
+    for weight in changed_weights(additions):
+        place, base = adapter_place(weight, run, shapes), weight.removesuffix(".weight")
+        target = found.setdefault(place.name, _Target(place.module, place.parameter))
+        target.parts.append(_Part(additions[f"{base}.lora_a.weight"], additions[f"{base}.lora_b.weight"], place.columns))
     return list(found.values())
-
-
-def _place(weight: str, run: Run, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str | None, Columns | None]:
-    """Return the module and the parameter that hold a weight, and its columns in it."""
-    tensor, heads = hf_tensor(weight, tensors_of(run)), run.model.heads
-    _, layer, half, part, _ = weight.split(".")
-    if half != "experts":
-        is_parameter = run.model.experts > 0 and half != "attention"
-        module = tensor.name.removesuffix(".weight")
-        return module, "weight" if is_parameter else None, columns_in_tensor(weight, tensor, shapes, heads)
-    module = f"model.layers.{layer}.mlp.experts"
-    if part not in FUSED_EXPERTS:
-        return module, "down_proj", None
-    beside = tuple(f"experts.{each}" for each in FUSED_EXPERTS)
-    both = HfTensor("", beside=beside, interleaved=tensor.interleaved, place=FUSED_EXPERTS.index(part))
-    return module, "gate_up_proj", columns_in_tensor(weight, both, shapes, heads)
 
 
 def _config(targets: list[_Target], run: Run) -> dict[str, object]:

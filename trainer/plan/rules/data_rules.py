@@ -84,10 +84,6 @@ def validate_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Bro
         says = "data.validate names files, and a run on data=synthetic has no text like theirs"
         yield BrokenRule(VALIDATE, says, ((("data.validate", None),),), fix="set data=text or data=tokens")
         return
-    if data.has_preferences:
-        says = "data.validate names sets of text, and a run on preferences validates on the pairs that data.validation holds out"
-        yield BrokenRule(VALIDATE, says, ((("data.validate", None),),))
-        return
     for name, paths in data.validate.items():
         if not NAME.fullmatch(name):
             says = f"data.validate names a set {name!r}: it becomes a part of keys in logs"

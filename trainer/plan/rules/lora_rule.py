@@ -21,6 +21,9 @@ def lora_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenR
         says = f"model.lora.rank={model.lora.rank} does not apply to family {model.family}: LoRA changes our own linear layers"
         yield BrokenRule("lora", says, (NONE,))
         return
+    if model.lora.weights and not model.weights:
+        says = f"model.lora.weights={model.lora.weights} adds to published weights, and model.weights names none"
+        yield BrokenRule("lora", says, fix="set model.weights to the folder that the adapter was trained on")
     has = [each for each in targets or () if _is_there(each, model)]
     if (targets is not None and len(has) < len(targets)) or not model.lora_layers:
         lacks = [each for each in targets or () if each not in has]

@@ -86,6 +86,11 @@ def _no_position_table(run: Run, mesh: Mesh) -> str:
     return "" if is_made_by_transformers(run.model) else _is_not("model.positions", "learned")(run, mesh)
 
 
+def _begun(run: Run, mesh: Mesh) -> str:
+    """A run that only resumes does not read what it began with, unless preferences are relative to that."""
+    return "" if run.data.has_preferences and run.train.preference.has_reference else _is("checkpoint.resume", "must")(run, mesh)
+
+
 def _made_by_transformers(run: Run, mesh: Mesh) -> str:
     return f"model.family={run.model.family}" if is_made_by_transformers(run.model) else ""
 
@@ -150,6 +155,7 @@ IDLE: dict[str, Condition] = {
     "model.init.scale_residual": _made_by_transformers,
     "model.lora.alpha":        _is("model.lora.rank", 0),
     "model.lora.targets":      _is("model.lora.rank", 0),
+    "model.lora.weights":      _any(_is("model.lora.rank", 0), _begun),
     "model.mtp.weight":        _is("model.mtp.layers", 0),
     "model.top_k":             _no_experts,
     **{f"model.router.{key}": _no_router for key in ("score", "normalize", "scale", "groups", "bias")},
@@ -159,7 +165,7 @@ IDLE: dict[str, Condition] = {
     "model.shared_experts":    _no_experts,
     "model.aux_loss":          _no_experts,
     "model.capacity":          _no_experts,
-    "model.weights":           lambda run, mesh: "" if run.reads_start_weights_again else _is("checkpoint.resume", "must")(run, mesh),
+    "model.weights":           lambda run, mesh: "" if run.model.lora.rank else _begun(run, mesh),
     "checkpoint.background":   _is("checkpoint.every", 0),
     "parallel.shard":          _is("parallel.zero", 0),
     "parallel.gather":         _is_not("parallel.zero", 3),

@@ -72,6 +72,7 @@ KEYS = {
     "model.lora.rank":              Key("rank of LoRA's additions to frozen weights (arXiv:2106.09685); 0: all weights are trained"),
     "model.lora.alpha":             Key("the additions are scaled by alpha / rank"),
     "model.lora.targets":           Key("the linear layers that get a LoRA addition", null="all but routers"),
+    "model.lora.weights":           Key("folder of an adapter, as PEFT writes it, whose additions training begins with", null="B is 0"),
     "model.mtp.layers":             Key("modules that each predict one token further (arXiv:2412.19437 section 2.2); 0: none"),
     "model.mtp.weight":             Key("their mean loss is added to the loss with this weight; arXiv:2412.19437: 0.3, then 0.1"),
     "model.dropout":                Key("share of elements that dropout sets to zero"),

@@ -31,12 +31,13 @@ PEFT_TARGETS: dict[str, tuple[str, ...]] = {
 class Lora:
     """Low-rank adaptation (arXiv:2106.09685): each target W computes x W + alpha / rank x A B; only A and B are trained. Rank 0: none.
 
-    Without `targets` all linear layers of a layer are targets, but the router.
+    Without `targets` all linear layers of a layer are targets, but the router. `weights`: a folder whose A and B training begins with.
     """
 
     rank: Natural = 0
     alpha: Positive = 16.0
     targets: tuple[LoraTarget, ...] | None = None
+    weights: str | None = None
 
     @staticmethod
     def owns(parameter: str) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....spec.derived.data_blends import tokens_of_sources
+from ....spec.numbers.as_text import plural
 from ....spec.run import Data
 from .corpus import Corpus
 
@@ -82,9 +83,14 @@ def corpus_stats(corpus: Corpus, seq: int) -> CorpusStats:
     )
 
 
-def stats_line(stats: CorpusStats, data: Data, tokens: int, noun: str = "document") -> str:
+def document_noun(data: Data) -> str:
+    """Return what the documents of data are: pairs of answers, examples, or documents of text."""
+    return "pair" if data.has_preferences else "example" if data.has_prompts else "document"
+
+
+def stats_line(stats: CorpusStats, data: Data, tokens: int) -> str:
     """Return a line for people: the tokens there are, and the epochs of a run that reads `tokens` by the blends of `data`."""
-    documents = f" in {stats.documents:,} {noun}{'s' if stats.documents != 1 else ''}" if stats.documents is not None else ""
+    documents = f" in {plural(stats.documents, document_noun(data))}" if stats.documents is not None else ""
     held_out = f", {stats.validation:,} more for validation" if stats.validation else ""
     train = "?" if stats.train is None else f"{stats.train:,}"
     return f"data: {train} tokens{documents}{held_out}; the run reads {tokens:,}, {_epochs(stats, data, tokens)}"
