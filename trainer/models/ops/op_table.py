@@ -52,8 +52,8 @@ class Product:
     """A matrix product y[rows, outer] = x[rows, inner] w[inner, outer], once for each of `groups`.
 
     `outers` are products of one input that are computed as one. `computed` is the share that a kernel computes (a causal flash
-    kernel: half), `counted` the share that counts as the model's FLOPs (less than 1 with a window). `backward` is the cost of backward
-    in forwards (two products; flash attention computes the scores again).
+    kernel: half), `counted` the share that counts as the model's FLOPs (less than 1 with a window, or inside documents). `backward` is the
+    cost of backward in forwards (two products; flash attention computes the scores again).
     """
 
     rows: Dims
@@ -63,6 +63,8 @@ class Product:
     computed: float = 1.0
     counted: float = 1.0
     backward: float = 2.0
+    span: float = 1.0  # share of the keys that a query's document has, on average
+    documents: float = 0.0  # of a sequence, which a CPU computes one by one; 0: all at once
     fused: bool = False  # one kernel that does not write its intermediate results to memory: flash attention
 
 
