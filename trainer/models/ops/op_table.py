@@ -87,6 +87,7 @@ class Op:
     - `sums_again`: its input is a sum of what is saved in any case: compiled layers save none, and add it up again.
     - `chunks`: the parts of the vocabulary in which head and loss are computed, one after another; more than one: backward computes each
       part's logits again, and takes all gradients of it.
+    - `shares_input`: the product of another op holds the same input while the gradients of both weights wait.
     - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
     - `in_fp8`: our modules compute its product in 8-bit floats.
     - `in_fours`: Megatron-LM's fused softmax takes four of these at a time; where they are no multiple of four, its parts are kernels of
@@ -115,6 +116,7 @@ class Op:
     saves_padded: tuple[Tensor, ...] = ()
     sums_again: bool = False
     chunks: int = 1
+    shares_input: bool = False
     core: bool = False
     in_fp8: bool = False
     in_fours: Dims = ()
