@@ -14,6 +14,7 @@ from ...trainer.spec.problem import one_line
 from ..drawings.plan_drawing import KINDS, PARTS, memory_drawing, time_drawing
 from ..drawings.timeline_drawing import timeline_drawing
 from ..pages import plan_facts as facts
+from ..pages.document_facts import documents_text
 from ..pages.memory_facts import capacity_share_text, capacity_shares, memory_kinds, memory_rows, memory_title, shown_ranges
 from ..pages.search_page import LayoutHint
 from ..pages.simulate_page import path_text, title_text, what_if_rows
@@ -113,7 +114,8 @@ def _time(plan: Plan) -> Iterator[Markup]:
         for label, seconds, share in facts.time_parts(plan)
     ]
     yield table(("", "seconds", "share"), rows)
-    yield paragraphs([sentence(facts.speed_texts(plan)[0])], "note")
+    texts = [facts.speed_texts(plan)[0], documents_text(plan)]
+    yield paragraphs([sentence(each) for each in texts if each], "note")
 
 
 def _step(step: StepSimulation | None, plan: Plan) -> Iterator[Markup]:

@@ -209,6 +209,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("validation_file validation_files eval_file eval_files valid_data_path val_data_path eval_data_path valid_files eval_dataset",
          "data.validate", "a set by a name of yours: {NAME: PATH}", {}),
     _row("text_column text_field content_key dataset_text_field", "data.text_key"),
+    _row("document_length document_lengths doc_len doc_lens avg_doc_len mean_doc_len average_document_length", "data.document_tokens"),
     _row("num_workers dataloader_num_workers", "", "data is read ahead; there is no number of workers"),
     # log, checkpoints, validation
     _row("output_dir out_dir save_dir dump_folder default_root_dir logging_dir run_dir checkpoints_path", "log.dir",

@@ -9,6 +9,7 @@ from ...trainer.plan.result import Memory, Plan
 from ...trainer.spec.numbers.as_text import plural, seconds_text, share_text
 from ...trainer.spec.problem import Problem
 from . import plan_facts as facts
+from .document_facts import documents_text
 from .memory_facts import capacity_share_text, capacity_shares, memory_kinds, memory_rows, memory_title, shown_ranges
 from .text_layout import Style, narrow_table, page_width, table, with_heading, wrap
 
@@ -109,12 +110,14 @@ def _time_lines(plan: Plan, style: Style) -> list[str]:
     parts = facts.time_parts(plan)
     lines = table([[label, seconds_text(seconds), share_text(share)] for label, seconds, share in parts])
     bars = [style.bar(share, min(30, page_width() - len(lines[0]) - 4)) for _, _, share in parts]
+    documents = documents_text(plan)
     arithmetic, tokens = facts.speed_texts(plan)
     return [
         f"Time of a step: {facts.step_figure(plan)}",
         *(f"  {line}  {bar}" for line, bar in zip(lines, bars, strict=True)),
         *wrap(arithmetic, indent="  "),
         f"  {tokens}",
+        *(wrap(documents, indent="  ") if documents else []),
     ]
 
 

@@ -157,6 +157,7 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("data.weights", (1.0, 2.0), "data.name=synthetic", {}, {"data.name": "text", "data.path": ("a", "b")}),
     ("data.tokenizer", "x.json", "data.name=synthetic", {}, {"data.name": "tokens", "data.path": "a"}),
     ("data.end", 7, "data.name=synthetic", {}, {"data.name": "text", "data.path": "a"}),
+    ("data.document_tokens", 512, "data.documents=false", {}, {"data.name": "text", "data.path": "a", "data.documents": True}),
     ("data.text_key", "content", "data.name=tokens", {"data.name": "tokens"}, {"data.name": "text"}),
     ("data.prompt_key", "question", "data.name=text", {"data.name": "text"}, PAIRS),
     ("data.completion_key", "answer", "data.name=synthetic", {}, PAIRS),

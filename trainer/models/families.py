@@ -14,6 +14,7 @@ from .llama.ops import table as llama
 from .mla.ops import LATENT
 from .mla.ops import table as mla
 from .moe.ops import table as moe
+from .ops.document_shares import with_document_shares
 from .ops.fp8 import with_fp8
 from .ops.further_tokens import with_further_tokens
 from .ops.fused_attention_saves import with_fused_attention_saves
@@ -129,6 +130,7 @@ def has_experts(model: Model) -> bool:
 def op_table(run: Run) -> OpTable:
     """Return the op table of a run's model."""
     table = with_fused_attention_saves(family_of(run.model).table(run.model, run.train), run)
+    table = with_document_shares(table, run)
     table = with_lora(with_fp8(table, run), run)
     table = with_preferences(with_head_exchange(table, run), run)
     return with_further_tokens(with_loss_chunks(table, run), run)

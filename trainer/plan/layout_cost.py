@@ -14,6 +14,7 @@ from .engines import cost_model
 from .layout.held_passes import held_passes
 from .layout.layout import Layout
 from .part_seconds import is_simulated, simulated_wait
+from .replica_wait import replica_wait_seconds
 from .stage_cost import StageCost, defers_products, stage_costs
 
 
@@ -181,7 +182,7 @@ def send_bytes(parallel: Parallel, blocks: BlockCosts) -> int:
 
 def step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: list[StageCost]) -> StepSeconds:
     """m micro-batches on the busiest stage, one on each other stage while the pipeline fills and drains, the exposed messages of the
-    data axis, and the optimizer (arXiv:2104.04473 section 2.2)."""
+    data axis with the wait for its slowest rank, and the optimizer (arXiv:2104.04473 section 2.2)."""
     hop = hop_seconds(layout, blocks)
     totals = [kind.passes.seconds + hop for kind in kinds]
     busiest = max(range(len(kinds)), key=totals.__getitem__)
@@ -190,13 +191,13 @@ def step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds
     compute = layout.micros * computing
     messages = layout.micros * (totals[busiest] - computing)
     slowest = max(kinds, key=lambda kind: kind.exposed + kind.step)
-    tied = tied_seconds(context, layout, blocks)
+    apart = tied_seconds(context, layout, blocks) + replica_wait_seconds(context, layout, blocks, kinds[0].messages)
     pipeline = compute + messages + bubble
-    waited = (pipeline + slowest.exposed + tied) * context.tail
+    waited = (pipeline + slowest.exposed + apart) * context.tail
     return StepSeconds(
-        step=pipeline + slowest.exposed + slowest.step + tied + waited + context.step_overhead,
+        step=pipeline + slowest.exposed + slowest.step + apart + waited + context.step_overhead,
         compute=compute + waited,
-        exposed=messages + slowest.exposed + tied,
+        exposed=messages + slowest.exposed + apart,
         bubble=bubble,
         optimizer=slowest.step + context.step_overhead,
         fill=bubble / pipeline,

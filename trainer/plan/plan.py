@@ -8,6 +8,7 @@ from typing import Any
 from ..spec.problem import Problem
 from ..spec.run import Run
 from .costs.cost_context import CostContext
+from .documents_plan import plan_documents
 from .engines import cost_model, engine_for, engine_reason
 from .error_bars import Bar, Planned, memory_bar, step_bar
 from .fixes import memory_problem, problems_with_fixes
@@ -65,6 +66,7 @@ def make_plan(run: Run) -> Plan:
         throughput=throughput,
         run=whole,
         saving=saved,
+        documents=plan_documents(context, layout, cost),
         **_bars(memory_bar(planned), step_bar(planned, seconds.step, seconds.optimizer) if seconds else None, whole=not memory.unknown),
     )
 

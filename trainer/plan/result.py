@@ -149,6 +149,19 @@ class PreferencePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DocumentsPlan:
+    """Documents of stated lengths: their mean tokens; the pairs of tokens inside them, as a share of a whole sequence's, which attention
+    counts, and whether its kernel computes no others. `wait`: seconds a step of the mean replica for the one with the longest documents
+    (None: not known). `slowest`: attention of the busiest of the ranks that share a sequence over that of the mean one."""
+
+    tokens: float
+    pairs: float
+    computed: bool
+    wait: float | None
+    slowest: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageOfRun:
     """The tokens of a run that are read in a stage of its data, and the weights of the paths in it."""
 
@@ -259,3 +272,4 @@ class Plan:
     throughput: Throughput | None
     run: WholeRun | None
     saving: Saving | None
+    documents: DocumentsPlan | None = None  # None: their lengths are not stated, or documents are not kept apart

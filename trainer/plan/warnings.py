@@ -8,6 +8,8 @@ from ..models.families import has_experts
 from ..models.ops.op_table import block_weights
 from ..spec.derived.batch_levels import level_of_step, run_steps, samples_before
 from ..spec.derived.data_blends import tokens_of_stages
+from ..spec.derived.document_kernel import has_document_kernel
+from ..spec.derived.document_pairs import stated_lengths
 from ..spec.keys.units import LINK, gib_text, percent_text
 from ..spec.numbers.as_text import count_text, plural
 from ..spec.problem import Problem
@@ -24,6 +26,7 @@ from .rules.unused_keys import unused_keys
 
 SLOWEST_TO_NEAREST = 1 - 2**-8  # the decay from which bfloat16, of 8 significant bits, loses some moments' change
 BUBBLE = 0.2  # share of a step from which a bubble is warned of
+ATTENTION = 0.05  # share of a layer's time from which attention of documents of unknown lengths is warned of
 
 MEASURED_ON_CPU = ("fp32", "bf16")  # precisions that the probe of this machine measures
 # The highest model-FLOPs utilisation that was measured and published, by device (without its memory) and precision.
@@ -190,6 +193,17 @@ def _unread_stages(context: CostContext, layout: Layout, cost: LayoutCost, throu
         yield Problem(rule="stages", says=says, mend="end the stages before the run ends")
 
 
+def _unknown_documents(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    """Attention inside documents of unknown lengths, where it is a share of the computation."""
+    run, layer = context.run, cost.blocks.layer
+    if not has_document_kernel(run) or stated_lengths(run.data) or layer.forward is None or layer.backward is None:
+        return
+    share = layer.core / (layer.forward + layer.backward)
+    if share > ATTENTION:
+        says = f"data.documents=true: attention, {percent_text(share)} of a layer's time, is planned as if each sequence were one document"
+        yield Problem(rule="documents", says=says, mend="set data.document_tokens to their lengths")
+
+
 def _padding(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     model, sizes, degree = context.run.model, context.table.sizes, layout.mesh.tp
     local = local_sizes(sizes, degree, vocab_multiple=model.vocab_multiple)
@@ -319,6 +333,7 @@ WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], I
     _unbalanced_stages,
     _unfinished_rampup,
     _unread_stages,
+    _unknown_documents,
     _padding,
     _replicated_kv_heads,
     _useless_recompute,

@@ -34,6 +34,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("model.",               "refused"),
     ("data.cache",           "free"),
     ("data.validate",        "free"),        # evaluated, not trained on
+    ("data.document_tokens", "free"),        # a fact for plans
     ("data.",                "acceptable"),
     ("optim.name",           "acceptable"),
     ("optim.mup",            "acceptable"),    # the rates of most weights

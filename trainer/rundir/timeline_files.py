@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ..plan.timeline.timed_spans import TimedStep
+from ..spec.derived.document_pairs import document_lengths
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from ..system.atomic_file import write_atomically
@@ -51,8 +52,9 @@ def layout_key(run: Run) -> str:
     chunks = [train.loss_chunks] if train.loss_chunks > 1 else []
     ramp = [train.rampup] if train.rampup.batches else []
     pairs = [run.train.preference] if run.data.has_preferences else []
+    documents = [lengths] if (lengths := document_lengths(run)) else []
     moments = [run.optim.moments, run.optim.rounding] if run.optim.moments != "fp32" else []
-    return sha256(msgspec.json.encode([*told, *chunks, *ramp, *moments, *pairs])).hexdigest()[:16]
+    return sha256(msgspec.json.encode([*told, *chunks, *ramp, *moments, *pairs, *documents])).hexdigest()[:16]
 
 
 def write_rank_timeline(folder: Path, timeline: RankTimeline) -> None:

@@ -164,6 +164,7 @@ class Data:
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     documents: bool = False
+    document_tokens: Count | tuple[Count, ...] | None = None
     validation: Below1 = 0.01
     validate: dict[str, str | tuple[str, ...]] | None = None
     cache: str | None = None

@@ -33,13 +33,15 @@ def _layer_ops(op: Op, run: Run) -> Iterator[Op]:
     product, model = op.product, run.model
     weights = [each for each in op.weights if product and each.name.endswith(".weight") and _last_word(each) in model.lora_layers]
     yield _core_that_saves_its_result(op, run) if op.core else _frozen_op(op, model, is_target=bool(weights))
+    shares = _is_query_of_shared_input(op, model)
     for weight in weights:
         assert product is not None
-        yield from _added_ops(weight, product)
+        a, b = _added_ops(weight, product)
+        yield from (replace(a, shares_input=shares or weight is not weights[0]), b)
 
 
-def _added_ops(weight: Weight, product: Product) -> Iterator[Op]:
-    """Yield the products of A and of B beside that of a weight. Every rank of the tensor axis has all rows of experts, and, of an A whose B
+def _added_ops(weight: Weight, product: Product) -> tuple[Op, Op]:
+    """Return the products of A and of B beside that of a weight. Every rank of the tensor axis has all rows of experts, and, of an A whose B
     is split, or of a B whose A is, the part of the gradient that its own columns or rows make."""
     name, groups, inner = weight.name.removesuffix(".weight"), product.groups, product.inner
     outer: Dims = weight.dims[len(groups + inner) :]
@@ -51,7 +53,7 @@ def _added_ops(weight: Weight, product: Product) -> Iterator[Op]:
         whole = b if is_row else a
         summed = replace(whole, partial=(Tensor(whole.weights[0].dims),))
         a, b = (a, summed) if is_row else (summed, b)
-    yield from (a, b)
+    return a, b
 
 
 def _last_word(weight: Weight) -> str:
@@ -96,6 +98,11 @@ def _frozen_op(op: Op, model: Model, *, is_target: bool) -> Op:
     )
 
 
+def _is_query_of_shared_input(op: Op, model: Model) -> bool:
+    """Whether an op is the product of queries without a latent of their own, and a target beside it has the same input."""
+    return op.name == "attention.query" and bool(LATENTS & model.lora_layers) and not model.q_lora_rank
+
+
 def _keeps_result(op: Op, model: Model) -> bool:
     """Whether the activation before a product saves its result alone: a ReLU without a gate."""
     return model.act == "relu" and "experts" not in op.product.groups if op.product else False
@@ -107,8 +114,7 @@ def _with_input(op: Op, product: Product, model: Model) -> Op:
         rows = tuple("tokens" if dim == "seq" else dim for dim in product.rows)
         return replace(op, saves_torch=(Tensor((*rows, *product.inner)), *op.saves_torch))
     own = Tensor(product.rows + product.inner)
-    is_shared = op.name == "attention.query" and bool(LATENTS & model.lora_layers) and not model.q_lora_rank
-    if own in op.saves_torch or is_shared or op.in_fp8:
+    if own in op.saves_torch or _is_query_of_shared_input(op, model) or op.in_fp8:
         return op
     assert op.name in (INPUT_SAVED_BY_ROUTER, "attention.query"), op.name
     return replace(op, saves_megatron=(own, *op.saves_megatron), saves_torch=(own, *op.saves_torch))

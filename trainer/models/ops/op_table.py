@@ -52,8 +52,8 @@ class Product:
     """A matrix product y[rows, outer] = x[rows, inner] w[inner, outer], once for each of `groups`.
 
     `outers` are products of one input that are computed as one. `computed` is the share that a kernel computes (a causal flash
-    kernel: half), `counted` the share that counts as the model's FLOPs (less than 1 with a window). `backward` is the cost of backward
-    in forwards (two products; flash attention computes the scores again).
+    kernel: half), `counted` the share that counts as the model's FLOPs (less than 1 with a window, or inside documents). `backward` is the
+    cost of backward in forwards (two products; flash attention computes the scores again).
     """
 
     rows: Dims
@@ -63,6 +63,8 @@ class Product:
     computed: float = 1.0
     counted: float = 1.0
     backward: float = 2.0
+    span: float = 1.0  # share of the keys that a query's document has, on average
+    documents: float = 0.0  # of a sequence, which a CPU computes one by one; 0: all at once
     fused: bool = False  # one kernel that does not write its intermediate results to memory: flash attention
 
 
@@ -85,6 +87,7 @@ class Op:
     - `sums_again`: its input is a sum of what is saved in any case: compiled layers save none, and add it up again.
     - `chunks`: the parts of the vocabulary in which head and loss are computed, one after another; more than one: backward computes each
       part's logits again, and takes all gradients of it.
+    - `shares_input`: the product of another op holds the same input while the gradients of both weights wait.
     - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
     - `in_fp8`: our modules compute its product in 8-bit floats.
     - `in_fours`: Megatron-LM's fused softmax takes four of these at a time; where they are no multiple of four, its parts are kernels of
@@ -113,6 +116,7 @@ class Op:
     saves_padded: tuple[Tensor, ...] = ()
     sums_again: bool = False
     chunks: int = 1
+    shares_input: bool = False
     core: bool = False
     in_fp8: bool = False
     in_fours: Dims = ()

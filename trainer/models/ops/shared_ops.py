@@ -138,7 +138,7 @@ def _flash_core(model: Model, train: Train, causal: bool, mean_dim: str) -> tupl
     window saves the values of its blocks besides: every layer is counted with their average. With sinks it saves those of the output
     product alone.
     """
-    share, window, seq = _windowed_share(model, train.seq), model.window or 0, train.seq
+    share, window, seq = windowed_share(model, train.seq), model.window or 0, train.seq
     blocks, rest = divmod(seq, window) if share else (0, 0)
     in_blocks = (0.5 + 2 * (blocks - 1)) * window**2 + rest * (window + rest)  # pairs of query and key: the first block is causal
     product = Product(
@@ -170,14 +170,14 @@ def _softmax_saves(model: Model) -> tuple[Tensor, ...]:
     return (scores, mask, scores) if model.dropout else (scores,)
 
 
-def _windowed_share(model: Model, seq: int) -> float:
+def windowed_share(model: Model, seq: int) -> float:
     """Return the share of the layers that have a window which does not cover the sequence."""
     return model.windowed_layers / model.layers if model.effective_window(seq) else 0.0
 
 
 def _counted_pairs(model: Model, seq: int) -> float:
     """Return the pairs of query and key that count, as a share of seq x seq on average over layers: twice those that are seen."""
-    share, window = _windowed_share(model, seq), model.window or 0
+    share, window = windowed_share(model, seq), model.window or 0
     return 1 - share + share * window * (2 * seq - window) / seq**2 if share else 1.0
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ...models.ops.op_table import Op, OpTable, block_weights, is_hidden_matrix
-from ...models.ops.shared_ops import LOG_SUMS, STREAM
+from ...models.ops.shared_ops import STREAM
 from ...spec.derived.document_kernel import has_document_kernel
 from ...spec.run import Run
 from ..axes import tp
@@ -16,6 +16,7 @@ from ..axes.axis import ActivationForm
 from ..axes.message import AxisMessage
 from ..axes.weight_slices import HeadShards, has_padded_heads
 from ..layout.mesh import Wires
+from .attention_core import core_seconds, is_fused_core, log_sum_bytes, uneven_parts, with_core_again
 from .block_temporary_bytes import OpBytes, block_temporary_bytes, later_backward_bytes, op_bytes
 from .deferred_bytes import deferred_bytes
 from .local_tensors import BlockSplit, LocalTensors, logits_bytes
@@ -38,7 +39,8 @@ class BlockCost:
     products' weights, `replicated` trained ones that every tensor-parallel rank holds, `shared` those that several hold together. `saved`
     are the activations kept for backward, `recomputed` those that recomputation adds, `deferred` what products hold whose weights'
     gradients wait (deferred_bytes.py), `temporary` the most that the passes hold beside `saved` (block_temporary_bytes.py).
-    `weight_gradients` is a part of `backward`; `message_forward` and `message_backward` are exposed seconds of `messages`.
+    `weight_gradients` is a part of `backward`, and `core`, of fused attention, one of both; `message_forward` and `message_backward` are
+    exposed seconds of `messages`.
     """
 
     dense: int
@@ -57,6 +59,7 @@ class BlockCost:
     forward: float | None
     backward: float | None
     weight_gradients: float
+    core: float
     message_forward: float
     message_backward: float
     messages: tuple[AxisMessage, ...]
@@ -126,6 +129,7 @@ class SplitCosts:
         cluster, own = run.cluster, split.form != "megatron"
         self.device = rates(cluster.device, run.train.precision, fused=split.fused, own=own, alone=cluster.nodes * cluster.gpus == 1)
         self.gradient = widths(run).gradient
+        self.uneven_parts = uneven_parts(run, split, self.device)
         self.kind = "cpu" if run.cluster.device.kind == "cpu" else "cuda"
         # 1 where context parallelism's core runs again in its own backward, and saves no log-sum-exp: FusedCore (core_attention.py)
         has_flash = run.train.precision != "fp32" and "bf16" in run.cluster.device.peak  # compute capability 8 or later
@@ -204,6 +208,8 @@ class SplitCosts:
     def _op_seconds(self, op: Op, local: LocalTensors, device: DeviceRates) -> OpSeconds:
         """The seconds of an op, with the copies before and after an exchange of tokens for heads."""
         seconds = op_seconds(op, local, device, self.gradient)
+        if is_fused_core(op):
+            return OpSeconds(seconds.forward * self.uneven_parts, seconds.input_gradients * self.uneven_parts, 0.0)
         if not op.head_exchanges:
             return seconds
         moved, kernels = EXCHANGE_MOVES * sum(map(local.bytes, op.head_exchanges)), EXCHANGE_KERNELS * len(op.head_exchanges)
@@ -215,7 +221,7 @@ class SplitCosts:
         held = op_bytes(op, local, self.kind)
         swapped = self.has_context * sum(map(local.bytes, op.saves_exchanged))
         padded = self.has_padding * sum(map(local.bytes, op.saves_padded))
-        return held._replace(saved=held.saved + swapped + padded - self.core_again * _log_sum_bytes(op, local))
+        return held._replace(saved=held.saved + swapped + padded - self.core_again * log_sum_bytes(op, local))
 
     def _local_tensors(self, run: Run, form: ActivationForm) -> LocalTensors:
         multiple, activation = run.model.vocab_multiple, widths(run).activation
@@ -235,7 +241,7 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
     copies = costs.has_context * EXCHANGE_KERNELS
     kernels = [op_kernels(op, local) + hooks * len(op.weights) + copies * len(op.head_exchanges) for op in ops]
     ranked = [
-        RankOp(_with_core_again(op, seconds, core_again), count * dispatch, is_again)
+        RankOp(with_core_again(op, seconds, core_again), count * dispatch, is_again)
         for op, seconds, count, is_again in zip(ops, row.seconds, kernels, repeats, strict=bool(row.seconds))
     ]
     seconds = block_seconds(ranked, messages, split, costs.wires, dispatch)
@@ -257,21 +263,11 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
         forward=seconds.forward,
         backward=seconds.backward,
         weight_gradients=seconds.weight_gradients,
+        core=core_seconds(ops, ranked),
         message_forward=seconds.message_forward,
         message_backward=seconds.message_backward,
         messages=tuple([each.message for each in messages]),
     )
-
-
-def _with_core_again(op: Op, seconds: OpSeconds, again: int) -> OpSeconds:
-    """The seconds of an op, whose backward runs a fused core of attention `again`, 0 or 1 times."""
-    is_fused = op.core and op.product and op.product.fused
-    return seconds._replace(input_gradients=seconds.input_gradients + again * seconds.forward) if is_fused else seconds
-
-
-def _log_sum_bytes(op: Op, local: LocalTensors) -> int:
-    """The bytes of the log-sum-exp that a fused core of attention saves; 0 for other ops."""
-    return local.bytes(LOG_SUMS) if op.core and op.product and op.product.fused and LOG_SUMS in op.saves_torch else 0
 
 
 def _cost_sum(block: BlockCost, other: BlockCost, many: int) -> BlockCost:

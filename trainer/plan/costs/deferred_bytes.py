@@ -10,7 +10,7 @@ from .local_tensors import LocalTensors
 def deferred_bytes(op: Op, local: LocalTensors) -> int:
     """Return the bytes of an op's input and of its outputs' gradients, from which the gradients of its weights are computed later; 0 where
     backward computes them: where weights are frozen, of a router, which multiplies in float32, and of a head in chunks, which keeps no
-    gradient of logits."""
+    gradient of logits. An input that several products have is held once."""
     product = op.product
     if product is None or product.fused or op.chunks > 1 or "choices" in product.outers[0]:
         return 0
@@ -19,5 +19,5 @@ def deferred_bytes(op: Op, local: LocalTensors) -> int:
     rows, outer = local.count(product.rows, without="tp"), sum(map(local.count, product.outers))
     width = 1 if op.in_fp8 else local.activation
     is_shard = local.sequence and tp.split_style(op) == "column"  # of the input, which is gathered again, and cast then
-    inputs = local.count((*product.rows, *product.inner)) * (local.activation if is_shard else width)
+    inputs = 0 if op.shares_input else local.count((*product.rows, *product.inner)) * (local.activation if is_shard else width)
     return inputs + width * rows * outer

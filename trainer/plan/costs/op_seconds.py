@@ -156,16 +156,20 @@ def _attention(product: Product, local: LocalTensors, device: DeviceRates) -> Op
     groups = local.count(product.groups)
     if product.fused:
         flops = 2.0 * rows * inner * sum(local.count(dims) for dims in product.outers) * groups * product.computed
-        return OpSeconds(*attention_seconds(flops, inner, local.count(product.outers[0]), product.backward, device), 0.0)
+        keys = local.count(product.outers[0]) * product.span
+        forward, backward = attention_seconds(flops, inner, keys, product.backward, device)
+        calls = product.documents * local.sizes["batch"] * device.call
+        return OpSeconds(forward + calls, backward + product.backward * calls, 0.0)
     outer = local.count(product.outers[0])
     forward = product_seconds(rows, outer, inner, groups, local.activation, device.other, device)
     return OpSeconds(forward, product.backward * forward, 0.0)
 
 
-def attention_seconds(flops: float, head_dim: int, keys: int, backward: float, device: DeviceRates) -> tuple[float, float]:
-    """Seconds of a fused attention kernel that computes so many FLOPs forward, and `backward` times as many backward."""
+def attention_seconds(flops: float, head_dim: int, keys: float, backward: float, device: DeviceRates) -> tuple[float, float]:
+    """Seconds of a fused attention kernel that computes so many FLOPs forward, and `backward` times as many backward, for documents of so
+    many `keys`."""
     whole = flops / head_dim_share(head_dim)
-    ahead, back = (1 + wasted / keys for wasted in device.flash_tokens)
+    ahead, back = ((1 + wasted / keys) / (1 + wasted / device.flash_keys) for wasted in device.flash_tokens)
     return whole * ahead / device.flash + device.launch, backward * (whole * back / device.flash_backward + device.launch)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from typing import NamedTuple
 
 from ...spec.run import Device, Precision
@@ -23,6 +24,10 @@ OWN_STREAMING = 0.86  # share of bandwidth
 OWN_FLASH, OWN_FLASH_BACKWARD = 0.60, 0.55  # shares of peak, of long sequences
 FLASH_TOKENS, FLASH_BACKWARD_TOKENS = 650, 1000  # keys that a causal kernel wastes: tiles that the mask cuts, its start and its end
 OWN_LAUNCH = 2e-6  # seconds a kernel
+
+# Of torch 2.13's fused attention on a CPU, in float32, of 16 to 4,096 tokens on a core of a Xeon with AVX-512: the keys that it wastes,
+# those at which its rate is measured (trainer/machine/layer_rates.py), and seconds of the call for a document.
+CPU_FLASH_TOKENS, CPU_FLASH_KEYS, CPU_CALL = 64, 256, 16e-6
 
 
 class Tiles(NamedTuple):
@@ -49,7 +54,9 @@ class DeviceRates:
     other: float  # FLOP/s of other products
     flash: float  # FLOP/s of fused attention forward
     flash_backward: float  # and backward
-    flash_tokens: tuple[int, int]  # keys, forward and backward, with which attention takes twice as long as at that rate
+    flash_tokens: tuple[int, int]  # keys, forward and backward, with which attention takes twice as long as with endless ones
+    flash_keys: float  # keys with which it reaches those rates
+    call: float  # seconds of fused attention's call for each document
     memory: float  # bytes/s
     units: int  # multiprocessors
     is_hopper: bool  # its products have the kernels of Hopper and later
@@ -69,7 +76,8 @@ def rates(device: Device, precision: Precision, *, fused: bool, own: bool = Fals
     if None in peaks or device.bandwidth is None:
         return None
     linear, other = peaks
-    own = own and device.kind != "cpu"
+    is_cpu = device.kind == "cpu"
+    own = own and not is_cpu
     sustained = min(1.0, device.product_share * (ALONE if own and alone else 1.0))
     flash = (OWN_FLASH, OWN_FLASH_BACKWARD) if own and "bf16" in device.peak else (device.attention_share, device.attention_share)
     return DeviceRates(
@@ -77,14 +85,16 @@ def rates(device: Device, precision: Precision, *, fused: bool, own: bool = Fals
         other=other * sustained,
         flash=other * flash[0],
         flash_backward=other * flash[1],
-        flash_tokens=(FLASH_TOKENS, FLASH_BACKWARD_TOKENS) if own else (0, 0),
+        flash_tokens=(FLASH_TOKENS, FLASH_BACKWARD_TOKENS) if own else (CPU_FLASH_TOKENS * is_cpu,) * 2,
+        flash_keys=CPU_FLASH_KEYS if is_cpu else inf,
+        call=CPU_CALL if is_cpu else 0.0,
         memory=device.bandwidth * (max(OWN_STREAMING, device.streaming) if own else device.streaming),
         units=device.units or 1,
         is_hopper=device.peak.get("fp8", 0.0) > HOPPER_FP8,
         launch=min(OWN_LAUNCH, device.launch) if own else device.launch,
         dispatch=device.dispatch,
         fused=fused,
-        is_cpu=device.kind == "cpu",
+        is_cpu=is_cpu,
         casts=named[0] != named[-1],
         own=own,
     )

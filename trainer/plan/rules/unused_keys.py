@@ -218,6 +218,7 @@ IDLE: dict[str, Condition] = {
     "data.completion_key":     _is_not("data.name", "pairs"),
     "data.chosen_key":         _is_not("data.name", "preferences"),
     "data.rejected_key":       _is_not("data.name", "preferences"),
+    "data.document_tokens":    _is("data.documents", False),
     "data.validate":           _is("train.evaluate.every", 0),
     "data.cache":              _is("data.name", "synthetic"),
     "log.profile":             _ends_before(lambda run: run.log.profile),

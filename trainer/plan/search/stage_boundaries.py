@@ -18,6 +18,7 @@ from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..layout.layout import Layout, StageKind, layer_partition
 from ..layout_cost import hop_seconds, layout_cost, stage_bytes, tied_seconds
+from ..replica_wait import replica_wait_seconds
 from ..stage_cost import StageCost, stage_costs
 from .path_bounds import PathBounds, combined_path, least_layers, stage_limits
 from .step_paths import Path, StepPaths
@@ -66,10 +67,11 @@ class _StageSearch:
         self.order = [part for stage in range(self.stages) for part in layout.parts(stage)]  # the part of each position
         self.head_stage = 0 if layout.is_folded else self.stages - 1
         self.fixed = (layout.micros * hop_seconds(layout, blocks) + tied_seconds(context, layout, blocks)) * (1 + context.tail)
-        self.fixed += context.step_overhead
         self.cost: Callable[[int, bool, bool], StageCost] = cache(
             lambda *kind: stage_costs(context, layout, blocks, (StageKind(*kind),))[0]
         )
+        wait = replica_wait_seconds(context, layout, blocks, self.cost(self.chunks, True, False).messages)
+        self.fixed += wait * (1 + context.tail) + context.step_overhead
         self.best: tuple[int, ...] | None = None
         self.limit = inf  # seconds
         self.timed = self.visited = 0

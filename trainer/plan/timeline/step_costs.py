@@ -13,6 +13,7 @@ from ..layout.schedules import stage_and_chunk
 from ..layout_cost import LayoutCost, hop_seconds, layout_cost, tied_seconds
 from ..layout_of_run import layout_of_run
 from ..part_seconds import is_simulated, part_message_seconds, part_seconds
+from ..replica_wait import replica_wait_seconds
 from ..stage_cost import StageCost, last_passes
 from .timeline import PASS_KINDS
 
@@ -86,10 +87,11 @@ def step_costs(run: Run) -> StepCosts | None:
 def _step_costs(context: CostContext, layout: Layout, cost: LayoutCost, planned: float) -> StepCosts:
     """The wait for the slowest of many nodes lengthens every span but the optimizer's step, as it does in a plan."""
     tail_factor, kinds = 1 + context.tail, [cost.kinds[at] for at in layout.partition.kind_of_stage]
+    wait = replica_wait_seconds(context, layout, cost.blocks, kinds[0].messages)
     return StepCosts(
         layout=layout,
         passes=_passes(layout, cost.blocks, kinds, tail_factor),
-        ends=tuple([_end_seconds(layout, kind, tail_factor) for kind in kinds]),
+        ends=tuple([_end_seconds(layout, kind, wait, tail_factor) for kind in kinds]),
         send=hop_seconds(layout, cost.blocks) / (2 * layout.chunks) * tail_factor,
         send_blocks=not is_simulated(layout),  # as the plan counts them
         tied=tied_seconds(context, layout, cost.blocks) * tail_factor,
@@ -136,13 +138,14 @@ def _repeated_seconds(rounds: Sequence[MessageRound]) -> dict[str, float]:
     return seconds
 
 
-def _end_seconds(layout: Layout, kind: StageCost, tail_factor: float) -> EndSeconds:
-    """What follows the passes of a step, or those of an update where the pipeline does not flush."""
+def _end_seconds(layout: Layout, kind: StageCost, wait: float, tail_factor: float) -> EndSeconds:
+    """What follows the passes of a step, or those of an update where the pipeline does not flush; `wait`: seconds a step for the slowest
+    replica."""
     updates = layout.gradient_sync.updates
     at_end = [each for each in _message_rounds(layout, kind, tail_factor) if not each.is_repeated]
     gathered = sum([each.exposed * each.an_update for each in at_end if each.verb == "all_gather"])
     summed = sum([each.exposed * each.an_update for each in at_end if each.verb != "all_gather"])
-    return EndSeconds(summed + kind.states.sums / updates * tail_factor, kind.step / updates, gathered)
+    return EndSeconds(summed + (kind.states.sums + wait) / updates * tail_factor, kind.step / updates, gathered)
 
 
 def _message_rounds(layout: Layout, kind: StageCost, tail_factor: float) -> Iterator[MessageRound]:

@@ -224,6 +224,8 @@ KEYS = {
     "data.chosen_key":              Key("preferences: key of the answer that was chosen, of the prompt's kind"),
     "data.rejected_key":            Key("preferences: key of the answer that was rejected, of the prompt's kind"),
     "data.documents":               Key("attention and loss stay inside documents; pairs, preferences: of examples, always"),
+    "data.document_tokens":         Key("tokens of a document, or a list of those of some, for the time of attention in plans",
+                                        null="as many as a sequence"),
     "data.validation":              Key("share of the tokens that is held out for validation"),
     "data.validate":                Key("validation sets of files of their own, as NAME: PATH or NAME: [PATH, PATH]", null="none"),
     "data.cache":                   Key("folder that keeps tokenized text", null="distrain in the user's cache folder"),

@@ -61,6 +61,7 @@ UNITS: dict[str, str] = {
     "train.evaluate.batches":   "batches",
     "optim.warmup":             "steps",
     "data.end":                 "token id",
+    "data.document_tokens":     "tokens of a document, or of several",
     "data.validation":          "share of the tokens",
     "log.every":                "steps",
     "log.profile":              "steps, first and last",
