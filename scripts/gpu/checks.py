@@ -62,7 +62,7 @@ def _baseline(name: str) -> GpuCheck:
 
 
 def _untimed_check(name: str, function: str, **arguments: str) -> GpuCheck:
-    return GpuCheck(name=name, seconds=180, function=f"{ROOM}.{function}", arguments=arguments, alone=False)
+    return GpuCheck(name=name, seconds=240, function=f"{ROOM}.{function}", arguments=arguments, alone=False)
 
 
 MACHINE = "machine"
@@ -77,7 +77,10 @@ CHECKS = (
     _untimed_check("two ranks bf16", "two_ranks.prove_two_ranks:prove_two_ranks", precision="bf16"),
     _untimed_check("generate", "generation:generate_text"),
     _untimed_check("trace", "profiled_steps:trace_steps"),
-    _untimed_check("options", "losses:compare_options"),
+    _untimed_check("same curves", "options:compare_same_curves"),
+    _untimed_check("other curves", "options:compare_other_curves"),
+    _untimed_check("quantized folder", "quantized_folder:train_from_quantized"),
+    GpuCheck(name="calibrate", seconds=60, function=f"{ROOM}.calibration:calibrate_machine"),
     _plan("gpt2_124m"),
     _plan("gpt2_124m compiled"),
     _plan("llama 16 layers"),

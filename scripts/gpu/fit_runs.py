@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from .finding import CheckBroken
 RECIPE, ONE_DEVICE = "tiny_2x2x2", ("parallel.tp=1", "parallel.pp=1")  # of tiny models
 FIT_WORDS = ("log.every=1", "log.sinks=[jsonl]", "train.evaluate.every=0", "checkpoint=never", "launch=local")
 CORES = 2  # that a training beside others gets
+# Trainings side by side compile a few kernels each: without it every one starts a pool of processes, one for each core.
+UNTIMED = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +69,9 @@ def fit_overrides(run: FitRun, context: CheckContext) -> tuple[str, ...]:
     return (*context.words(), "parallel.dp=1", *FIT_WORDS, *run.words)
 
 
-def fit(run: FitRun, context: CheckContext) -> FinishedFit:
-    """Train a run to its end; raises CheckBroken with the last lines that `fit` printed."""
-    with started_fit(run, context) as process:
+def fit(run: FitRun, context: CheckContext, variables: Mapping[str, str] | None = None) -> FinishedFit:
+    """Train a run to its end, with further environment variables; raises CheckBroken with the last lines that `fit` printed."""
+    with started_fit(run, context, variables) as process:
         said, _ = process.communicate()
     if process.returncode:
         tail = " | ".join(said.strip().splitlines()[-3:])
@@ -77,17 +80,36 @@ def fit(run: FitRun, context: CheckContext) -> FinishedFit:
 
 
 def fit_together(runs: Sequence[FitRun], context: CheckContext) -> dict[str, FinishedFit]:
-    """Train runs, as many at a time as this machine has pairs of cores; by name. Raises CheckBroken."""
+    """Train runs, as many at a time as this machine has pairs of cores; by name. Raises CheckBroken with why each of the others failed."""
+    trained, failed = fit_each(runs, context)
+    if failed:
+        raise CheckBroken("; ".join(failed.values()))
+    return trained
+
+
+def fit_each(runs: Sequence[FitRun], context: CheckContext) -> tuple[dict[str, FinishedFit], dict[str, str]]:
+    """As `fit_together`; return those that have trained, and why each of the others failed, by name."""
+
+    def try_fit(run: FitRun) -> FinishedFit | str:
+        try:
+            return fit(run, context, UNTIMED)
+        except CheckBroken as error:
+            return str(error)
+
     with ThreadPoolExecutor(max(1, cpu_count() // CORES)) as pool:
-        return dict(zip((run.name for run in runs), pool.map(lambda run: fit(run, context), runs), strict=True))
+        ended = dict(zip((run.name for run in runs), pool.map(try_fit, runs), strict=True))
+    return {name: each for name, each in ended.items() if not isinstance(each, str)}, {
+        name: each for name, each in ended.items() if isinstance(each, str)
+    }
 
 
 @contextmanager
-def started_fit(run: FitRun, context: CheckContext) -> Iterator[subprocess.Popen[str]]:
+def started_fit(run: FitRun, context: CheckContext, variables: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """Start `distrain fit` in a session of its own, with its output in a pipe; when the block ends it is killed with its ranks."""
     where = (f"log.dir={context.folder}", f"name={run.name}")
     arguments = module_arguments("distrain.__main__", "fit", f"conf={run.recipe}", *fit_overrides(run, context), *where)
-    with start_child(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with start_child(arguments, {**os.environ, **(variables or {})}, **streams) as child:
         yield child
 
 

@@ -34,6 +34,7 @@ from ...trainer.plan.compare_rank_messages import MessageRow
 from ...trainer.plan.layout.schedule_of_run import schedule_of
 from ...trainer.plan.mesh_position import mesh_position
 from ...trainer.spec.run import Run
+from .kernel_checks import CheckedKernels
 from .live_bytes import LiveBytes, storage_bytes
 from .patch_gpu_kernels import gpu_kernels
 
@@ -46,7 +47,8 @@ class RankTrace:
 
     `kept` is what the forward pass of a micro-batch keeps for backward, `kept_by_layer` the part of each layer of the model. `peak` is the
     most that the step's passes hold at once beside the weights, `gradients` what of them is left at the end, `at` the operator that runs
-    at the peak. `messages` are those of the passes, `kernels` those that a micro-batch launches.
+    at the peak. `messages` are those of the passes, `kernels` those that a micro-batch launches. `checked`
+    counts the kernels whose tensors were found to be as a GPU asks, by name.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class RankTrace:
     at: str
     messages: list[MessageRow]
     kernels: int
+    checked: dict[str, int]
     kept_compiled: int | None = None  # where the run compiles its layers
 
 
@@ -128,7 +131,7 @@ class _Passes:
         """Run the step and return what it did."""
         self.live.add(self.parameters)
         weights, kernels = self.live.now, 0
-        with self.live, self.ledger:
+        with self.live, self.ledger, CheckedKernels() as asked:
             for kind, micro, part in self._actions():
                 before = self.live.kernels
                 if kind == "F":
@@ -147,6 +150,7 @@ class _Passes:
             at=self.live.peak_operator,
             messages=self.ledger.rows,
             kernels=kernels,
+            checked=dict(asked.checked),
         )
 
     def _actions(self) -> list[tuple[str, int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -15,17 +15,19 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.scripts.gpu import acceptance, losses
+from distrain.scripts.gpu import acceptance, calibration, fit_runs, losses, options, quantized_folder
 from distrain.scripts.gpu.__main__ import row_lines
 from distrain.scripts.gpu.acceptance import Report, carry_out, read_report
 from distrain.scripts.gpu.check_context import CheckContext
 from distrain.scripts.gpu.checks import CHECKS, GpuCheck
-from distrain.scripts.gpu.finding import Finding
-from distrain.scripts.gpu.fit_runs import FinishedFit, FitRun, fit_overrides
+from distrain.scripts.gpu.finding import CheckBroken, Finding
+from distrain.scripts.gpu.fit_runs import FinishedFit, FitRun, fit_each, fit_overrides, fit_together
 from distrain.scripts.gpu.planned_runs import PLANNED, plan_departures
 from distrain.scripts.gpu.replan import replan_departures
 from distrain.scripts.gpu.running_check import Row, RunningCheck
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.timeline.timed_spans import TimedSpan, TimedStep
+from distrain.trainer.rundir.timeline_files import RankTimeline, write_rank_timeline
 
 FAKE = "distrain.tests.gpu.fake_check:act"
 REPORTS = sorted(Path(__file__).parent.glob("*.json"))
@@ -49,7 +51,7 @@ def test_today_s_plan_is_no_further_from_what_a_gpu_measured(path: Path) -> None
     assert list(replan_departures(report)) == []
 
 
-REHEARSED = ("machine", "two ranks", "plan gpt2_1_5b recomputed", "baseline fully_shard llama 16 layers")
+REHEARSED = ("machine", "two ranks", "quantized folder", "calibrate", "plan gpt2_1_5b recomputed", "baseline fully_shard llama 16 layers")
 
 
 @pytest.fixture(scope="module")
@@ -255,12 +257,185 @@ def test_losses_that_differ_are_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def finished_fits(runs: Sequence[FitRun], context: CheckContext) -> dict[str, FinishedFit]:
-        rows = {run.name: [{"loss": loss} for loss in changed.get(run.name, LOSSES)] for run in runs}
-        return {name: FinishedFit(folder=tmp_path, rows=tuple(each), plan={}) for name, each in rows.items()}
-
-    monkeypatch.setattr(losses, "fit_together", finished_fits)
+    train_by(changed, losses, tmp_path, monkeypatch)
     assert list(check(CheckContext(folder=tmp_path, on_gpu=True)).departures) == found
+
+
+def train_by(changed: Mapping[str, list[float] | str], module: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the runs of a module's checks LOSSES, or what `changed` has for them: other losses, or why they did not train."""
+
+    def fits(runs: Sequence[FitRun], context: CheckContext) -> tuple[dict[str, FinishedFit], dict[str, str]]:
+        ended = {run.name: changed.get(run.name, LOSSES) for run in runs}
+        failed = {name: each for name, each in ended.items() if isinstance(each, str)}
+        rows = {name: tuple({"loss": loss} for loss in each) for name, each in ended.items() if not isinstance(each, str)}
+        return {name: FinishedFit(folder=folder, rows=each, plan={}) for name, each in rows.items()}, failed
+
+    for name in ("fit_each", "fit_together"):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, fits if name == "fit_each" else lambda *given: fits(*given)[0])
+
+
+SPANS = (("F", 0, 0, 0.1, 0.2), ("B", 0, 0, 0.2, 0.4), ("F", 1, 0, 0.4, 0.5), ("B", 1, 0, 0.5, 0.7), ("step", -1, -1, 0.8, 0.9))
+
+
+def write_timeline(folder: Path, *steps: tuple[int, Sequence[tuple[str, int, int, float, float]]]) -> None:
+    """Write the times of steps that last from 0 to 1 s, as a rank does."""
+    timed = tuple(TimedStep(step, 0.0, 1.0, 1.0, tuple(TimedSpan(*each) for each in spans)) for step, spans in steps)
+    facts: dict[str, Any] = {"version": 1, "attempt": "", "layout": "", "rank": 0, "world": 1, "device": "cuda", "machine": ""}
+    write_rank_timeline(folder, RankTimeline(**facts, cores=(), threads=1, clock_error=0.0, steps=timed))
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        (((3, SPANS), (4, SPANS)), []),
+        (((3, SPANS),), ["the timeline has the steps [3]"]),
+        (((3, SPANS), (4, SPANS[:2] + SPANS[3:])), ["step 4 of the timeline has the spans F B B step"]),
+        (((3, SPANS), (4, (*SPANS[:-1], ("step", -1, -1, 0.8, 1.1)))), ["a span of step 4 of the timeline lies outside of the step"]),
+        (((3, SPANS), (4, (*SPANS[:-1], ("step", -1, -1, 0.9, 0.8)))), ["a span of step 4 of the timeline lies outside of the step"]),
+        (
+            ((3, SPANS), (4, tuple((kind, micro, part, 0.5, 0.51) for kind, micro, part, *_ in SPANS))),
+            ["passes take 0.050000 of the 1.000000 s of step 4 in the timeline"],
+        ),
+    ],
+)
+def test_a_timeline_that_can_not_be_is_named(steps: Any, found: list[str], tmp_path: Path) -> None:
+    write_timeline(tmp_path, *steps)
+    assert list(options.timeline_departures(tmp_path)) == found
+
+
+FAR = [5.5, 5.4, 5.27]
+OTHERS = {f"option.{option.replace(' ', '.')}{place}": FAR for option in options.OTHER_CURVES for place in ("", ".cpu")}
+NESTED = {f"option.{option.replace(' ', '.')}{place}": [5.5, 5.4, 5.0] for option in options.UNLIKE for place in ("", ".cpu")}
+BYTES = {"plain": 100.0, "moments.in.bf16": 74.0}
+
+
+@pytest.mark.parametrize(
+    ("check", "changed", "found"),
+    [
+        (options.compare_same_curves, {}, []),
+        (options.compare_same_curves, {"option.zero3": FAR}, ["zero3 is 0.55 % from what it must be"]),
+        (options.compare_same_curves, {"option.zero3": [5.5, nan, 5.3]}, ["zero3 is nan % from what it must be"]),
+        (options.compare_same_curves, {"option.zero3": "zero3: fit ended with 1: no"}, ["zero3: fit ended with 1: no"]),
+        (options.compare_same_curves, {"option.timeline": "timeline: no"}, ["timeline: no"]),
+        (options.compare_same_curves, {"option.moments.in.bf16": "moments: no"}, ["moments: no"]),
+        (options.compare_other_curves, {**OTHERS, **NESTED}, []),
+        (
+            options.compare_other_curves,
+            {**OTHERS, **NESTED, "option.muon": LOSSES},
+            ["muon is 0.55 % from what it must be", "muon trains the curve of plain"],
+        ),
+        (
+            options.compare_other_curves,
+            {**OTHERS, **NESTED, "option.muon": LOSSES, "option.muon.cpu": LOSSES},
+            ["muon trains the curve of plain"],
+        ),
+        (
+            options.compare_other_curves,
+            {**OTHERS, **NESTED, "option.documents": FAR, "option.documents.cpu": FAR},
+            ["documents trains the curve of text"],
+        ),
+        (options.compare_other_curves, {**OTHERS, **NESTED, "option.preferences": "preferences: no"}, ["preferences: no"]),
+        (options.compare_other_curves, {**OTHERS, **NESTED, "option.text.cpu": "text: no"}, ["text: no"]),
+        (
+            quantized_folder.compare_starts,
+            {"from.quantized": FAR, "from.cpu": FAR},
+            ["the first loss from quantized weights is 0.0e+00 nats from that of plain ones"],
+        ),
+        (quantized_folder.compare_starts, {"from.quantized": [5.51, 5.4, 5.3], "from.cpu": [5.51, 5.4, 5.3]}, []),
+        (
+            quantized_folder.compare_starts,
+            {"from.quantized": [5.51, 5.4, 5.3], "from.cpu": [5.51, 5.4, 5.3003]},
+            ["from quantized weights, losses are 3.0e-04 nats from the CPU's"],
+        ),
+        (
+            quantized_folder.compare_starts,
+            {"from.quantized": [5.6, 5.4, 5.3], "from.cpu": [5.6, 5.4, 5.3]},
+            ["the first loss from quantized weights is 1.0e-01 nats from that of plain ones"],
+        ),
+    ],
+)
+def test_options_that_train_another_curve_are_named(
+    check: Callable[[CheckContext], Finding], changed: dict[str, Any], found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that did not train is named, and the others are compared all the same."""
+    for module in (options, quantized_folder):
+        train_by(changed, module, tmp_path, monkeypatch)
+    write_timeline(tmp_path, (3, SPANS), (4, SPANS))
+    held = iter(BYTES.values())
+    monkeypatch.setattr(options, "_optimizer_bytes", lambda trained: next(held))
+    assert list(check(CheckContext(folder=tmp_path, on_gpu=True)).departures) == found
+
+
+def test_moments_that_take_as_many_bytes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_by({}, options, tmp_path, monkeypatch)
+    write_timeline(tmp_path, (3, SPANS), (4, SPANS))
+    monkeypatch.setattr(options, "_optimizer_bytes", lambda trained: 100.0)
+    found = options.compare_same_curves(CheckContext(folder=tmp_path, on_gpu=True)).departures
+    assert found == ("moments in bf16 take 100.0 bytes with the weights, where plain ones take 100.0",)
+
+
+def test_without_what_others_are_compared_with_a_check_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((options, "option.plain"), (losses, "bf16.zero1")):
+        train_by({name: f"{name}: no"}, module, tmp_path, monkeypatch)
+    with pytest.raises(CheckBroken, match=r"option\.plain: no"):
+        options.compare_same_curves(CheckContext(folder=tmp_path, on_gpu=True))
+    with pytest.raises(CheckBroken, match=r"bf16 zero1 did not train: bf16\.zero1: no"):
+        losses.train_zero_stages(CheckContext(folder=tmp_path, on_gpu=True))
+
+
+def test_a_run_that_fails_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = FinishedFit(folder=tmp_path, rows=(), plan={})
+
+    def fit(run: FitRun, context: CheckContext, variables: Mapping[str, str] | None) -> FinishedFit:
+        if run.name != "good":
+            raise CheckBroken(f"{run.name}: no")
+        return trained
+
+    monkeypatch.setattr(fit_runs, "fit", fit)
+    runs, context = [FitRun(name=name, recipe="") for name in ("bad", "good", "worse")], CheckContext(folder=tmp_path, on_gpu=False)
+    assert fit_each(runs, context) == ({"good": trained}, {"bad": "bad: no", "worse": "worse: no"})
+    with pytest.raises(CheckBroken, match="bad: no; worse: no"):
+        fit_together(runs, context)
+    assert fit_together(runs[1:2], context) == {"good": trained}
+
+
+def test_a_quantized_folder_has_other_values_near_the_plain_ones(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    plain.mkdir()
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    save_file({"a.q_proj.weight": weight, "a.norm.weight": weight[0].clone()}, plain / "model.safetensors")
+    (plain / "config.json").write_text('{"hidden_size": 8}')
+    assert quantized_folder.quantize_folder(plain, packed) == 1
+    config = json.loads((packed / "config.json").read_text())
+    assert (config["hidden_size"], config["quantization_config"]["quant_method"]) == (8, "fp8")
+    found = load_file(packed / "model.safetensors")
+    assert set(found) == {"a.q_proj.weight", "a.q_proj.weight_scale_inv", "a.norm.weight"}
+    values = found["a.q_proj.weight"].float() * found["a.q_proj.weight_scale_inv"]
+    assert 0.001 < (values - weight).abs().max() < 0.0625 * weight.abs().max()
+    assert torch.equal(found["a.norm.weight"], weight[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({}, []),
+        ({"copies": [2.0, 0.8]}, ["a copy: calibrate measured 0.8, the check of the machine 1"]),
+        ({"products": []}, [f"a product in {each}: calibrate measured 0, the check of the machine 4" for each in ("bf16", "fp32")]),
+    ],
+)
+def test_rates_that_calibrate_measures_otherwise_are_named(changed: dict[str, Any], found: list[str], tmp_path: Path) -> None:
+    machine = {"matrix product, FLOP/s": {"bfloat16": 4.0, "float32": 4.0}, "copy, bytes/s read and written": 1.0}
+    rows = [
+        {"precision": each, "side": side, "rates": [4.4, 4.2]} for each in ("bf16", "fp16", "fp32") for side in (4096, calibration.SIDE)
+    ]
+    measured = {"products": rows, "copies": [1.1, 1.0], **changed}
+    context = CheckContext(folder=tmp_path, on_gpu=True, earlier={"machine": machine})
+    assert calibration.rate_departures(context, measured) == found
+    assert calibration.rate_departures(replace(context, on_gpu=False), measured) == []
 
 
 def test_every_check_has_a_function() -> None:

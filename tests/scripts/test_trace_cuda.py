@@ -15,6 +15,7 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.scripts.trace_cuda import trace_process
 from distrain.scripts.trace_cuda.device_guard import NoGuard, device_guard
+from distrain.scripts.trace_cuda.kernel_checks import CHECKS
 from distrain.scripts.trace_cuda.processes import TraceJob, trace
 from distrain.scripts.trace_cuda.trace_process import planned_bytes
 from distrain.tests.fakes.deadline import DEADLINE
@@ -260,6 +261,12 @@ def test_a_rank_keeps_and_holds_the_bytes_that_the_plan_counts(number: int, answ
         if "train.compile=true" in JOBS[number].words or rank["planned"]["kept_compiled"] is not None:
             assert rank["traced"]["kept_compiled"] == pytest.approx(rank["planned"]["kept_compiled"], rel=tolerance), JOBS[number]
         assert rank["traced"]["peak"] == pytest.approx(rank["planned"]["peak"], rel=peak_tolerance(JOBS[number])), JOBS[number]
+
+
+def test_traces_have_every_kernel_whose_tensors_are_checked(answers: Mapping[int, dict[str, Any]]) -> None:
+    """But those that make the host wait. A kernel that a GPU would refuse is an error of the trace."""
+    seen = {name for answer in answers.values() for rank in answer["ranks"] for name in rank["traced"]["checked"]}
+    assert seen | {"_local_scalar_dense", "_scaled_mm"} == set(CHECKS)
 
 
 def peak_tolerance(job: TraceJob) -> float:
