@@ -201,7 +201,7 @@ IDLE: dict[str, Condition] = {
     "optim.muon.ns_steps":     _is_not("optim.name", "muon"),
     "optim.muon.adjust_lr_fn": _is_not("optim.name", "muon"),
     "optim.moments":           lambda run, mesh: "" if has_moments(run.optim) else _is("optim.momentum", 0.0)(run, mesh),
-    "optim.rounding":          _is("optim.moments", "fp32"),
+    "optim.rounding":          _is("optim.moments", "fp32", "int8"),
     "optim.min_lr":            _is("optim.schedule", "constant"),
     "data.path":               _is("data.name", "stdlib", "synthetic"),
     "data.weights":            _any(_is("data.name", "stdlib", "synthetic"), _is("data.path", None)),
