@@ -178,6 +178,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("moe_router_enable_expert_bias e_score_correction_bias", "model.router.bias", "", YES),
     _row("moe_router_bias_update_rate", "model.router.bias_rate"),
     _row("moe_intermediate_size moe_ffn_hidden_size", "model.expert_ffn"),
+    _row("moe_z_loss_coeff router_z_loss_coef router_z_loss_coeff moe_zloss_weight z_loss_coef", "model.router.z_loss"),
     _row("moe_aux_loss_coeff router_aux_loss_coef", "model.aux_loss"),
     _row("mtp_num_layers num_nextn_predict_layers num_mtp_layers mtp_layers nextn_predict_layers", "model.mtp.layers"),
     _row("mtp_loss_scaling_factor mtp_loss_weight mtp_loss_coeff", "model.mtp.weight", "Megatron-LM's default is 0.1"),

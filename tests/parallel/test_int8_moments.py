@@ -12,13 +12,17 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-from distrain.tests.fakes.one_process import reference_curve, reference_moments  # noqa: E402
+from distrain.tests.fakes import one_process  # noqa: E402
+from distrain.tests.fakes.one_process import reference_curve, reference_moments, with_decay  # noqa: E402
 from distrain.tests.fakes.trained_runs import differing_messages, read_run  # noqa: E402
 from distrain.trainer.loop.checkpoint import CheckpointReader, find_newest, whole_slice  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from distrain.tests.fakes.rank_pool import RankPool
+    from distrain.trainer.spec.run import Run
 
 Words = tuple[str, ...]
 
@@ -112,3 +116,44 @@ def test_a_run_resumes_bit_for_bit_and_in_another_layout_nearly(ranks: RankPool,
         if name == "same":
             one, other = saved_moments(whole.folder), saved_moments(resumed.folder)
             assert all(one[key].equal(other[key]) for key in one)
+
+
+def test_torchaos_optimizer_trains_nearly_the_same_curve() -> None:
+    """AdamW8bit, a program that is not ours. It leaves weights of fewer than 4,096 elements in float32."""
+    optimizers = pytest.importorskip("torchao.optim")
+    words = (*BASE, *GPT)
+    own, wide = reference_curve(words)[0], reference_curve((*words, "optim.moments=fp32"))[0]
+
+    def build(run: Run, module: nn.Module) -> Any:
+        named, optim = dict(module.named_parameters()), run.optim
+        decayed = with_decay(named)
+        groups = [
+            {"params": [each for name, each in named.items() if (name in decayed) == decays], "weight_decay": optim.weight_decay * decays}
+            for decays in (True, False)
+        ]
+        return TensorRates(optimizers.AdamW8bit(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_process, "plain_optimizer", build)
+        theirs = reference_curve((*words, "name=torchao"))[0]  # another run than the one that is cached
+    assert own == pytest.approx(theirs, abs=2e-3, rel=0)
+    assert theirs != pytest.approx(wide, abs=1e-5, rel=0)
+
+
+class TensorRates:
+    """torchao's optimizer, whose rate is a tensor that must stay the same object."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.param_groups = [{"lr": group["lr"]} for group in optimizer.param_groups]
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        for group, own in zip(self.optimizer.param_groups, self.param_groups, strict=True):
+            group["lr"].fill_(own["lr"])
+        self.optimizer.step()
+
+    def moments(self) -> dict[tuple[str, str], Any]:
+        return {}

@@ -30,6 +30,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("model.aux_loss",       "reported"),        # the weight of an additional loss
     ("model.mtp.weight",     "reported"),        # the weight of an additional loss
     ("model.router.bias_rate", "reported"),      # how fast, not where
+    ("model.router.z_loss",  "reported"),        # the weight of an additional loss
     ("model.",               "refused"),
     ("data.cache",           "free"),
     ("data.validate",        "free"),        # evaluated, not trained on

@@ -36,8 +36,8 @@ def reference_identity(run: Run, corpus: Corpus) -> Identity:
     identity = {"version": _VERSION, "data": corpus.key, "seq": run.train.seq}
     if run.model.weights:
         return identity | {"weights": _files_identity(Path(run.model.weights).expanduser())}
-    router = replace(run.model.router, bias_rate=0.0)  # what may change on a resume is no part of it
-    model = replace(run.model, hf=None, dropout=0.0, vocab_multiple=1, aux_loss=0.0, router=router)
+    # What may change on a resume is no part of it.
+    model = replace(run.model, hf=None, dropout=0.0, vocab_multiple=1, aux_loss=0.0, router=run.model.router.form)
     drawn = msgspec.json.encode((model, run.train.seed, run.optim.mup))
     return identity | {"weights": blake2b(drawn, digest_size=16).hexdigest()}
 

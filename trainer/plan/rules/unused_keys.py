@@ -152,7 +152,7 @@ IDLE: dict[str, Condition] = {
     "model.lora.targets":      _is("model.lora.rank", 0),
     "model.mtp.weight":        _is("model.mtp.layers", 0),
     "model.top_k":             _no_experts,
-    **{f"model.router.{key}": _no_router for key in ("score", "normalize", "scale", "groups", "bias")},
+    **{f"model.router.{key}": _no_router for key in ("score", "normalize", "scale", "groups", "bias", "z_loss")},
     "model.router.bias_rate":  _any(_no_router, _is("model.router.bias", False)),
     "model.router.top_groups": _any(_no_router, _is("model.router.groups", 1)),
     "model.expert_ffn":        _no_experts,
