@@ -1,4 +1,4 @@
-"""Benchmark of an optimizer's step on a CPU by how its moments are kept: in float32, in bf16 rounded to nearest, or at random.
+"""Benchmark of an optimizer's step on a CPU by how its moments are kept: in float32, in bf16 rounded to nearest or at random, or in 8 bits.
 
 Run `python -m distrain.scripts.bench_moments [ROUNDS] [THREADS]`. One process steps the weights of a GPT in float32, engine native; the
 ways take turns, and seconds are those of its processors.
@@ -22,7 +22,7 @@ from ..trainer.loop.build import build_engine
 from ..trainer.parallel.process_groups import Grid, make_grid
 from ..trainer.parallel.world import join_ranks
 from ..trainer.plan.mesh_position import mesh_position
-from ..trainer.plan.native.optimizer_step import ROUNDED_STEPS
+from ..trainer.plan.native.optimizer_step import ROUNDED_STEPS, rounding_of
 from ..trainer.plan.plan import make_plan
 from ..trainer.spec.run import Run
 from .show_help import show_help
@@ -35,12 +35,14 @@ WAYS = {
     "AdamW": ("optim.name=adamw",),
     "AdamW, bf16 at random": ("optim.name=adamw", "optim.moments=bf16"),
     "AdamW, bf16 to nearest": ("optim.name=adamw", "optim.moments=bf16", "optim.rounding=nearest"),
+    "AdamW, 8 bits": ("optim.name=adamw", "optim.moments=int8"),
     "SGD": (
         "optim.name=sgd",
         "optim.momentum=0.9",
     ),
     "SGD, bf16 at random": ("optim.name=sgd", "optim.momentum=0.9", "optim.moments=bf16"),
     "SGD, bf16 to nearest": ("optim.name=sgd", "optim.momentum=0.9", "optim.moments=bf16", "optim.rounding=nearest"),
+    "SGD, 8 bits": ("optim.name=sgd", "optim.momentum=0.9", "optim.moments=int8"),
 }
 
 
@@ -65,7 +67,7 @@ def main() -> None:
     print(f"{'':<28}{'step':>10}{'ns/element':>12}{'ratio':>8}{'planned':>9}")
     for name, seconds in found.items():
         own, optim = median(seconds), runs[name].optim
-        planned = f"{ROUNDED_STEPS[optim.name, optim.rounding]:>9.1f}" if optim.moments == "bf16" else ""
+        planned = f"{ROUNDED_STEPS[optim.name, rounding_of(optim)]:>9.1f}" if optim.moments != "fp32" else ""
         print(f"{name:<28}{1e3 * own:>7.1f} ms{1e9 * own / elements:>12.2f}{own / median(found['AdamW']):>8.2f}{planned}")
 
 

@@ -28,7 +28,15 @@ class Synonym:
 TOP_LEVEL_ONLY = ("optimizer",)  # names that are also the last part of a key of ours, so they match only without a section
 YES = {"true": "true", "false": "false"}
 OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "AdamW": "adamw", "muon": "muon"}
-MOMENTS = {"fp32": "fp32", "bf16": "bf16", "float32": "fp32", "bfloat16": "bf16", "torch.float32": "fp32", "torch.bfloat16": "bf16"}
+MOMENTS = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "int8": "int8",
+}
 LR_SCHEDULE_SYNONYMS = {each: each for each in ("constant", "linear", "cosine", "wsd")}
 DECAYS = {**LR_SCHEDULE_SYNONYMS, "WSD": "wsd", "warmup_stable_decay": "wsd", "constant_with_warmup": "constant"}
 PRECISION_SYNONYMS = {
@@ -75,6 +83,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("wd", "optim.weight_decay"),
     _row("exp_avg_dtype exp_avg_sq_dtype", "optim.moments", "of all moments", MOMENTS),
     _row("bf16_optimizer_states", "optim.moments", "weights that are stepped stay fp32", {"true": "bf16", "false": "fp32"}),
+    _row("use_8bit_adam adam_8bit use_8bit_optimizer optim_bits", "optim.moments", "", {"true": "int8", "8": "int8", "32": "fp32"}),
     _row("use_precision_aware_optimizer", "optim.moments", "bf16 or fp32: the type of all moments", {"false": "fp32"}),
     _row("max_grad_norm gradient_clipping clip_grad grad_clip gradient_clip_val clip_grad_norm grad_norm_clip max_norm", "train.clip",
          "global norm of the gradients"),
@@ -169,6 +178,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("moe_router_enable_expert_bias e_score_correction_bias", "model.router.bias", "", YES),
     _row("moe_router_bias_update_rate", "model.router.bias_rate"),
     _row("moe_intermediate_size moe_ffn_hidden_size", "model.expert_ffn"),
+    _row("moe_z_loss_coeff router_z_loss_coef router_z_loss_coeff moe_zloss_weight z_loss_coef", "model.router.z_loss"),
     _row("moe_aux_loss_coeff router_aux_loss_coef", "model.aux_loss"),
     _row("mtp_num_layers num_nextn_predict_layers num_mtp_layers mtp_layers nextn_predict_layers", "model.mtp.layers"),
     _row("mtp_loss_scaling_factor mtp_loss_weight mtp_loss_coeff", "model.mtp.weight", "Megatron-LM's default is 0.1"),

@@ -135,7 +135,7 @@ def proof_closing(proof: Proof, result: ProofResult, *, reasons: bool) -> str:
 def _tolerance_sentence(result: ProofResult) -> str:
     tolerance, share = result.tolerance, result.weight_tolerance_share
     if tolerance.weights == float("inf"):
-        weights = "weights are not judged in half precision"
+        weights = "weights are not judged in half precision or with moments in 8 bits"
     else:
         weights = f"weights within {tolerance.weights:.1e}" + (f" ({share:.0%} of the learning rates added up)" if share else "")
     return f"same: loss within {tolerance.loss:.1e} nats a token, gradient norm within {tolerance.norm:.1e} (relative), {weights}"

@@ -23,7 +23,8 @@ WIDTHS = ((2, 2), (2, 4), (4, 4))  # bytes of the weights that forward uses, of 
 ROUNDINGS = ("nearest", "stochastic")
 PRECISIONS = ("fp32", "bf16")
 
-FIRST_ENGINE = len(WIDTHS) + len(ROUNDINGS)  # of the answers
+QUANTIZED = len(WIDTHS) + len(ROUNDINGS)  # of the answers
+FIRST_ENGINE = QUANTIZED + 1
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def answers() -> list[dict[str, Any]]:
     known = {**os.environ, **INDUCTOR, **alone, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0"}
     done = subprocess.run([sys.executable, str(PROGRAM)], env=known, capture_output=True, text=True, timeout=DEADLINE)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == len(WIDTHS) + len(ROUNDINGS) + len(PRECISIONS) + 1, done.stderr[-3000:]
+    assert len(lines) == len(WIDTHS) + len(ROUNDINGS) + len(PRECISIONS) + 3, done.stderr[-3000:]
     return lines
 
 
@@ -71,6 +72,22 @@ def test_moments_in_bf16_are_rounded_in_the_same_kernel(rounding: str, answers: 
     assert found["compiled"] == (3 if rounding == "stochastic" else 2)
     assert found["apart"] <= 1e-6
     assert found["differing"] <= 1e-3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the compiler is found on Linux")
+def test_moments_in_8_bits_are_quantized_in_the_compiled_step(answers: list[dict[str, Any]]) -> None:
+    """A skipped step changes no bit. With the norm the plan counts 18.06 bytes."""
+    found = answers[QUANTIZED]
+    assert set(found["kernels"]) == {1}
+    assert found["apart"] <= 1e-6
+    assert found["differing"] <= 1e-3
+    assert step_moves(2, 2, 2 + 8 / 256, one_kernel=True) == 18 + 16 / 256
+
+
+def test_engine_native_quantizes_moments_alike_in_one_kernel_and_in_parts(answers: list[dict[str, Any]]) -> None:
+    found = answers[FIRST_ENGINE + len(PRECISIONS)]
+    assert found["skipped"] == [1, 1]
+    assert found["differing"]["kernel"] <= 0.01
 
 
 def test_engine_native_rounds_moments_alike_in_one_kernel_in_parts_and_on_the_host(answers: list[dict[str, Any]]) -> None:

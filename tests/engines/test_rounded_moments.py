@@ -11,17 +11,25 @@ torch = pytest.importorskip("torch")
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.rounded_states import RoundedOptimizer, round_moment  # noqa: E402
+from distrain.trainer.engines.held_bytes import tensors_in  # noqa: E402
 from distrain.trainer.engines.native.data_parallel import worker_average  # noqa: E402
 from distrain.trainer.engines.native.muon import MuonStep  # noqa: E402
 from distrain.trainer.engines.native.rounded_moments import MOMENTUM, MomentRounding, step_adamw, step_sgd  # noqa: E402
+from distrain.trainer.engines.quantized_moment import QuantizedMoment  # noqa: E402
 from distrain.trainer.loop.reference_curves.reference_run import plain_optimizer  # noqa: E402
 
 NAME, ROWS, COLUMNS = "weight", 6, 50
 
 
+ROUNDINGS = ("nearest", "stochastic", "int8")
+
+
 def run_of(name: str, rounding: str) -> Any:
     muon = SimpleNamespace(momentum=0.9, nesterov=True)
-    optim = SimpleNamespace(name=name, rounding=rounding, lr=0.5, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1, momentum=0.9, muon=muon)
+    moments, rounding = ("int8", "stochastic") if rounding == "int8" else ("bf16", rounding)
+    optim = SimpleNamespace(
+        name=name, moments=moments, rounding=rounding, lr=0.5, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1, momentum=0.9, muon=muon
+    )
     return SimpleNamespace(train=SimpleNamespace(seed=3), optim=optim)
 
 
@@ -35,12 +43,21 @@ class OneWeight:
         self.pieces = [SimpleNamespace(row=SimpleNamespace(shard=shard), start=0, offset=0, length=ROWS * COLUMNS)]
 
 
+def kept_values(held: Any) -> Any:
+    return held.widen_part(0, ROWS * COLUMNS) if isinstance(held, QuantizedMoment) else held.float()
+
+
+def differing_share(found: Any, expected: Any) -> float:
+    """The share of numbers that are rounded otherwise: neighbours are 4e-3 apart in bf16, and 7e-3 of the largest of a block in 8 bits."""
+    return float(((found - expected).abs() > 1e-4 * expected.abs()).float().mean())
+
+
 def gradients() -> list[Any]:
     draw = torch.Generator().manual_seed(1)
     return [torch.randn(ROWS, COLUMNS, generator=draw) for _ in range(4)]
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_part_steps_as_the_optimizer_of_few_lines(name: str, rounding: str) -> None:
     """At a rate at which a rounded moment's step would be a thousandth off; all moments are equal."""
@@ -63,21 +80,22 @@ def test_a_part_steps_as_the_optimizer_of_few_lines(name: str, rounding: str) ->
         state["step"] += 1
     assert torch.allclose(bucket.master, module[NAME].flatten(), rtol=0, atol=2e-6)
     for (kind, _), moment in plain.moments().items():
-        assert (state[kind].float() != moment.flatten()).float().mean() < 0.02
+        assert differing_share(kept_values(state[kind]), moment.flatten()) < 0.02
     with torch.no_grad():
-        before, kept = bucket.master.clone(), [each.clone() for each in state.values()]
+        before, kept = bucket.master.clone(), [each.clone() for each in tensors_in(state)]
         if name == "adamw":  # nothing changes where a number is not finite
             for part in rounded.parts(bucket, state["step"] + 1, 64):
                 own = torch.full_like(bucket.master.data[part.place], torch.inf)
                 step_adamw(part, bucket.master.data, own, state, group, divisor=divisor, skip=torch.tensor(1.0))
             assert torch.equal(bucket.master, before)
-            assert all(torch.equal(one, other) for one, other in zip(state.values(), kept, strict=True))
+            assert all(torch.equal(one, other) for one, other in zip(tensors_in(state), kept, strict=True))
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_the_optimizer_of_simulated_curves_rounds_as_that_of_few_lines(name: str, rounding: str) -> None:
-    words = (f"optim.name={name}", "optim.momentum=0.9", f"optim.rounding={rounding}", "optim.moments=bf16", "optim.lr=0.5")
+    kept = ("optim.moments=int8",) if rounding == "int8" else (f"optim.rounding={rounding}", "optim.moments=bf16")
+    words = (f"optim.name={name}", "optim.momentum=0.9", *kept, "optim.lr=0.5")
     run = load_recipe("quickstart", words)
     values = torch.ones(ROWS, COLUMNS)
     module, weights = torch.nn.ParameterDict({NAME: values.clone()}), {NAME: torch.nn.Parameter(values.clone())}
@@ -88,30 +106,31 @@ def test_the_optimizer_of_simulated_curves_rounds_as_that_of_few_lines(name: str
         optimizer.step()
     for (kind, _), moment in plain.moments().items():
         found = optimizer.state[weights[NAME]][kind]
-        assert torch.equal(found, found.bfloat16().float())
-        assert (found != moment).float().mean() < 0.02
+        assert rounding == "int8" or torch.equal(found, found.bfloat16().float())
+        assert differing_share(found, moment) < 0.02
     assert torch.allclose(weights[NAME], module[NAME], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "int8"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muons_update_is_that_of_momenta_before_they_are_rounded(nesterov: bool) -> None:
-    run = run_of("muon", "stochastic")
+def test_muons_update_is_that_of_momenta_before_they_are_rounded(nesterov: bool, rounding: str) -> None:
+    run = run_of("muon", rounding)
     run.optim.muon.nesterov = nesterov
     bucket: Any = OneWeight(torch.ones(ROWS, COLUMNS), matrices=True)
     optimizer: Any = SimpleNamespace(state={bucket.master: {}})
-    rounding = MomentRounding(run)
-    rounding.make_states(optimizer, [bucket])
+    rounded = MomentRounding(run)
+    rounded.make_states(optimizer, [bucket])
     step: Any = SimpleNamespace(_states=optimizer.state | {bucket: optimizer.state[bucket.master]}, _optim=run.optim)
     momentum = torch.zeros(ROWS, COLUMNS)
     for taken, gradient in enumerate(gradients(), start=1):
         momentum = momentum + 0.1 * (gradient - momentum)
         expected = gradient + 0.9 * (momentum - gradient) if nesterov else momentum
-        found = MuonStep._update_in_parts(step, rounding, bucket, gradient.flatten().clone())
+        found = MuonStep._update_in_parts(step, rounded, bucket, gradient.flatten().clone())
         assert torch.allclose(found, expected.flatten(), rtol=0, atol=1e-6)
         momentum = round_moment(run, NAME, momentum, taken, 0)
-        momentum = torch.where(optimizer.state[bucket.master][MOMENTUM].view_as(momentum) == momentum, momentum, torch.nan)
-        assert momentum.isnan().float().mean() < 0.02
-        momentum = optimizer.state[bucket.master][MOMENTUM].float().view_as(momentum)
+        found = kept_values(optimizer.state[bucket.master][MOMENTUM]).view_as(momentum)
+        assert differing_share(found, momentum) < 0.02
+        momentum = found
 
 
 def test_workers_average_moments_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def reference_curve(words: tuple[str, ...], left_out: frozenset[int] = frozenset
 
 
 def reference_moments(words: tuple[str, ...]) -> dict[tuple[str, str], Tensor]:
-    """The moments in bf16 after the run's last step, by their kind in checkpoints and the weight's logical name."""
+    """The moments in bf16 or 8 bits after the run's last step, by their kind in checkpoints and the weight's logical name."""
     return _train(words, frozenset()).moments
 
 
@@ -41,7 +41,7 @@ def reference_further_losses(words: tuple[str, ...]) -> list[float]:
 
 
 class Trained(NamedTuple):
-    """What one process trains: its losses, norms, losses of further tokens, moments in bf16."""
+    """What one process trains: its losses, norms, losses of further tokens, moments in bf16 or 8 bits."""
 
     losses: list[float]
     norms: list[float]
@@ -70,7 +70,7 @@ def _train(words: tuple[str, ...], left_out: frozenset[int]) -> Trained:
         _step_biases(run, module, skip=step in left_out)
         losses.append(loss.item())
         further += [float(each) for each in further_means(module, batches, step, run)]
-    return Trained(losses, norms, further, optimizer.moments() if run.optim.moments == "bf16" else {})
+    return Trained(losses, norms, further, optimizer.moments() if run.optim.moments != "fp32" else {})
 
 
 def further_means(module: nn.Module, batches: Batches, step: int, run: Run) -> list[Tensor]:
@@ -91,7 +91,7 @@ def _step_biases(run: Run, module: nn.Module, *, skip: bool) -> None:
 def plain_optimizer(run: Run, module: nn.Module) -> Any:
     if run.optim.name == "muon":
         return TorchMuon(run, module)
-    if run.optim.moments == "bf16":
+    if run.optim.moments != "fp32":
         return RoundedOptimizer(run, module)
     if run.optim.mup:
         return torch.optim.AdamW(list(_mup_groups(run, module)), lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)

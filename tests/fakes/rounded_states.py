@@ -1,4 +1,5 @@
-"""The reference of moments in bfloat16: AdamW and SGD in a few lines of plain torch, and random bits in numpy, which wraps as C does."""
+"""The reference of moments in bfloat16 and in 8 bits: AdamW and SGD in a few lines of plain torch, and in numpy random bits, which wrap as
+C does, and codes."""
 
 from __future__ import annotations
 
@@ -39,9 +40,31 @@ def random_bits(seed: int, name: str, step: int, rows: int, columns: int) -> NDA
     return x ^ (x >> np.uint32(15))
 
 
+def dynamic_numbers(*, signed: bool) -> NDArray[np.float32]:
+    """The 256 numbers of the dynamic data type (arXiv:2110.02861 section 1.3): 0, 1 and the centres of parts of each decade."""
+    parts = [(10.0 ** (decade - 6), 2 ** (decade + (not signed))) for decade in range(7)]
+    centres = np.concatenate([size * (edges[1:] + edges[:-1]) / 2 for size, many in parts for edges in [np.linspace(0.1, 1, many + 1)]])
+    return np.sort(np.concatenate([centres, -centres if signed else [], [0, 1]])).astype(np.float32)
+
+
+def quantize_moment(value: Tensor, *, signed: bool) -> Tensor:
+    """A tensor as 8 bits keep it: in blocks of 256 the number that is nearest to an element's share of the one furthest from 0. A number
+    above 0 without a sign never becomes 0."""
+    numbers, found = dynamic_numbers(signed=signed), []
+    for block in value.detach().flatten().split(256):
+        scale = block[block.abs().argmax()]
+        shares = (block / scale if scale.abs() >= 2.0**-100 else torch.zeros_like(block)).numpy()
+        nearest = np.abs(shares[:, None] - numbers[None]).argmin(1)
+        kept = nearest if signed else np.where(shares > 0, np.maximum(nearest, 1), 0)
+        found.append(torch.from_numpy(numbers[kept]) * scale)
+    return torch.cat(found).view(value.shape)
+
+
 def round_moment(run: Run, name: str, value: Tensor, step: int, half: int) -> Tensor:
-    """A whole tensor's moment as bfloat16 keeps it, in float32: between two neighbours the upper one, in absolute value, where 16 random
-    bits, as a share of 2^16, are at least what is missing to it."""
+    """A whole tensor's moment as it is kept, in float32. In bfloat16 it is between two neighbours the upper one, in absolute value, where
+    16 random bits, as a share of 2^16, are at least what is missing to it. Of AdamW's moments the second is number 1."""
+    if run.optim.moments == "int8":
+        return quantize_moment(value, signed=half == 0)
     if run.optim.rounding == "nearest":
         return value.bfloat16().float()
     bits = random_bits(run.train.seed, name, step, value.numel() // value.shape[-1], value.shape[-1])

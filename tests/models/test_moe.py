@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +122,24 @@ CHANGES = pytest.mark.parametrize(
 
 @CHANGES
 def test_a_layer_matches_the_written_out_formulas(changes: dict[str, Any]) -> None:
-    run = run_of(**changes, model__aux_loss=0.1)
+    router = changes.get("model__router", Router())
+    run = run_of(**changes | {"model__router": replace(router, z_loss=0.3)}, model__aux_loss=0.1)
     layer = module_of(run).layers["1"]
     x = torch.randn(B, S, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    routed, imbalances, *_ = layer.mixture(x)
+    routed, losses, *_ = layer.mixture(x)
     output = routed if layer.shared is None else routed + layer.shared(x)
     weights = {**dict(layer.named_parameters()), **dict(named_constants(layer))}
     rows = [written_out(run, weights, sequence) for sequence in x]
     expected, expected_imbalances = (torch.stack(each) for each in zip(*rows, strict=True))
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(imbalances, expected_imbalances, rtol=1e-12, atol=0)
+    log_sums = (x @ layer.router.weight).logsumexp(-1)
+    expected_losses = 0.1 * expected_imbalances + 0.3 * (log_sums * log_sums).mean(1)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=0)
     inputs = [x, *(each for name, each in layer.named_parameters() if name.startswith(("router", "experts", "shared")))]
     weights = torch.randn(output.shape, dtype=torch.float64)
     ours, theirs = (
         torch.autograd.grad((values * weights).sum() + each.sum(), inputs, retain_graph=True)
-        for values, each in ((output, imbalances), (expected, expected_imbalances))
+        for values, each in ((output, losses), (expected, expected_losses))
     )
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)

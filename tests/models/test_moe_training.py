@@ -31,14 +31,16 @@ MOE, MLA = ("model=tiny_moe", "model.layers=2"), ("model=tiny_mla", "model.layer
 YARN = "model.rope={type: yarn, factor: 4, original_max_position_embeddings: 16, mscale: 1.0, mscale_all_dim: 0.7}"
 CURVES = {
     "as it is":   MOE,
-    "balanced":   (*MOE, "model.aux_loss=0.3", "model.shared_experts=1", "model.layers=4", "model.dense_layers=2"),
+    "balanced":   (*MOE, "model.aux_loss=0.3", "model.router.z_loss=0.1", "model.shared_experts=1", "model.layers=4",
+                   "model.dense_layers=2"),
     "small room": (*MOE, "model.aux_loss=0.3", "model.capacity=1.0", "model.dropout=0.1"),
     "plain":      (*MOE, "model.aux_loss=0.3", "model.router={normalize: false, scale: 4.0}", "model.qk_norm=true",
                    "model.qk_norm_over=all", "model.norm_place=both"),
     "sigmoid":    (*MOE, "model.aux_loss=0.3", "model.experts=8", "model.top_k=3", "train.steps=3",
-                   "model.router={score: sigmoid, scale: 2.5, groups: 4, top_groups: 2, bias: true, bias_rate: 0.003}"),
+                   "model.router={score: sigmoid, scale: 2.5, groups: 4, top_groups: 2, bias: true, bias_rate: 0.003, z_loss: 0.1}"),
     "half turned": (*MOE, "model.rope_share=0.5", "model.qkv_bias=true", "model.qk_norm=true", "model.layers=3", "model.dense_layers=1",
-                   "model.shared_experts=1", "model.experts=8", "model.router={score: sigmoid, scale: 2.5, bias: true, bias_rate: 0.003}"),
+                   "model.shared_experts=1", "model.experts=8",
+                   "model.router={score: sigmoid, scale: 2.5, bias: true, bias_rate: 0.003, z_loss: 0.3}"),
     "latent":     MLA,
     "latent keys": (*MLA, "model.q_lora_rank=0", "model.layers=3", "model.dense_layers=1", "model.dropout=0.1"),
     "stretched":  (*MLA, YARN, "model.heads=6"),
@@ -135,7 +137,7 @@ def test_ranks_hold_the_planned_bytes(train_ranks: Any, row: tuple[str, int, str
         if run.parallel.zero != 3:
             assert held["weights"] == planned.weights
         if run.parallel.ep == run.parallel.pp == 1 and run.model.capacity is None and run.parallel.recompute == "none":
-            counts = 8 * run.train.microbatch if run.model.aux_loss and run.parallel.cp == 1 else 0  # labels of each sequence
+            counts = 8 * run.train.microbatch if run.model.adds_router_loss and run.parallel.cp == 1 else 0  # labels of each sequence
             assert held["activations"] == planned.activations + planned.logits + counts
 
 

@@ -87,6 +87,7 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("model.router.top_groups", 2, "model.router.groups=1", MOE, MOE | {"model.router.groups": 2}),
     ("model.router.top_groups", 2, "model.family=gpt", {}, LATENT_MOE | {"model.router.groups": 2}),
     ("model.router.bias", True, "model.family=gpt", {}, MOE),
+    ("model.router.z_loss", 0.001, "model.family=gpt", {}, MOE),
     ("model.router.bias_rate", 0.001, "model.router.bias=false", MOE, MOE | {"model.router.bias": True}),
     ("model.router.bias_rate", 0.001, "model.family=gpt", {"model.router.bias": True}, MOE | {"model.router.bias": True}),
     ("model.expert_ffn", 64, "model.family=gpt", {}, MOE),

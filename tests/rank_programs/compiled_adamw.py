@@ -17,8 +17,10 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from distrain.cli.config.load import load_recipe
+from distrain.trainer.engines.held_bytes import tensors_in
 from distrain.trainer.engines.native import host_optimizer
-from distrain.trainer.engines.native.adamw_kernel import Step, adamw, compiled_adamw
+from distrain.trainer.engines.native.adamw_kernel import Step, adamw, adamw_in_blocks, compiled_adamw
+from distrain.trainer.layers.block_quantization import code_numbers, code_tables
 from distrain.trainer.layers.stochastic_rounding import column_words, row_words, tensor_key
 from distrain.trainer.loop.build import build_engine
 from distrain.trainer.parallel.process_groups import make_grid
@@ -29,7 +31,7 @@ from distrain.trainer.plan.plan import make_plan
 BETA1, BETA2, EPS, DECAY, LR = 0.9, 0.95, 1e-8, 0.1, 1e-2
 LENGTHS, STEPS = (1000, 4099), 4
 SHAPES = ((20, 48), (1, 300), (64, 10), (37, 112))
-BYTES = {"float": 4, "int32_t": 4, "at::BFloat16": 2}
+BYTES = {"float": 4, "int32_t": 4, "at::BFloat16": 2, "uint8_t": 1}
 
 
 def train(compute: torch.dtype, reduced: torch.dtype) -> dict[str, Any]:
@@ -90,6 +92,32 @@ def train_rounded(rounding: str) -> dict[str, Any]:
     return {"apart": apart, "differing": max(differing), "compiled": compiled, "graphs": [moved_bytes(code) for code in codes]}
 
 
+def train_quantized() -> dict[str, Any]:
+    """Step weights in bf16 with moments in 8 bits, by the compiled kernel and as it is written: how far weights are apart, the share of
+    codes and scales that differ, and what the compiler made."""
+    torch._dynamo.reset()
+    step = compiled_adamw(BETA1, BETA2, EPS, in_blocks=True)
+    written: Step = adamw_in_blocks
+    tables = [code_tables(torch.device("cpu"), signed=signed) for signed in (True, False)]
+    draw, blocks = torch.Generator().manual_seed(9), 9
+    weight, zero = torch.randn(256 * blocks, generator=draw), code_numbers(signed=True).index(0.0)
+    codes = [torch.full((256 * blocks,), code, dtype=torch.uint8) for code in (zero, 0)]
+    states = [weight, weight.bfloat16(), *codes, torch.zeros(blocks), torch.zeros(blocks)]
+    plain = [each.clone() for each in states]
+    for number in range(STEPS):
+        gradient = torch.randn(256 * blocks, generator=draw).bfloat16()
+        numbers = [torch.tensor(each) for each in (3.0, float(number != 1), LR, 0.5, 1 - LR * DECAY)]
+        before = [each.clone() for each in states]
+        _, code = run_and_get_code(step, *states[:2], gradient, *states[2:], *tables, *numbers)
+        written(*plain[:2], gradient, *plain[2:], *tables, *numbers, BETA1, BETA2, EPS)
+        if number == 1:
+            assert all(torch.equal(one, other) for one, other in zip(before, states, strict=True)), "a skipped step changes nothing"
+    apart = float((states[0] - plain[0]).abs().max())
+    differing = [float((one != other).double().mean()) for one, other in zip(states[2:], plain[2:], strict=True)]
+    kernels = [moved_bytes(each)["kernels"] for each in code]
+    return {"apart": apart, "differing": max(differing), "kernels": kernels}
+
+
 def moved_bytes(code: str) -> dict[str, Any]:
     """The kernels of some generated C++, and the bytes that their vector loops load and store for each element. Numbers without dims are
     loaded otherwise, and not counted."""
@@ -126,21 +154,21 @@ def engine_states(precision: str, moments: str, how: str) -> tuple[list[torch.Te
         engine.step(lambda index: (tokens, tokens, {}), LR / (1 + number), 8)  # noqa: B023
         if hook:
             hook.remove()
-    states = [state for bucket in engine.buckets for state in engine.optimizer.state[bucket.master].values()]
+    states = [each for bucket in engine.buckets for each in tensors_in(engine.optimizer.state[bucket.master])]
     weights = [each.float().clone() for bucket in engine.buckets for each in (bucket.master.data, bucket.weights)]
     host, stepped = engine.bucket_optimizer.host, sum(bucket.master.numel() for bucket in engine.buckets)
     return weights + states, engine.skipped_steps, [stepped, host.to_host.bytes, host.to_device.bytes] if host else []
 
 
 def compare_engines(precision: str, moments: str) -> dict[str, Any]:
-    """How far the ways to step are from torch's fused AdamW, and the share of bf16 moments that differ."""
+    """How far the ways to step are from torch's fused AdamW, and the share of bf16 moments or of codes that differ."""
     plain, skipped, _ = engine_states(precision, moments, "fused")
     found: dict[str, Any] = {"precision": precision, "tensors": len(plain), "skipped": [skipped], "apart": {}, "differing": {}}
-    for how in ("kernel", "host"):
+    for how in ("kernel",) if moments == "int8" else ("kernel", "host"):
         states, skipped, found["copied"] = engine_states(precision, moments, how)
         found["skipped"].append(skipped)
-        found["apart"][how] = max(float((one - other).abs().max()) for one, other in zip(plain, states, strict=True))
-        rounded = [(one != other).flatten() for one, other in zip(plain, states, strict=True) if one.dtype == torch.bfloat16]
+        found["apart"][how] = max(float((one.float() - other.float()).abs().max()) for one, other in zip(plain, states, strict=True))
+        rounded = [(one != other).flatten() for one, other in zip(plain, states, strict=True) if one.dtype in (torch.bfloat16, torch.uint8)]
         found["differing"][how] = float(torch.cat(rounded).double().mean()) if rounded else None
     return found
 
@@ -151,8 +179,9 @@ if __name__ == "__main__":
         print(json.dumps(train(*(getattr(torch, word) for word in words))), flush=True)
     for rounding in ("nearest", "stochastic"):
         print(json.dumps(train_rounded(rounding)), flush=True)
+    print(json.dumps(train_quantized()), flush=True)
     host_optimizer.PART = 1000  # of pieces of 7,000, of buckets of up to 30,000 elements
     vars(host_optimizer)["PIECE"] = 7000
-    for precision, moments in (("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16")):
+    for precision, moments in (("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "int8"), ("fp32", "bf16")):
         print(json.dumps(compare_engines(precision, moments)), flush=True)
     os._exit(0)

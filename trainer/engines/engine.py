@@ -187,8 +187,7 @@ class Engine(ABC):
             if not has(each.shard.name):
                 continue
             each.weight.copy_(read(each.shard, "weight", each.start, each.length))
-            for kind, held in each.states():
-                held.copy_(read(each.shard, kind, each.start, each.length))
+            each.load_states(lambda kind, each=each: read(each.shard, kind, each.start, each.length))  # type: ignore[misc]
             if each.error is not None:
                 each.error.copy_(read(each.shard, ERROR, each.start, each.length))
             if "step" in each.state:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..plan.axes.weight_slices import WeightShard
 from ..plan.layout.workers import OUTER_MOMENTUM
+from .quantized_moment import QuantizedMoment
 
 ERROR = "compression_error"  # the kind of errors in checkpoints
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", OUTER_MOMENTUM)  # tensors that optimizers keep for each element
@@ -50,11 +51,22 @@ class OptimizerShard:
     error: Tensor | None = None
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (kind, flat view) of each state."""
+        """Yield (kind, flat view) of each state, or a copy that is widened in the host's memory where it is kept in 8 bits."""
         for kind in STATES:
             held = self.state.get(kind)
             if isinstance(held, Tensor):
                 yield kind, held.view(-1).narrow(0, self.offset, self.length)
+            elif isinstance(held, QuantizedMoment):
+                yield kind, held.widen_part(self.offset, self.length)
+
+    def load_states(self, read: Callable[[str], Tensor]) -> None:
+        """Give each state the flat elements that `read` returns of its kind."""
+        for kind in STATES:
+            held = self.state.get(kind)
+            if isinstance(held, Tensor):
+                held.view(-1).narrow(0, self.offset, self.length).copy_(read(kind))
+            elif isinstance(held, QuantizedMoment):
+                held.keep_part(self.offset, read(kind))
 
 
 def whole_parameter(row: RankParameter, optimizer: torch.optim.Optimizer) -> OptimizerShard:

@@ -108,7 +108,7 @@ def _workers_alone(context: CostContext, layout: Layout, cost: LayoutCost, throu
 def _stalled_moments(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     """Rounded to nearest, a moment whose decay in a step is less than half of bfloat16's spacing does not decay."""
     optim = context.run.optim
-    if optim.moments == "fp32" or optim.rounding != "nearest":
+    if optim.moments != "bf16" or optim.rounding != "nearest":
         return
     first, second = optim.betas
     decays = {"adamw": (("optim.betas", first), ("optim.betas", second)), "sgd": (("optim.momentum", optim.momentum),)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..spec.derived.batch_levels import levels_of_run
 from ..spec.derived.data_blends import tokens_of_sources, tokens_of_stages
-from .costs.checkpoint import saved_width
+from .costs.checkpoint import saved_width, spared_width
 from .costs.cost_context import CostContext
 from .gpu_hours_cost import gpu_hours_cost
 from .layout.layout import Layout
@@ -33,7 +33,7 @@ def plan_whole_run(context: CostContext, layout: Layout, seconds: StepSeconds | 
         days=total / 86400 if total is not None else None,
         cost=gpu_hours_cost(run.cluster, total) if total is not None else None,
         checkpoint_bytes=context.trained_parameters * saved_width(context)
-        - context.spared_bytes
+        - context.spared_elements * spared_width(context)
         + (context.layers + context.table.modules) * context.layer_constants
         + errors,
         mfu=flops / (peak * context.world * total) if peak and total else None,

@@ -31,6 +31,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("model.aux_loss",       "reported"),        # the weight of an additional loss
     ("model.mtp.weight",     "reported"),        # the weight of an additional loss
     ("model.router.bias_rate", "reported"),      # how fast, not where
+    ("model.router.z_loss",  "reported"),        # the weight of an additional loss
     ("model.",               "refused"),
     ("data.cache",           "free"),
     ("data.validate",        "free"),        # evaluated, not trained on
@@ -131,8 +132,9 @@ class Changes:
         if self.reported:
             yield f"changed since step {step}: {', '.join(each.text for each in self.reported)}"
         if any(each.key == MOMENTS_KEY for each in self.reported):
-            narrower = next(each.now == "bf16" for each in self.reported if each.key == MOMENTS_KEY)
-            yield f"the checkpoint's optimizer moments are {'rounded to the nearest bf16' if narrower else 'widened to fp32'}"
+            now = next(each.now for each in self.reported if each.key == MOMENTS_KEY)
+            says = {"fp32": "widened to fp32", "bf16": "rounded to the nearest bf16", "int8": "quantized to 8 bits"}[now]
+            yield f"the checkpoint's optimizer moments are {says}"
         if self.accepted:
             yield f"changed since step {step}, as checkpoint.accept allows: {', '.join(each.text for each in self.accepted)}"
         if self.other_data:

@@ -2,20 +2,23 @@
 
 It reads the gradient, in its own type, both states and the float32 weight, and writes the states, the weight, and the narrower weight that
 forward uses: 28 bytes an element in bf16, where a cast, torch's fused AdamW and a copy move 44. Clipping and skipping are numbers on the
-device. States in bfloat16 are widened and rounded in it: with random bits it makes them from words of each row and of each column.
+device. States in bfloat16 are widened and rounded in it: with random bits it makes them from words of each row and of each column. States
+in 8 bits are widened and quantized in it, block by block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...layers.block_quantization import CodeTables, code_tables, quantize_blocks, widen_blocks
 from ...layers.stochastic_rounding import round_at_random, words_at
+from ...plan.costs.precision import MOMENT_BLOCK
 from ..rank_parameter import optimizer_state
 from .rounded_moments import MOMENT_DTYPE, MomentPart, MomentRounding
 
@@ -45,13 +48,8 @@ def adamw(
     lr / (1 - beta1^t), `root` is sqrt(1 - beta2^t), `kept` is 1 - lr x weight decay (arXiv:1711.05101 algorithm 2). With words of `rows`
     [R, 2] and `columns` [C], N = R x C, bfloat16 states are rounded at random (layers/stochastic_rounding.py).
     """
-    steps = keep > 0
-    g = gradient.to(torch.float32) / divisor
-    old_mean, old_square = mean.to(torch.float32), square.to(torch.float32)
-    m = old_mean + (1 - beta1) * (g - old_mean)
-    v = beta2 * old_square + (1 - beta2) * g * g
-    w = weight * kept - rate * m / (v.sqrt() / root + eps)
-    stepped, m, v = torch.where(steps, w, weight), torch.where(steps, m, old_mean), torch.where(steps, v, old_square)
+    both = mean.to(torch.float32), square.to(torch.float32)
+    stepped, m, v = _stepped(weight, gradient, *both, (divisor, keep, rate, root, kept), (beta1, beta2, eps))
     if rows is not None and columns is not None:
         place = torch.arange(weight.numel(), device=weight.device)
         bits = words_at(rows, columns, place)
@@ -63,14 +61,64 @@ def adamw(
         copy.copy_(stepped)
 
 
+def adamw_in_blocks(
+    weight: Tensor,
+    copy: Tensor | None,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    mean_scales: Tensor,
+    square_scales: Tensor,
+    signed: CodeTables,
+    unsigned: CodeTables,
+    divisor: Tensor,
+    keep: Tensor,
+    rate: Tensor,
+    root: Tensor,
+    kept: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """Step weight [N] as `adamw` does, with states in 8 bits: codes, uint8 [N], and scales, float32 [B], of blocks of N / B elements. The
+    codes of means are `signed`, those of squares not."""
+    both = widen_blocks(mean, mean_scales, signed), widen_blocks(square, square_scales, unsigned)
+    stepped, m, v = _stepped(weight, gradient, *both, (divisor, keep, rate, root, kept), (beta1, beta2, eps))
+    for value, codes, scales, tables in ((m, mean, mean_scales, signed), (v, square, square_scales, unsigned)):
+        new_codes, new_scales = quantize_blocks(value, len(scales), tables)
+        codes.copy_(new_codes)
+        scales.copy_(new_scales)
+    weight.copy_(stepped)
+    if copy is not None:
+        copy.copy_(stepped)
+
+
+def _stepped(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    numbers: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    fixed: tuple[float, float, float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the stepped weight and float32 states; `numbers` and `fixed` are those of `adamw`, in its order."""
+    (divisor, keep, rate, root, kept), (beta1, beta2, eps) = numbers, fixed
+    steps = keep > 0
+    g = gradient.to(torch.float32) / divisor
+    m = mean + (1 - beta1) * (g - mean)
+    v = beta2 * square + (1 - beta2) * g * g
+    w = weight * kept - rate * m / (v.sqrt() / root + eps)
+    return torch.where(steps, w, weight), torch.where(steps, m, mean), torch.where(steps, v, square)
+
+
 @cache
-def compiled_adamw(beta1: float, beta2: float, eps: float) -> Step:
-    """`adamw` as torch's compiler makes it: one kernel, made for the first tensor's length, and once more for those of any length.
-    Python's numbers are constants of it."""
+def compiled_adamw(beta1: float, beta2: float, eps: float, *, in_blocks: bool = False) -> Step:
+    """`adamw`, or `adamw_in_blocks`, as torch's compiler makes it: one kernel, made for the first tensor's length, and once more for those
+    of any length. Python's numbers are constants of it."""
 
-    kernel: Step = adamw
+    kernel: Step = adamw_in_blocks if in_blocks else adamw
 
-    def step(*given: Tensor | None) -> None:
+    def step(*given: Any) -> None:
         kernel(*given, beta1, beta2, eps)
 
     compiled: Step = torch.compile(step, fullgraph=True)
@@ -103,6 +151,33 @@ def adamw_kernel(
         adamw(*given, beta1, beta2, eps)
 
 
+@torch.library.custom_op("distrain::adamw_in_blocks", mutates_args=("weight", "copy", "mean", "square", "mean_scales", "square_scales"))
+def block_kernel(
+    weight: Tensor,
+    copy: Tensor | None,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    mean_scales: Tensor,
+    square_scales: Tensor,
+    divisor: Tensor,
+    keep: Tensor,
+    rate: Tensor,
+    root: Tensor,
+    kept: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """Run `adamw_in_blocks`: compiled on a GPU for full blocks; as it is written on a CPU, and for the last block of a weight."""
+    tables = (code_tables(weight.device, signed=True), code_tables(weight.device, signed=False))
+    given = (weight, copy, gradient, mean, square, mean_scales, square_scales, *tables, divisor, keep, rate, root, kept)
+    if weight.is_cuda and len(weight) % MOMENT_BLOCK == 0:
+        compiled_adamw(beta1, beta2, eps, in_blocks=True)(*given)
+    else:
+        adamw_in_blocks(*given, beta1, beta2, eps)
+
+
 def has_kernel(
     device: torch.device, copied: torch.dtype, gradient: torch.dtype, rounding: MomentRounding | None, warn: Callable[[str], None]
 ) -> bool:
@@ -111,16 +186,26 @@ def has_kernel(
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     weight, one = torch.zeros(512, device=device), torch.ones((), device=device)
-    mean, square = (torch.zeros_like(weight, dtype=MOMENT_DTYPE if rounding else None) for _ in range(2))
-    copy = None if copied == weight.dtype else weight.to(copied)
-    words = (torch.zeros(8, 2, dtype=torch.int32, device=device), torch.zeros(64, dtype=torch.int32, device=device))
-    rows, columns = words if rounding and rounding.is_random else (None, None)
+    copy, step = None if copied == weight.dtype else weight.to(copied), _trial_step(weight, rounding)
+    numbers = dict.fromkeys(("divisor", "keep", "rate", "root", "kept"), one)
     try:
-        adamw_kernel(weight, copy, weight.to(gradient), mean, square, one, one, one, one, one, rows, columns, 0.9, 0.95, 1e-8)
+        step(weight, copy, weight.to(gradient), **numbers, beta1=0.9, beta2=0.95, eps=1e-8)
     except Exception as error:  # torch's compiler raises many kinds
         warn(f"torch's compiler can't make the optimizer's kernel ({type(error).__name__}): its fused AdamW steps, and moves more bytes")
         return False
     return True
+
+
+def _trial_step(weight: Tensor, rounding: MomentRounding | None) -> Step:
+    """Return the kernel of a run, with states of a few elements."""
+    if rounding and rounding.quantizes:
+        codes, scales = (torch.zeros_like(weight, dtype=torch.uint8) for _ in range(2)), weight[: len(weight) // MOMENT_BLOCK]
+        mean, square = codes
+        return partial(block_kernel, mean=mean, square=square, mean_scales=scales.clone(), square_scales=scales.clone())
+    mean, square = (torch.zeros_like(weight, dtype=MOMENT_DTYPE if rounding else None) for _ in range(2))
+    words = (torch.zeros(8, 2, dtype=torch.int32, device=weight.device), torch.zeros(64, dtype=torch.int32, device=weight.device))
+    rows, columns = words if rounding and rounding.is_random else (None, None)
+    return partial(adamw_kernel, mean=mean, square=square, rows=rows, columns=columns)
 
 
 def step_weight(
@@ -134,10 +219,14 @@ def step_weight(
     state["step"].add_(keep)
     rate, root = lr / (1 - beta1 ** state["step"]), (1 - beta2 ** state["step"]).sqrt()
     kept = torch.full_like(rate, 1 - lr * group["weight_decay"])
-    tensors = (bucket.master.data, bucket.compute_copy, bucket.shard_gradient, state["exp_avg"], state["exp_avg_sq"])
+    moments, stepped = (state["exp_avg"], state["exp_avg_sq"]), (bucket.master.data, bucket.compute_copy, bucket.shard_gradient)
     numbers, fixed = (divisor, keep, rate, root, kept), (beta1, beta2, group["eps"])
     elements = bucket.master.numel()
     whole = [MomentPart(slice(0, elements), None)] if elements else []
-    for place, words in rounding.parts(bucket, state["step"], elements) if rounding else whole:
-        here = [None if each is None else each[place] for each in tensors]
-        adamw_kernel(*here, *numbers, *(words or (None, None)), *fixed)
+    for place, words, blocks in rounding.parts(bucket, state["step"], elements) if rounding else whole:
+        here = [None if each is None else each[place] for each in stepped]
+        if rounding and rounding.quantizes:
+            scales = [each.scales[blocks] for each in moments]
+            block_kernel(*here, *(each.codes[place] for each in moments), *scales, *numbers, *fixed)
+        else:
+            adamw_kernel(*here, *(each[place] for each in moments), *numbers, *(words or (None, None)), *fixed)

@@ -28,10 +28,10 @@ from .rounded_moments import TAKEN, MomentRounding, step_adamw, step_sgd
 class BucketOptimizer:
     """Steps this rank's float32 weights, and gathers those that other ranks step.
 
-    Muon steps buckets of matrices, AdamW those of all other weights. Moments in bfloat16 are stepped part by part (rounded_moments.py).
-    AdamW divides its gradients and skips by itself, from numbers on the device: the host need not wait for the norm. On a GPU it is one
-    kernel a bucket, elsewhere torch's fused one. Where the optimizer is offloaded, the host steps (host_optimizer.py), and waits for the
-    norm.
+    Muon steps buckets of matrices, AdamW those of all other weights. Moments in bfloat16 or 8 bits are stepped part by part
+    (rounded_moments.py). AdamW divides its gradients and skips by itself, from numbers on the device: the host need not wait for the norm.
+    On a GPU it is one kernel a bucket, elsewhere torch's fused one. Where the optimizer is offloaded, the host steps (host_optimizer.py),
+    and waits for the norm.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BucketOptimizer:
             decay = run.optim.weight_decay * divisor if decays else 0.0  # rate times decay is that of the narrow model
             groups.append({"params": rows, "weight_decay": decay, "rate_divisor": divisor})
         self.optimizer = optimizer_of_groups(run, groups)
-        self._rounding = rounding = MomentRounding(run) if run.optim.moments == "bf16" and has_moments(run.optim) else None
+        self._rounding = rounding = MomentRounding(run) if run.optim.moments != "fp32" and has_moments(run.optim) else None
         if rounding:
             rounding.make_states(self.optimizer, others)
         self._group_of = {master: group for group in self.optimizer.param_groups for master in group["params"]}

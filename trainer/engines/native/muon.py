@@ -74,11 +74,12 @@ class MuonStep:
         return gradient.copy_(update) if gradient.dtype == self._type else update.to(self._type)
 
     def _update_in_parts(self, rounding: MomentRounding, bucket: MatrixBucket, scaled: Tensor) -> Tensor:
-        """Step a bucket's momentum, which is kept in bfloat16, with `scaled` gradients [N], and return the update in their place."""
+        """Step a bucket's momentum, which is kept in bfloat16 or in 8 bits, with `scaled` gradients [N], and return the update in their
+        place."""
         state, muon = self._states[bucket], self._optim.muon
         for part in rounding.parts(bucket, state[TAKEN] + 1, stepped_at_once(scaled.device.type)):
             own = scaled[part.place]
-            momentum = state[MOMENTUM][part.place].to(scaled.dtype).lerp_(own, 1 - muon.momentum)
+            momentum = part.widen(state[MOMENTUM]).lerp_(own, 1 - muon.momentum)
             part.keep((state[MOMENTUM], momentum))
             if muon.nesterov:
                 own.lerp_(momentum, muon.momentum)

@@ -1,21 +1,27 @@
-"""Moments that engine `native` keeps in bfloat16 (optim.moments): a step widens a part of them, steps in float32, and rounds them again."""
+"""Moments that engine `native` keeps in bfloat16 or in 8 bits (optim.moments): a step widens a part of them, steps in float32, and rounds
+them again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from ...layers.block_quantization import code_numbers
 from ...layers.stochastic_rounding import column_words, random_words, round_at_random
+from ...plan.costs.precision import MOMENT_BLOCK
 from ...spec.run import Run
+from ..quantized_moment import QuantizedMoment, equal_blocks
 from .data_parallel.sharded_weights import ShardedWeight
 from .data_parallel.weight_buckets import MASTER_DTYPE, WeightBucket
 from .shard_rows import ShardRows
 
 MOMENT_DTYPE = torch.bfloat16
+SQUARES = "exp_avg_sq"  # the kind of second moments in checkpoints
 MOMENTUM = "momentum_buffer"  # the kind of momenta in checkpoints
 TAKEN = "step"  # of an optimizer's state: how many steps it has taken, a number on the weights' device
 
@@ -30,25 +36,35 @@ class BlockWords(NamedTuple):
 
 
 class MomentPart(NamedTuple):
-    """Elements of a rank's shard of a bucket whose moments are rounded at once; without `words` to nearest."""
+    """Elements of a rank's shard of a bucket whose moments are rounded at once; without `words` to nearest. Of moments in 8 bits they are
+    `blocks` of equal length."""
 
     place: slice
     words: BlockWords | None
+    blocks: slice = slice(0)
 
-    def keep(self, *moments: tuple[Tensor, Tensor]) -> None:
-        """Round float32 moments, given with the bfloat16 tensors of the whole shard that keep them: at most two, each by other bits."""
+    def widen(self, held: Tensor | QuantizedMoment) -> Tensor:
+        """Return the part of a moment in float32."""
+        return held.widen(self.place, self.blocks) if isinstance(held, QuantizedMoment) else held[self.place].to(MASTER_DTYPE)
+
+    def keep(self, *moments: tuple[Tensor | QuantizedMoment, Tensor]) -> None:
+        """Round float32 moments, given with what keeps those of the whole shard: at most two, each by other bits."""
         bits = random_words(*self.words) if self.words else None
         for half, (held, value) in enumerate(moments):
-            kept = held[self.place]
-            kept.copy_(value if bits is None else round_at_random(value.view(bits.shape), bits, half).view(-1))
+            if isinstance(held, QuantizedMoment):
+                held.keep(self.place, self.blocks, value)
+            else:
+                held[self.place].copy_(value if bits is None else round_at_random(value.view(bits.shape), bits, half).view(-1))
 
 
 class MomentRounding:
-    """How a run rounds the moments that it keeps in bfloat16: to nearest, or up or down at random (optim.rounding)."""
+    """How a run rounds the moments that it keeps in bfloat16: to nearest, or up or down at random (optim.rounding); or in 8 bits, to
+    nearest in blocks of each weight's part of a shard."""
 
     def __init__(self, run: Run) -> None:
         self._seed, self._optim = run.train.seed, run.optim
-        self.is_random = run.optim.rounding == "stochastic"
+        self.quantizes = run.optim.moments == "int8"
+        self.is_random = run.optim.rounding == "stochastic" and not self.quantizes
         self._rows: dict[WeightBucket | ShardedWeight, ShardRows] = {}
         self._columns = torch.empty(0, dtype=torch.int32)
 
@@ -58,7 +74,8 @@ class MomentRounding:
         for bucket in buckets:
             state, weight = optimizer.state[bucket.master], bucket.master.data
             state[TAKEN] = torch.zeros((), device=weight.device)
-            state.update((kind, torch.zeros_like(weight, dtype=MOMENT_DTYPE)) for kind in kinds)
+            make = partial(_quantized_zeros, bucket) if self.quantizes else lambda _: torch.zeros_like(weight, dtype=MOMENT_DTYPE)  # noqa: B023
+            state.update((kind, make(kind)) for kind in kinds)
 
     def parts(
         self, bucket: WeightBucket | ShardedWeight, taken: Tensor, most: int, first: int = 0, stop: int | None = None
@@ -66,6 +83,10 @@ class MomentRounding:
         """Yield elements [first, stop) of this rank's shard of a bucket in parts of at most `most` elements; the step is number `taken`,
         from 1. Padding, which stays zero, may be in none."""
         stop = bucket.master.numel() if stop is None else stop
+        if self.quantizes:
+            for offset, length, number in _first_blocks(bucket):
+                yield from (MomentPart(place, None, blocks) for place, blocks in equal_blocks(offset, length, number, most))
+            return
         if not self.is_random:
             for start in range(first, stop, max(1, most)):
                 yield MomentPart(slice(start, min(start + most, stop)), None)
@@ -85,6 +106,23 @@ class MomentRounding:
         return self._columns
 
 
+def _first_blocks(bucket: WeightBucket | ShardedWeight) -> Iterator[tuple[int, int, int]]:
+    """Yield of each weight's part of a shard (its first element, its elements, the number of its first block)."""
+    block = 0
+    for piece in bucket.pieces:
+        yield piece.offset, piece.length, block
+        block += -(-piece.length // MOMENT_BLOCK)
+
+
+def _quantized_zeros(bucket: WeightBucket | ShardedWeight, kind: str) -> QuantizedMoment:
+    """Return a moment of zeros of a bucket's shard."""
+    rows, weight = list(_first_blocks(bucket)), bucket.master.data
+    blocks = sum(-(-length // MOMENT_BLOCK) for _, length, _ in rows)
+    signed = kind != SQUARES
+    codes = torch.full_like(weight, code_numbers(signed=signed).index(0.0), dtype=torch.uint8)
+    return QuantizedMoment(codes, torch.zeros(blocks, device=weight.device), {offset: first for offset, _, first in rows}, signed)
+
+
 def step_adamw(
     part: MomentPart,
     weights: Tensor,
@@ -97,7 +135,7 @@ def step_adamw(
 ) -> None:
     """Step a part of a shard's float32 weights by torch's fused AdamW. `gradients` are the part's alone, float32, and may be written;
     they are divided by `divisor`; nothing changes where `skip` is 1."""
-    moments = [(state[kind], state[kind][part.place].to(MASTER_DTYPE)) for kind in ("exp_avg", "exp_avg_sq")]
+    moments = [(state[kind], part.widen(state[kind])) for kind in ("exp_avg", "exp_avg_sq")]
     (_, mean), (_, square) = moments
     adamw_of_part(weights[part.place], gradients, mean, square, state[TAKEN], group, divisor=divisor, skip=skip)
     part.keep(*moments)
@@ -142,6 +180,6 @@ def step_sgd(part: MomentPart, weights: Tensor, gradients: Tensor, state: dict[s
     and may be written; they are divided by `divisor`."""
     here = weights[part.place]
     change = gradients.div_(divisor).add_(here, alpha=group["weight_decay"])
-    momentum = state[MOMENTUM][part.place].to(MASTER_DTYPE).mul_(group["momentum"]).add_(change)
+    momentum = part.widen(state[MOMENTUM]).mul_(group["momentum"]).add_(change)
     here.add_(momentum, alpha=-group["lr"])
     part.keep((state[MOMENTUM], momentum))

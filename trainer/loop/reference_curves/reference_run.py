@@ -15,11 +15,13 @@ from msgspec.json import decode
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ...layers.block_quantization import code_tables, round_in_blocks
 from ...layers.counter_rng import dropout_keys
 from ...layers.cross_entropy import IGNORED
 from ...layers.stochastic_rounding import column_words, random_words, round_at_random, row_words, tensor_key
 from ...layers.transformer.further_tokens import further_arguments
 from ...models.build import build_model, named_constants
+from ...plan.costs.precision import MOMENT_BLOCK
 from ...rundir.changes import moment_kinds
 from ...spec.derived.weight_decay import is_decayed
 from ...spec.derived.width_scaling import is_rate_divided, width_factor
@@ -59,7 +61,7 @@ def copy_weights(weights: Weights) -> dict[str, Tensor]:
 
 def plain_optimizer(run: Run, weights: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """Return the run's optimizer of some weights, by logical name: matrices decay, and optim.mup divides the rates of some. After each step
-    moments that the run keeps in bf16 are rounded, to nearest or at random, and stay float32."""
+    moments that the run keeps in bf16 or 8 bits are rounded as those are, of whole weights, and stay float32."""
     groups = []
     for name, each in weights.items():
         divisor = width_factor(run) if is_rate_divided(run, name, each.dim()) else 1.0
@@ -71,7 +73,7 @@ def plain_optimizer(run: Run, weights: Mapping[str, nn.Parameter]) -> torch.opti
         made = torch.optim.SGD(groups, lr=run.optim.lr, momentum=run.optim.momentum)
     else:
         made = torch.optim.AdamW(groups, lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
-    if run.optim.moments == "bf16":
+    if run.optim.moments != "fp32":
         taken = torch.zeros((), dtype=torch.int64)
         made.register_step_post_hook(lambda *_: _round_moments(run, weights, made, taken.add_(1)))
     return made
@@ -86,6 +88,11 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 @torch.no_grad()
 def _round_moments(run: Run, weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, taken: Tensor) -> None:
     """Round the moments of whole weights after step number `taken`."""
+    if run.optim.moments == "int8":
+        for held, kind in ((optimizer.state[each].get(kind), kind) for each in weights.values() for kind in moment_kinds(run.optim)):
+            if held is not None:
+                held.copy_(round_in_blocks(held, MOMENT_BLOCK, code_tables(held.device, signed=kind != "exp_avg_sq")))
+        return
     for name, weight in weights.items():
         columns = weight.shape[-1]
         rows = row_words(tensor_key(run.train.seed, name), taken, torch.arange(weight.numel() // columns))

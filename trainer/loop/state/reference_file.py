@@ -41,8 +41,8 @@ def reference_identity(run: Run, corpus: Corpus) -> Identity:
         adapter = [run.model.lora.weights] if run.model.lora.rank and run.model.lora.weights else []
         found = [_files_identity(Path(each).expanduser()) for each in (run.model.weights, *adapter)]
         return identity | {"weights": None if None in found else " ".join(each for each in found if each)}
-    router = replace(run.model.router, bias_rate=0.0)  # what may change on a resume is no part of it
-    model = replace(run.model, hf=None, dropout=0.0, vocab_multiple=1, aux_loss=0.0, router=router)
+    # What may change on a resume is no part of it.
+    model = replace(run.model, hf=None, dropout=0.0, vocab_multiple=1, aux_loss=0.0, router=run.model.router.form)
     drawn = msgspec.json.encode((model, run.train.seed, run.optim.mup))
     return identity | {"weights": blake2b(drawn, digest_size=16).hexdigest()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Model, Run
@@ -25,7 +25,9 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
         "shared_experts": model.shared_experts,
         "capacity": model.capacity,
         "dense_layers": model.dense_layers,
-        **{f"router.{row.name}": getattr(model.router, row.name) for row in fields(model.router) if row.name != "bias_rate"},
+        **{
+            f"router.{row.name}": getattr(model.router, row.name) for row in fields(model.router) if row.name not in ("bias_rate", "z_loss")
+        },
     }
     window = model.effective_window(run.train.seq)
     positions |= {"window": window, "layer_types": model.types_of_layers if window or local else None}
@@ -102,7 +104,7 @@ def _sink_model_type(model: Model) -> str:
     own = model.sinks and model.expert_bias and model.act == "swiglu_clamped" and model.windowed_layers > 0 and not model.has_local_rope
     others = model.shared_experts or model.dense_layers or model.capacity or model.rope_share != 1 or model.scale_embedding
     plain = model.norm_place == "before" and not model.qk_norm and model.score_scalar == (model.head_dim or model.hidden // model.heads)
-    return "gpt_oss" if own and plain and not others and replace(model.router, bias_rate=0.0) == Router() else ""
+    return "gpt_oss" if own and plain and not others and model.router.form == Router() else ""
 
 
 def _has_ropes_by_type(model: Model) -> bool:
@@ -149,6 +151,6 @@ def _mixture_model_type(model: Model, *, qkv_bias: bool) -> str:
     if router.score == "sigmoid":
         return "glm4_moe" if router.bias and model.shared_experts and not model.windowed_layers else ""
     form = Router(normalize=router.normalize or not model.qk_norm)  # Mixtral always normalizes
-    if qkv_bias or model.shared_experts or model.rope_share != 1 or replace(router, bias_rate=0.0) != form:
+    if qkv_bias or model.shared_experts or model.rope_share != 1 or router.form != form:
         return ""
     return "qwen3_moe" if model.qk_norm else "" if model.dense_layers else "mixtral"

@@ -23,7 +23,7 @@ from ...layers.transformer.document_bounds import DocumentBounds
 from ...layers.transformer.feed_forward import FeedForward, make_gate
 from ...layers.transformer.transformer import AttentionHalf, LayerInputs, Transformer
 from ...spec.run import Model, Run
-from .routing import Routing, expert_loads, imbalance, near_tie_count, route
+from .routing import Routing, expert_loads, imbalance, near_tie_count, route, squared_log_sums
 
 # B batch, S sequence, H hidden, E experts, K experts per token, C copies of tokens that are computed, F expert_ffn
 
@@ -109,22 +109,22 @@ class MoELayer(AttentionHalf):
         self.router = RouterLayer(sub_parameters(parameters, "router"))
         self.experts = Experts(sub_parameters(parameters, "experts"), model, ep, tp)
         self.shared = FeedForward(sub_parameters(parameters, "shared"), model, tp) if model.shared_experts else None
-        self.tp, self.top_k, self.rule, self.has_aux_loss = tp, model.top_k, model.router, model.aux_loss > 0
+        self.tp, self.top_k, self.rule, self.aux_loss = tp, model.top_k, model.router, model.aux_loss
         # tokens of each sequence that an expert takes
         self.capacity = None if model.capacity is None else int(model.capacity * model.top_k * run.train.seq / model.experts)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Return (hidden states [B, S, H], each sequence's routing imbalance [B] where the auxiliary loss uses it, near ties, how many
-        tokens chose each expert [E] where that steps a bias)."""
+        """Return (hidden states [B, S, H], each sequence's losses of the router [B] where there are any, near ties, how many tokens chose
+        each expert [E] where that steps a bias)."""
         x = self.attend(x, inputs)
         normed = self.second_input(x)
-        mixture, imbalances, near_ties, load = self.mixture(normed, inputs.cp)
+        mixture, losses, near_ties, load = self.mixture(normed, inputs.cp)
         if self.shared is not None:
             mixture = mixture + self.shared(normed)
-        return self.add(x, mixture, self.post_norm2, self.dropout2, inputs), imbalances, near_ties, load
+        return self.add(x, mixture, self.post_norm2, self.dropout2, inputs), losses, near_ties, load
 
     def mixture(self, x: Tensor, cp: ContextParallel | None = None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Return (the routed experts' output [B, S, H], routing imbalances, near ties, tokens of each expert).
+        """Return (the routed experts' output [B, S, H], losses of the router, near ties, tokens of each expert).
 
         All ranks of a tensor-parallel group route all tokens alike: each gathers the logits and the tokens whole.
         """
@@ -133,16 +133,25 @@ class MoELayer(AttentionHalf):
             logits, x = gather_inputs(logits, self.tp), gather_inputs(x, self.tp)
         routing = route(logits, self.top_k, self.capacity, cp, router=self.rule, bias=bias)
         output = self.experts(x, routing)
-        imbalances = None
-        if self.has_aux_loss:
-            imbalances = imbalance(logits, routing.chosen, cp, router=self.rule, bias=bias, scores=routing.scores)
+        losses = []
+        if self.aux_loss:
+            balance = imbalance(logits, routing.chosen, cp, router=self.rule, bias=bias, scores=routing.scores)
+            losses.append(balance * self.aux_loss)
+        if self.rule.z_loss:
+            losses.append(squared_log_sums(logits, cp) * self.rule.z_loss)
         near_ties = near_tie_count(logits, self.top_k, x.dtype, self.rule, bias)
         load = expert_loads(routing.chosen, logits.shape[-1]) if self.rule.steps_bias else None
-        return (output if self.tp is None else reduce_outputs(output, self.tp)), imbalances, near_ties, load
+        return (
+            (output if self.tp is None else reduce_outputs(output, self.tp)),
+            torch.stack(losses).sum(0) if losses else None,
+            near_ties,
+            load,
+        )
 
 
 class MoETransformer(Transformer):
-    """A transformer of such layers behind the first dense ones. `model.aux_loss` adds to the gradients, not to the loss that is returned.
+    """A transformer of such layers behind the first dense ones. `model.aux_loss` and `model.router.z_loss` add to the gradients, not to
+    the loss that is returned.
 
     A part that is not the last does not see the loss's gradient: the engine sets `loss_gradient` before its backward.
     """
@@ -150,7 +159,7 @@ class MoETransformer(Transformer):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.loss_gradient = 1.0
-        self.imbalances: list[Tensor] = []  # [B] of each layer, of the forward under way
+        self.router_losses: list[Tensor] = []  # [B] of each layer, of the forward under way
         self.near_ties: list[Tensor] = []  # of each layer, of all training forwards since the engine last took them
         self.loads: dict[str, Tensor] = {}  # [E] by layer, of the same forwards
 
@@ -175,8 +184,9 @@ class MoETransformer(Transformer):
         """As `Transformer.forward`; `label_counts` [B] are, under context parallelism, the labels of each whole sequence, or of preferences
         its pairs.
 
-        The gradient is of the sum of losses plus aux_loss times the sum, over sequences, of the routing imbalance summed over layers times
-        the sequence's labels that count: over labels, the mean of each.
+        The gradient is of the sum of losses plus the sum, over sequences, of the routers' losses summed over layers times the sequence's
+        labels that count: over labels, the mean of each. A router's are aux_loss times its imbalance, and z_loss times the mean square of
+        the log-sum-exp of its logits.
         """
         given: dict[str, Any] = {
             "stream": stream,
@@ -187,16 +197,16 @@ class MoETransformer(Transformer):
             "pairs": pairs,
         }
         out, count = super().forward(tokens, labels, **given)
-        imbalances, self.imbalances = self.imbalances, []
-        if imbalances:
+        losses, self.router_losses = self.router_losses, []
+        if losses:
             ranks = self.tp.group.size if self.tp else 1  # each computes all of it, and their gradients add up
             counts = (labels != IGNORED).sum(1) if label_counts is None else label_counts
-            aux_loss = (torch.stack(imbalances).sum(0) * counts).sum() * (self.model.aux_loss / ranks)
-            out = add_gradient(out, aux_loss, None if self.last else self.loss_gradient)
+            weighed = (torch.stack(losses).sum(0) * counts).sum() / ranks
+            out = add_gradient(out, weighed, None if self.last else self.loss_gradient)
         return out, count
 
     def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        self.imbalances = []
+        self.router_losses = []
         for name, layer in self.layers.items():
             if not isinstance(layer, MoELayer):
                 x = self.run_layer(layer, x, inputs)
@@ -206,11 +216,11 @@ class MoETransformer(Transformer):
         return x
 
     def take_outputs(self, layer: str, outputs: tuple[Tensor | None, ...]) -> None:
-        imbalances, near_ties, load = outputs
+        losses, near_ties, load = outputs
         if self.training:
             assert near_ties is not None
             self.near_ties.append(near_ties)
             if load is not None:
                 self.loads[layer] = self.loads.get(layer, 0) + load
-        if imbalances is not None:
-            self.imbalances.append(imbalances)
+        if losses is not None:
+            self.router_losses.append(losses)

@@ -210,6 +210,29 @@ def _is_close(values: Tensor, slopes: Tensor | None, count: int, rounding: Tenso
     return largest[..., -2] - largest[..., -1] <= rounding
 
 
+def squared_log_sums(logits: Tensor, cp: ContextParallel | None = None) -> Tensor:
+    """Return the mean over each sequence's tokens of the square of log sum_e exp of logits [B, S, E], [B]: what ST-MoE's router z-loss
+    weighs (arXiv:2202.08906 equation 5). Under `cp` they are terms that add up to a sequence's."""
+    squares: Tensor = _SquaredLogSum.apply(logits)  # type: ignore[no-untyped-call]
+    return squares.mean(1) / (1 if cp is None else cp.group.size)
+
+
+class _SquaredLogSum(torch.autograd.Function):
+    """Saves the logits alone."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.logsumexp(-1).square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        log_sums = logits.logsumexp(-1)
+        return torch.softmax(logits, dim=-1) * (2 * grad * log_sums).unsqueeze(-1)
+
+
 def imbalance(
     logits: Tensor,
     chosen: Tensor,

@@ -63,14 +63,15 @@ def _routing_saves(model: Model, copies: Dims) -> tuple[Tensor, ...]:
     before_scale = (weight,) if has_sum or (router.scale != 1 and not router.has_shared_scores) else ()
     sums = (of_token,) * (has_sum + (router.score == "sigmoid" and model.aux_loss > 0))
     balance = (scores, share) if model.aux_loss else (scores,) if router.has_shared_scores else ()
-    return choice, weight, *before_scale, *sums, *balance
+    logits = (scores,) if router.z_loss else ()
+    return choice, weight, *before_scale, *sums, *balance, *logits
 
 
 def _routing_kernels(model: Model) -> int:
     """The kernels of a choice beyond those of Mixtral's: of weights, of a bias, and of groups: their values, the best, the mask."""
     router = model.router
     weights = (router.scale != 1) + router.has_shared_scores + 2 * (router.score == "sigmoid" and router.normalize)
-    return weights + (3 if router.bias else 0) + (6 if router.top_groups < router.groups else 0)
+    return weights + (3 if router.bias else 0) + (6 if router.top_groups < router.groups else 0) + 3 * (router.z_loss > 0)
 
 
 def _expert_ops(model: Model, rows: Dims, sent: Tensor) -> tuple[Op, ...]:

@@ -82,12 +82,12 @@ class CostContext:
         return (2.0 * self.forward_flops + self._flops(lambda op: not is_frozen(op))) / self.run.train.seq
 
     @property
-    def spared_bytes(self) -> int:
-        """Bytes of all states that the optimizer doesn't keep of hidden matrices (precision.py)."""
+    def spared_elements(self) -> int:
+        """The elements of hidden matrices, of which the optimizer keeps fewer states (precision.py); 0 where it keeps all."""
         if not self.spared:
             return 0
         kinds = ((StageKind(0, True, False), 1), (StageKind(1, False, False), self.layers))
-        return self.spared * sum(
+        return sum(
             many * prod(each.shape(self.table.sizes))
             for kind, many in kinds
             for each in self.stage_parameters(kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 from typing import NamedTuple
 
 from ...spec.changed_run import Change
@@ -21,7 +22,7 @@ from .cost_context import CostContext
 from .muon import MUON, data_messages, newton_schulz_seconds, step_bytes, tensor_messages
 from .number_or_array import larger
 from .offload import TO_DEVICE, TO_HOST, GradientCopies, HostBytes, HostWork, copies
-from .precision import MASTER_BYTES
+from .precision import MASTER_BYTES, scale_share
 from .traffic_term import TrafficTerm
 
 
@@ -149,7 +150,7 @@ class CostModel:
         whole, sharded = held.trained_parameters, sharded_elements(layout, held.trained_dense, held.trained_experts)
         weights = width.weight * (sharded_elements(layout, held.dense, held.experts) if parallel.zero >= 3 else held.dense + held.experts)
         optimizer = (width.master + context.states) * (sharded if parallel.zero >= 1 else elements_to_step(layout, held))
-        optimizer -= context.spared * matrices_to_step(layout, held)
+        optimizer += ceil(scale_share(context.run.optim) * elements_to_step(layout, held)) - context.spared * matrices_to_step(layout, held)
         return StateBytes(
             weights=0 if parallel.offload.parameters else weights,
             gradients=width.gradient * (sharded if layout.gradient_sync.often else whole * (1 + layout.gradient_sync.staleness)),

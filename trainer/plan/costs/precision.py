@@ -31,7 +31,9 @@ _ROWS = {
 
 _GRADIENT = {"bf16": 2, "fp16": 2, "fp32": 4}
 
-MOMENT_BYTES = {"fp32": 4, "bf16": 2}
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+MOMENT_BLOCK = 256  # elements of a moment in 8 bits that share a float32 scale (arXiv:2110.02861; 256 as in bitsandbytes and torchao)
+SCALE_BYTES = 4
 
 COMPUTES: dict[str, tuple[str, ...]] = {
     "fp32": ("fp32",),
@@ -57,6 +59,21 @@ def moment_width(optim: Optim) -> int:
     return MOMENT_BYTES[optim.moments]
 
 
+def moment_count(optim: Optim) -> int:
+    """The moments of an element that AdamW or SGD steps."""
+    return 2 if optim.name != "sgd" else int(has_moments(optim))
+
+
+def saved_moment_width(optim: Optim) -> int:
+    """Bytes of an element of a moment in a checkpoint: one in 8 bits is widened, so that any layout can quantize it again."""
+    return MASTER_BYTES if optim.moments == "int8" else moment_width(optim)
+
+
+def scale_share(optim: Optim) -> float:
+    """Bytes of scales for an element of all moments, where they are in 8 bits; the last block of a weight may have fewer elements."""
+    return moment_count(optim) * SCALE_BYTES / MOMENT_BLOCK if optim.moments == "int8" else 0.0
+
+
 def has_moments(optim: Optim) -> bool:
     """Whether an optimizer keeps moments."""
     return optim.name != "sgd" or optim.momentum > 0
@@ -64,7 +81,7 @@ def has_moments(optim: Optim) -> bool:
 
 def moment_bytes(optim: Optim) -> int:
     """Bytes a parameter of an optimizer's own states."""
-    return moment_width(optim) * {"adamw": 2, "sgd": int(has_moments(optim)), "muon": 2}[optim.name]
+    return moment_width(optim) * moment_count(optim)
 
 
 def spared_bytes(optim: Optim) -> int:

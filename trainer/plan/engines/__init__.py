@@ -80,9 +80,9 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[En
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
     With `auto` that is `native` at one data-parallel rank on a GPU, for schedules without a flush, for replicas that step alone, for sums
-    that are used late, in two levels or by parameter servers, for fp8, for moments in bf16, for Muon, for muP and where spikes are
-    skipped, DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where none does, there is no engine.
-    `papers` is none that runs.
+    that are used late, in two levels or by parameter servers, for fp8, for moments in bf16 or 8 bits, for Muon, for muP and where spikes
+    are skipped, DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where none does, there is no
+    engine. `papers` is none that runs.
     """
     if run.engine == PAPERS_NAME:
         return None, (EngineLimit(PAPERS_NAME, "engine", PAPERS_NAME, ((("engine", "auto"),),)),)

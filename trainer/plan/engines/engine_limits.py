@@ -59,8 +59,7 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     if schedule and row.pipeline and not row.runs_schedule(parallel.schedule, schedule):
         yield _schedule_limit(row, run, parallel)
     if run.train.precision not in row.precisions:
-        candidates = tuple((("train.precision", name),) for name in row.precisions)
-        yield EngineLimit(row.name, "train.precision", run.train.precision, candidates)
+        yield EngineLimit(row.name, "train.precision", run.train.precision, tuple((("train.precision", name),) for name in row.precisions))
     elif delay:
         yield from _delay_limits(row, run, parallel, each_micro_batch=delay.each_micro_batch)
     elif run.train.precision == "fp8":
@@ -77,9 +76,8 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         if axis not in row.axes:
             yield EngineLimit(row.name, f"parallel.{axis}", degree, (((f"parallel.{axis}", 1), *_fill(parallel)),))
     if parallel.shard != "all" and parallel.zero and not row.hybrid_shards:
-        yield EngineLimit(
-            row.name, "parallel.shard", parallel.shard, (*_any_engine(run), (("parallel.shard", "all"),), (("parallel.zero", 0),))
-        )
+        changes: tuple[Change, ...] = (*_any_engine(run), (("parallel.shard", "all"),), (("parallel.zero", 0),))
+        yield EngineLimit(row.name, "parallel.shard", parallel.shard, changes)
     if parallel.sync.every > 1:
         yield from _sync_limits(row, run, parallel, delayed=delay is not None)
     if parallel.staleness:
@@ -170,6 +168,7 @@ def _sync_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool)
         (run.data.has_prompts, "data.name", run.data.name, ()),
         (run.data.documents, "data.documents", "true", (("data.documents", False),)),
         (is_made_by_transformers(run.model), "model.family", run.model.family, ()),
+        (run.optim.moments == "int8", "optim.moments", "int8", (("optim.moments", "bf16"),)),  # which are averaged when they are saved
     )
     yield from _first_conflict(row, key, value, conflicts, together)
 
@@ -337,6 +336,7 @@ def _offload_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bo
             (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
             (parallel.staleness > 0, "parallel.staleness", parallel.staleness, (("parallel.staleness", 0),)),
             (parallel.sync.every > 1, "parallel.sync.every", parallel.sync.every, (("parallel.sync.every", 1),)),
+            (run.optim.moments == "int8", "optim.moments", "int8", (("optim.moments", "bf16"),)),
         )
         yield from _first_conflict(row, key, "true", conflicts, keep)
     elif parallel.tp > 1 and parallel.sequence:

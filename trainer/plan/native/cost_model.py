@@ -23,7 +23,7 @@ from ..costs.cost_model import (
 )
 from ..costs.muon import MUON, data_place, element_bytes, sent_parts, step_bytes
 from ..costs.offload import GradientCopies, HostBytes, HostWork
-from ..costs.precision import MASTER_BYTES, Widths, has_moments, widths
+from ..costs.precision import MASTER_BYTES, Widths, has_moments, scale_share, widths
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
@@ -34,6 +34,7 @@ from ..layout.workers import outer_state_bytes, worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
 from .dim0_shards import gathers_once, padded_elements, rows_of_size, stage_rows
+from .moment_blocks import scale_bytes
 from .optimizer_step import bucket_host_bytes, bucket_work, cast_bytes, rounded_step_moves, step_moves, steps_in_one_kernel
 from .receives import receives_ahead
 
@@ -74,7 +75,7 @@ class NativeCosts(CostModel):
         scattered = _scattered_elements(layout, held) if zero == 1 else 0
         on_host = parallel.offload.optimizer
         optimizer = (MASTER_BYTES if on_host else master) + context.states + _outer_bytes(layout)
-        optimizer = optimizer * stepped - context.spared * matrices_to_step(layout, held)
+        optimizer = optimizer * stepped - context.spared * matrices_to_step(layout, held) + scale_bytes(context, layout, kind)
         aside = layout.gradient_sync.staleness * (whole + scattered)
         return StateBytes(
             weights=width.weight * (held.dense + held.experts),
@@ -107,7 +108,7 @@ class NativeCosts(CostModel):
             layer = max(layer, dense, kind.last * blocks.module)
             gathered = (ends + 2 * layer) * width.weight + max(ends, layer) * (width.weight + width.gradient)
         offload, weights = layout.parallel.offload, MASTER_BYTES * own
-        optimizer = (context.states + _outer_bytes(layout)) * stepped - context.spared * matrices
+        optimizer = (context.states + _outer_bytes(layout)) * stepped - context.spared * matrices + scale_bytes(context, layout, kind)
         return StateBytes(
             weights=0 if offload.parameters else weights,
             gradients=MASTER_BYTES * stepped,
@@ -175,7 +176,7 @@ class NativeCosts(CostModel):
         # fully_shard's weights are float32, and cast when they are gathered
         weight, gradient = (MASTER_BYTES, MASTER_BYTES) if _is_sharded(layout) else (width.weight, width.gradient)
         rounded = rounded_step_moves(context.run) if has_moments(context.run.optim) else None
-        each: float = rounded or step_moves(weight, gradient, context.states, one_kernel=one_kernel)
+        each: float = rounded or step_moves(weight, gradient, context.states + scale_share(context.run.optim), one_kernel=one_kernel)
         if _steps_alone(layout):  # the mean and the narrow copy, and what the step together reads and writes beside them
             each += (2 * MASTER_BYTES + weight + 3 * _outer_bytes(layout)) / layout.gradient_sync.every
         moved = elements_to_step(layout, held) * each

@@ -4,16 +4,26 @@ after the other (trainer/engines/native/host_optimizer.py)."""
 from __future__ import annotations
 
 from ...spec.run import Run
+from ...spec.sections.optimizer import Optim
 from ..costs.cost_context import CostContext
 from ..costs.muon import MUON
 from ..costs.offload import HostBytes, HostWork, pinned_bytes
 from ..costs.precision import MASTER_BYTES, has_moments
 
 PIECE = 2**24  # elements of a bucket's shard that are copied to the host, stepped and copied back in turn
-PARTS = {"cpu": 2**16, "cuda": 2**24}  # elements of bf16 moments that are in float32 at once where no kernel steps them, by device
-# Steps of AdamW with float32 moments that take as long as one with moments in bf16 on a CPU (scripts/bench_moments.py, one core of an
-# AMD EPYC: 0.55 ns an element; 4.4 and 1.5, 3.2 and 0.95).
-ROUNDED_STEPS = {("adamw", "stochastic"): 8.0, ("adamw", "nearest"): 2.8, ("sgd", "stochastic"): 5.8, ("sgd", "nearest"): 1.7}
+PARTS = {"cpu": 2**16, "cuda": 2**24}  # elements of bf16 and int8 moments that are in float32 at once where no kernel steps them, by device
+# Steps of AdamW with float32 moments that take as long as one with moments in bf16 or in 8 bits on a CPU (scripts/bench_moments.py, one
+# core of an AMD EPYC: 0.55 ns an element; 4.4, 1.5 and 8.7, 3.2, 0.95 and 4.3).
+ROUNDED_STEPS = {
+    ("adamw", "stochastic"): 8.0,
+    ("adamw", "nearest"): 2.8,
+    ("adamw", "int8"): 16.5,
+    ("sgd", "stochastic"): 5.8,
+    ("sgd", "nearest"): 1.7,
+    ("sgd", "int8"): 8.0,
+}
+# Bytes of an element that is quantized: its share of the scale, its code and the bound beside it, in 4 bytes each, and whether it is above.
+QUANTIZING_BYTES = 13
 AT_HAND = 2  # neighbouring pieces that are being copied or stepped at once: each has memory of its own on the host
 
 
@@ -23,40 +33,47 @@ def steps_in_one_kernel(run: Run) -> bool:
 
 
 def stepped_at_once(device: str) -> int:
-    """The elements whose moments in bf16 are widened, stepped and rounded at once on a kind of device."""
+    """The elements whose moments in bf16 or in 8 bits are widened, stepped and rounded at once on a kind of device."""
     return PARTS.get(device, PARTS["cpu"])
 
 
+def rounding_of(optim: Optim) -> str:
+    """How moments that are not float32 are rounded: stochastic, nearest, or int8."""
+    return optim.moments if optim.moments == "int8" else optim.rounding
+
+
 def rounded_step_moves(run: Run) -> float | None:
-    """Return the bytes of each element in the time of whose moves a CPU takes a step with moments in bf16; None: it takes that of its own
-    moves. A processor computes longer on their bits than it moves them: so many steps of AdamW in float32, as measured. Steps of Muon's
-    matrices, and those on the host of a GPU, are counted by their moves alone."""
-    optim = run.optim
-    if run.cluster.device.kind != "cpu" or optim.moments == "fp32" or (optim.name, optim.rounding) not in ROUNDED_STEPS:
+    """Return the bytes of each element in the time of whose moves a CPU takes a step with moments in bf16 or in 8 bits; None: it takes that
+    of its own moves. A processor computes longer on their bits than it moves them: so many steps of AdamW in float32, as measured. Steps of
+    Muon's matrices, and those on the host of a GPU, are counted by their moves alone."""
+    key = run.optim.name, rounding_of(run.optim)
+    if run.cluster.device.kind != "cpu" or run.optim.moments == "fp32" or key not in ROUNDED_STEPS:
         return None
-    return ROUNDED_STEPS[optim.name, optim.rounding] * step_moves(MASTER_BYTES, MASTER_BYTES, 2 * MASTER_BYTES, one_kernel=False)
+    return ROUNDED_STEPS[key] * step_moves(MASTER_BYTES, MASTER_BYTES, 2 * MASTER_BYTES, one_kernel=False)
 
 
 def part_bytes(run: Run, stepped: int, *, casts: bool) -> int:
-    """Return the bytes that a step of moments in bf16 holds for a moment: of a part of `stepped` elements the moments in float32, random
-    bits and what they are mixed with, and gradients, where it `casts` them. A kernel holds none, but steps no matrices of Muon."""
+    """Return the bytes that a step of moments in bf16 or in 8 bits holds for a moment: of a part of `stepped` elements the moments in
+    float32, what they are rounded with (random bits and what these are mixed with), and gradients, where it `casts` them. A kernel holds
+    none, but steps no matrices of Muon."""
     one_kernel, optim = steps_in_one_kernel(run), run.optim
     if not has_moments(optim) or (one_kernel and optim.name != MUON):
         return 0
     moments = 1 if one_kernel or optim.name == "sgd" else 2
-    tensors = moments + (3 if optim.rounding == "stochastic" else 0) + (casts and not one_kernel)
-    return tensors * MASTER_BYTES * min(stepped_at_once(run.cluster.device.kind), stepped)
+    rounded_with = {"stochastic": 3 * MASTER_BYTES, "nearest": 0, "int8": QUANTIZING_BYTES}[rounding_of(optim)]
+    each = (moments + (casts and not one_kernel)) * MASTER_BYTES + rounded_with
+    return each * min(stepped_at_once(run.cluster.device.kind), stepped)
 
 
 def cast_bytes(run: Run, bucket: int, stepped: int, *, casts: bool) -> int:
     """Return the bytes that a step of `stepped` elements holds for a moment in float32: gradients of a bucket, where it `casts` them, or a
-    part of moments in bf16."""
+    part of moments in bf16 or in 8 bits."""
     if run.optim.moments != "fp32":
         return part_bytes(run, stepped, casts=casts)
     return min(bucket, stepped) * MASTER_BYTES if casts and not steps_in_one_kernel(run) else 0
 
 
-def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> int:
+def step_moves(weight: int, gradient: int, states: float, *, one_kernel: bool) -> float:
     """Return the bytes that a step reads and writes for each element, with weights, gradients and optimizer states of these bytes.
 
     The norm reads the gradient. One kernel reads it again, in its own type, and writes a narrower weight too; without one the gradient is

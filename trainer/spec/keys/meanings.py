@@ -88,6 +88,7 @@ KEYS = {
     "model.expert_ffn":             Key("width of one expert", "elements", null="as ffn"),
     "model.shared_experts":         Key("experts that every token is sent to besides"),
     "model.dense_layers":           Key("first layers with a feed-forward of ffn in place of experts"),
+    "model.router.z_loss":          Key("weight of the mean square of the logits' log-sum-exp (arXiv:2202.08906 eq. 5)"),
     "model.aux_loss":               Key("weight of the load-balancing loss of each sequence (arXiv:2101.03961 eq. 4)"),
     "model.capacity":               Key("an expert takes the first capacity x top_k x seq / experts tokens of a sequence", null="all"),
     "model.hf":                     Key("path of a Hugging Face config.json to read the sizes from", null="sizes are given here"),

@@ -73,6 +73,11 @@ class Model:
     parameters: dict[str, tuple[Natural, ...]] | None = None
     weights: str | None = None
 
+    @property
+    def adds_router_loss(self) -> bool:
+        """Whether a loss of a mixture's routers adds to the gradient."""
+        return self.experts > 0 and (self.aux_loss > 0 or self.router.z_loss > 0)
+
     def is_trained(self, parameter: str) -> bool:
         """Whether a parameter, by its logical name, is trained: with LoRA only its A and B are."""
         return not self.lora.rank or Lora.owns(parameter)

@@ -31,7 +31,7 @@ class Optim:
     weight_decay: NotNegative = 0.1
     momentum: Below1 = 0.0
     muon: Muon = field(default_factory=Muon)
-    moments: Literal["fp32", "bf16"] = "fp32"
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     mup: Count | None = None
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"

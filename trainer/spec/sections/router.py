@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..numbers.bounded import Count, NotNegative, Positive
@@ -13,7 +13,8 @@ class Router:
     """How a token's logits choose its experts, and weigh their outputs; the default is Mixtral's (arXiv:2401.04088 section 2.1).
 
     `groups` and `top_groups` limit the choice to the experts of some groups (arXiv:2405.04434 section 2.2.2), `bias` adds to scores for
-    the choice alone and changes by `bias_rate` a step (arXiv:2408.15664).
+    the choice alone and changes by `bias_rate` a step (arXiv:2408.15664). `z_loss` weighs the squares of the logits' log-sum-exp in the
+    gradient (arXiv:2202.08906 equation 5).
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -23,6 +24,12 @@ class Router:
     top_groups: Count = 1
     bias: bool = False
     bias_rate: NotNegative = 0.0
+    z_loss: NotNegative = 0.0
+
+    @property
+    def form(self) -> Router:
+        """The keys that say what a router computes, without those of training."""
+        return replace(self, bias_rate=0.0, z_loss=0.0)
 
     @property
     def steps_bias(self) -> bool:
