@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,26 +172,43 @@ def select_value(config: DictConfig, key: str) -> object:
 
 
 def merge_hf_sizes(config: DictConfig, recipe: DictConfig, file: Path, user_values: Mapping[str, Any]) -> None:
-    """Merge the sizes that `model.hf` names into a config.
+    """Merge the sizes that `model.hf` names into a config, or those of the folder of `model.weights` where nothing names a family.
 
     Keys that stand beside `model.hf` win: on the command line (which is applied later), in the recipe, or in the group's file.
     Raises Unreadable.
     """
-    path = user_values.get("model.hf") or select_value(config, "model.hf")
+    key = _sizes_key(config, user_values)
+    path = user_values.get(key) or select_value(config, key)
     if not isinstance(path, str):
         return
     from ...trainer.models.hf_format.config import needs_family_hf, read_hf_config
 
-    from_command_line = "model.hf" in user_values
+    from_command_line = key in user_values
     plain_recipe = OmegaConf.to_container(recipe, resolve=False)
-    recipe_model = plain_recipe.get("model") if isinstance(plain_recipe, dict) else None
-    beside = {} if from_command_line else recipe_model if isinstance(recipe_model, dict) and "hf" in recipe_model else config.model
+    recipe_model: Any = plain_recipe.get("model") if isinstance(plain_recipe, dict) else None
+    beside = config.get("model", {})
+    if key == "model.hf" and from_command_line:
+        beside = {}
+    elif isinstance(recipe_model, dict) and "hf" in recipe_model:
+        beside = recipe_model
     source = _resolve_path(path, file, from_command_line=from_command_line)
     is_hf = any(map(ask_transformers.is_hf_family, (user_values.get("model.family"), beside.get("family"))))
-    sizes = ask_transformers.model_keys(source) if is_hf or needs_family_hf(source) else read_hf_config(source)
-    if beside is config.model:
+    try:
+        sizes = ask_transformers.model_keys(source) if is_hf or needs_family_hf(source) else read_hf_config(source)
+    except Unreadable as error:
+        raise Unreadable(
+            replace(each, **{part: getattr(each, part).replace("model.hf=", f"{key}=") for part in ("says", "mend")})
+            for each in error.problems
+        ) from None
+    if beside is config.get("model"):
         check_sizes_agree(sizes, config.model, file)
     config.model = OmegaConf.merge(sizes, beside, {"hf": str(source)})
+
+
+def _sizes_key(config: DictConfig, user_values: Mapping[str, Any]) -> str:
+    """Return the key whose folder has the model's sizes."""
+    has_sizes = any(key in user_values or select_value(config, key) is not None for key in ("model.hf", "model.family"))
+    return "model.hf" if has_sizes else "model.weights"
 
 
 def resolve_weights_paths(config: DictConfig, file: Path, user_keys: Container[str]) -> None:

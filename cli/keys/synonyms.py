@@ -220,6 +220,12 @@ ROWS: tuple[Synonym, ...] = (
          "data.validate", "a set by a name of yours: {NAME: PATH}", {}),
     _row("text_column text_field content_key dataset_text_field", "data.text_key"),
     _row("document_length document_lengths doc_len doc_lens avg_doc_len mean_doc_len average_document_length", "data.document_tokens"),
+    _row("field_messages messages_field conversation_column messages_column", "data.messages_key", "with data=pairs"),
+    _row("train_on_eos train_on_last_turn masking_strategy", "data.turns", "all or last: assistant turns of data=pairs",
+         {"all": "all", "last": "last", "turn": "all", "train_on_assistant": "all", "train_on_last": "last"}),
+    _row("assistant_only_loss completion_only_loss train_on_inputs train_on_input train_on_prompt roles_to_train", "",
+         "data=pairs trains on completions and assistant turns alone"),
+    _row("chat_template custom_chat_template", "", "it is that of data.tokenizer's folder: chat_template.jinja or tokenizer_config.json"),
     _row("num_workers dataloader_num_workers", "", "data is read ahead; there is no number of workers"),
     # log, checkpoints, validation
     _row("output_dir out_dir save_dir dump_folder default_root_dir logging_dir run_dir checkpoints_path", "log.dir",

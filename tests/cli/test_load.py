@@ -217,6 +217,53 @@ def test_hf_sizes_that_contradict_another_file_are_a_problem(llama: Path) -> Non
         load_recipe(str(llama / "mine.yaml"))
 
 
+SIZELESS = (
+    "defaults: [{cluster: local}, {parallel: default}, {train: default}, {optim: adamw}, {data: synthetic}, {log: default}, "
+    "{checkpoint: default}, {launch: local}, _self_]\ntrain: {batch: 2, seq: 16, steps: 1}\noptim: {lr: 1e-3}\n"
+)
+
+
+@pytest.mark.parametrize("text", ["", "model: {weights: llama}\n", "model: {dropout: 0.1}\n"])
+def test_a_folder_of_weights_gives_the_sizes_that_nothing_else_does(text: str, llama: Path) -> None:
+    (llama.parent / "mine.yaml").write_text(SIZELESS + text)
+    given = [] if "weights" in text else [f"model.weights={llama}"]
+    model = load_recipe(str(llama.parent / "mine.yaml"), [*given, "model.layers=4"]).model
+    assert (model.family, model.layers, model.kv_heads, model.hf, model.weights) == ("llama", 4, 2, str(llama), str(llama))
+    assert model.dropout == (0.1 if "dropout" in text else 0)
+
+
+def test_a_folder_of_weights_leaves_the_sizes_that_are_there(llama: Path) -> None:
+    """Files that differ are refused by name when the run starts."""
+    model = load_recipe("quickstart", [f"model.weights={llama}"]).model
+    assert (model.family, model.hf) == ("gpt", None)
+    (llama / "mine.yaml").write_text(SIZELESS)
+    with pytest.raises(Unreadable, match=r"model\.layers is not set"):
+        load_recipe(str(llama / "mine.yaml"), ["model.family=llama", f"model.weights={llama}"])
+
+
+def test_sizes_of_hf_win_over_those_of_weights(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(SIZELESS)
+    model = load_recipe(str(tmp_path / "mine.yaml"), [f"model.hf={llama}", "model.weights=/elsewhere"]).model
+    assert (model.layers, model.hf) == (6, str(llama))
+
+
+@pytest.mark.parametrize("key", ["model.hf", "model.weights"])
+def test_a_name_of_the_hub_is_refused_with_the_command_that_downloads_it(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text(SIZELESS)
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    said = {}
+    for name in ("Qwen/Qwen3-0.6B", "there/Qwen3-0.6B", "/no/Qwen3", "Qwen 3/a", "nowhere"):
+        with pytest.raises(Unreadable) as refused:
+            load_recipe("mine.yaml", [f"{key}='{name}'"])
+        (problem,) = refused.value.problems
+        assert problem.says == f"{key}={tmp_path / name}: No such file or directory"
+        said[name] = problem.mend
+    wanted = f"run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, and set {key}=Qwen3-0.6B"
+    assert said.pop("Qwen/Qwen3-0.6B") == wanted
+    assert set(said.values()) == {"name a config.json or its folder"}
+
+
 # This machine
 
 

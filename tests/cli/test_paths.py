@@ -24,7 +24,7 @@ from distrain.trainer.spec.run import Run
 NOT_PATHS = {
     "name", "reading", "engine", "model.family", "cluster.device.name", "parallel.schedule", "parallel.actions",
     "data.text_key",
-    "data.prompt_key", "data.completion_key", "data.chosen_key", "data.rejected_key",
+    "data.prompt_key", "data.completion_key", "data.messages_key", "data.chosen_key", "data.rejected_key",
     "launch.include", "launch.exclude", "launch.address", "launch.environment", "checkpoint.accept", "search.nodes",
 }  # fmt: skip
 

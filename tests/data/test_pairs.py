@@ -144,10 +144,11 @@ def test_one_remark_says_how_many_examples_are_cut_and_left_out(tmp_path: Path) 
     (remark,) = remarks
     assert remark == (
         "2 of 6 examples are longer than train.seq=7 and the token after it: their ends are cut off; "
-        "1 of 6 examples are left out: none of a completion's tokens follows another inside train.seq"
+        "1 of 6 examples are left out: none of a completion's tokens follows another inside train.seq; "
+        "1 of 6 examples have an empty completion: of them the end alone is trained"
     )
     remarks.clear()
-    open_pairs(write_pairs(tmp_path / "b.jsonl", ROWS[:3]), remarks)
+    open_pairs(write_pairs(tmp_path / "b.jsonl", ROWS[:2]), remarks)
     assert not remarks
 
 
@@ -294,7 +295,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
          "name a tokenizer that has one, or write prompt and completion as texts")),
     "another kind of file": ("text", {"path": "AT/a.txt"},
         ("AT/a.txt is no file of JSON lines by its name, which data=pairs reads: "
-         'write an object a line, {"prompt": "...", "completion": "..."}, as .jsonl')),
+         'write an object a line, {"prompt": "...", "completion": "..."} or {"messages": [...]}, as .jsonl')),
     "a folder without lines": ("text", {"path": "AT/sub"},
         ("data.path=AT/sub has no .jsonl, .json or .ndjson (or one of them as .gz or .zst) in it, only 1 .txt: "
          "name files of prompts and completions, an object a line")),

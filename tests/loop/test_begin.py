@@ -86,6 +86,9 @@ def test_a_folder_without_weights_is_refused_before_ranks_start(tmp_path: Path) 
     run = load_recipe("quickstart", ["model.weights=/nothing", f"log.dir={tmp_path}"])
     (problem,) = weight_problems(run)
     assert problem.says == "model.weights=/nothing is not a folder"
+    assert problem.mend.startswith("name a folder with config.json")
+    (named,) = weight_problems(load_recipe("quickstart", ["model.weights=Org/Name", f"log.dir={tmp_path / 'b'}"]))
+    assert named.mend == "run `hf download Org/Name --local-dir Name`, and set model.weights=Name"
     (tmp_path / run.name / "checkpoints" / "step_1").mkdir(parents=True)
     assert not [*weight_problems(run)], "a run that goes on from a checkpoint needs none"
 

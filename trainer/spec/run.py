@@ -161,6 +161,8 @@ class Data:
     text_key: str = "text"
     prompt_key: str = "prompt"
     completion_key: str = "completion"
+    messages_key: str = "messages"
+    turns: Literal["all", "last"] = "all"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     documents: bool = False

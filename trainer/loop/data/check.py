@@ -31,6 +31,7 @@ from .files.formats import (
 )
 from .source_reader import HELD_OUT
 from .token_files import DATATROVE, TokenFile, open_token_file
+from .tokenize.chats import SHAREGPT_KEY
 from .tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 Got = TypeVar("Got")
@@ -139,17 +140,17 @@ def paths_of(data: Data) -> tuple[str, ...]:
 
 def _find_sources(data: Data, remark: Remark, problems: list[Problem]) -> list[list[DataFile]]:
     """Return the files of each source: of each path if paths have weights, else of all paths; append to `problems`."""
-    key = data.prompt_key if data.has_prompts else data.text_key
+    keys = (data.prompt_key, data.messages_key, SHAREGPT_KEY) if data.has_prompts else (data.text_key,)
     search = TOKEN_SEARCH if data.name == "tokens" else PAIR_SEARCH if data.has_prompts else TEXT_SEARCH
     if data.name != "tokens":
-        search = search._replace(accepts=lambda path: _is_text_of(path, key))
+        search = search._replace(accepts=lambda path: _is_text_of(path, keys))
     groups = find_files(paths_of(data), search, remark, problems)
     return groups if has_sources(data) else [[file for files in groups for file in files]]
 
 
-def _is_text_of(path: Path, key: str) -> bool:
+def _is_text_of(path: Path, keys: Sequence[str]) -> bool:
     """Return whether a file of a folder is text, or pairs; a .json may hold something else."""
-    return path.suffix.lower() != ".json" or holds_json_lines(path, key)
+    return path.suffix.lower() != ".json" or any(holds_json_lines(path, key) for key in keys)
 
 
 def _load_tokenizer(data: Data, vocab: int, remark: Remark) -> Tokenizer:

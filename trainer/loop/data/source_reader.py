@@ -87,13 +87,20 @@ def read_pairs(reader: SourceReader, files: list[DataFile], by: Tokenizer) -> So
     """Return files of prompts and completions, tokenized: each prompt with its completion is a document, and of preferences two of them
     belong together; raises Unreadable."""
     keys, template = keys_of(reader.data), load_chat_template(reader.data.tokenizer)
-    rendering, group = template.identity if template else None, len(keys) - 1
+    rendering, group = template.identity if template else None, 2 if reader.data.has_preferences else 1
     key = hash_key([_FORMAT, reader.data.name, _content_hashes(files, reader), by.identity, by.end, keys, rendering])
     folder = reader.keep(key, lambda into: _tokenize(reader, files, by, keys, into))
     text = _map_tokens(folder, [np.memmap(folder / "tokens", by.dtype, "r")])
-    completions = np.memmap(folder / "completions", np.int64, "r")
+    turns = folder / "turns"
     tokens = MappedExamples(
-        files=text.files, starts=text.starts, bounds=text.bounds, counts=text.counts, completions=completions, group=group
+        files=text.files,
+        starts=text.starts,
+        bounds=text.bounds,
+        counts=text.counts,
+        completions=np.memmap(folder / "completions", np.int64, "r"),
+        group=group,
+        turns=np.memmap(turns, np.int64, "r").reshape(2, -1) if turns.exists() else None,
+        empty=int(np.fromfile(folder / "empty", np.int64)[0]) if group == 1 else 0,
     )
     _check_text_ids(tokens, reader, by)
     held = validation_ranges(key_number(key), tokens.bounds[::group], reader.data.validation, whole=True)
@@ -134,12 +141,13 @@ def _report_missing_end(reader: SourceReader, path: Path) -> None:
 
 
 def _tokenize(reader: SourceReader, files: list[DataFile], by: Tokenizer, keys: str | Keys, into: Path) -> None:
-    """Write tokens, counts, bounds, and for pairs completions into a folder; raises Unreadable."""
+    """Write tokens, counts, bounds, and of examples completions, turns and how many completions are empty into a folder; raises
+    Unreadable."""
     turns, report = split_turns(files), _progress_counter(reader, "tokenize", files)
     alone = sum(file.size for file in files) <= _ONE_PROCESS[not isinstance(by, ByteTokenizer)]
     settings = (reader.data.tokenizer, reader.data.end, keys)
     counts, bounds, written = np.zeros(by.size, np.int64), [np.zeros(1, np.int64)], 0
-    completions = list[Any]()
+    completions, marked, empty = list[Any](), list[Any](), 0
     processes = 1 if alone else min(len(turns), cpu_count())
     with open(into / "tokens", "wb") as out, closing(tokenize_turns(turns, into, settings, processes)) as parts:
         for spans, part in zip(turns, parts, strict=True):
@@ -150,6 +158,8 @@ def _tokenize(reader: SourceReader, files: list[DataFile], by: Tokenizer, keys: 
             bounds.append(written + np.frombuffer(_read_and_remove(f"{part}.ends"), np.int64))
             if not isinstance(keys, str):
                 completions.append(written + np.frombuffer(_read_and_remove(f"{part}.completions"), np.int64))
+                marked.append(written + np.frombuffer(_read_and_remove(f"{part}.turns"), np.int64).reshape(-1, 2))
+                empty += int(np.frombuffer(_read_and_remove(f"{part}.empty"), np.int64)[0])
             written += len(ids)
             report(sum(span.end - span.begin for span in spans))
     if not written:
@@ -157,6 +167,14 @@ def _tokenize(reader: SourceReader, files: list[DataFile], by: Tokenizer, keys: 
     _write_index(into, counts, np.concatenate(bounds))
     if completions:
         np.concatenate(completions).tofile(into / "completions")
+        np.array([empty]).tofile(into / "empty")
+        _write_turns(into, np.concatenate(marked), np.concatenate(completions), np.concatenate(bounds)[1:])
+
+
+def _write_turns(into: Path, turns: Any, completions: Any, ends: Any) -> None:
+    """Write turns [2, n] into a folder, unless each is a completion that ends with its document."""
+    if not (np.array_equal(turns[:, 0], completions) and np.array_equal(turns[:, 1], ends)):
+        np.ascontiguousarray(turns.T).tofile(into / "turns")
 
 
 def _read_and_remove(path: str) -> bytes:

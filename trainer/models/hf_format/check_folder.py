@@ -16,6 +16,7 @@ from ..ops.lora import without_lora
 from ..ops.op_table import model_constants, model_parameters
 from .config import config_file, read_hf_config, read_json
 from .harmless_keys import is_harmless
+from .hub_name import download_mend
 from .model_type import architecture_keys
 from .names import Columns, HfTensor, columns_in_tensor, expert_tensors, find_hf_tensor, tensors_of
 from .rope import json_text
@@ -137,7 +138,8 @@ def _missing_config(folder: Path) -> Iterator[Problem]:
     """Yield a problem where a folder has no config.json."""
     if not (folder / "config.json").is_file():
         why = "holds no config.json" if folder.is_dir() else "is not a folder"
-        mend = "name a folder with config.json and .safetensors, as transformers' save_pretrained writes it"
+        mend = download_mend(folder, "model.weights")
+        mend = mend or "name a folder with config.json and .safetensors, as transformers' save_pretrained writes it"
         yield Problem(rule="weights", says=f"model.weights={folder} {why}", mend=mend)
 
 

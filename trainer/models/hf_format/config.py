@@ -20,6 +20,7 @@ from .config_kinds import CONFIG_KINDS, SAME_MODELS, AllowedValues, ConfigKind, 
 from .config_rows import REQUIRED
 from .dense_layers import dense_problems, read_dense_layers
 from .harmless_keys import is_harmless
+from .hub_name import download_mend
 from .rope import json_text, local_rope_problems, read_rope, rope_keys, rope_problems, with_one_rope
 from .window import read_window, window_problems
 
@@ -95,7 +96,8 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_plain(file).decode("utf-8-sig"))
     except OSError as error:
-        raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: {error.strerror}", mend="name a config.json or its folder")]) from None
+        mend = download_mend(file, "model.hf") or "name a config.json or its folder"
+        raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: {error.strerror}", mend=mend)]) from None
     except json.JSONDecodeError as error:
         at = f"{file}, line {error.lineno}, column {error.colno}"
         raise Unreadable([Problem(rule="hf", says=f"{at}: {error.msg}", mend="it has to be JSON")]) from None

@@ -216,6 +216,8 @@ IDLE: dict[str, Condition] = {
     "data.text_key":           _is_not("data.name", "text"),
     "data.prompt_key":         _is_not("data.name", "pairs", "preferences"),
     "data.completion_key":     _is_not("data.name", "pairs"),
+    "data.messages_key":       _is_not("data.name", "pairs"),
+    "data.turns":              _is_not("data.name", "pairs"),
     "data.chosen_key":         _is_not("data.name", "preferences"),
     "data.rejected_key":       _is_not("data.name", "preferences"),
     "data.document_tokens":    _is("data.documents", False),

@@ -222,6 +222,8 @@ KEYS = {
     "data.text_key":                Key("key of the text in a line of .jsonl"),
     "data.prompt_key":              Key("pairs, preferences: key of the prompt, a text or messages, in a line of .jsonl"),
     "data.completion_key":          Key("pairs: key of the completion, whose tokens alone are labels"),
+    "data.messages_key":            Key("pairs: key of a chat's messages, in a line without prompt and completion"),
+    "data.turns":                   Key("pairs: which assistant turns of a chat are labels"),
     "data.chosen_key":              Key("preferences: key of the answer that was chosen, of the prompt's kind"),
     "data.rejected_key":            Key("preferences: key of the answer that was rejected, of the prompt's kind"),
     "data.documents":               Key("attention and loss stay inside documents; pairs, preferences: of examples, always"),

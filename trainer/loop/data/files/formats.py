@@ -39,7 +39,7 @@ JSON_AS_TEXT = {  # what a file named as text may hold, and how to read its text
 OFFICE = (".docx", ".xlsx", ".pptx", ".odt", ".ods", ".epub")
 
 WRITE_JSONL = 'write its text as .jsonl, {"text": "..."} a line'
-WRITE_PAIRS = 'write an object a line, {"prompt": "...", "completion": "..."}, as .jsonl'
+WRITE_PAIRS = 'write an object a line, {"prompt": "...", "completion": "..."} or {"messages": [...]}, as .jsonl'
 WRITE_PREFERENCES = 'write an object a line, {"prompt": "...", "chosen": "...", "rejected": "..."}, as .jsonl'
 WRITE_NUMPY = "write the ids with numpy.save, as .npy"
 READ_AS_TEXT = "data=text reads it"

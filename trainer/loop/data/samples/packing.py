@@ -38,7 +38,10 @@ class PackedWindows:
         for document, begin, filling in self.documents(window):
             self.tokens.copy(begin, tokens[filling])
             documents[filling] = document
-            is_label[filling.start + int(self.tokens.completions[document]) - begin : filling.stop] = True
+            if self.tokens.turns is not None:
+                is_label[filling] = self.tokens.in_completion(begin, filling.stop - filling.start)
+            else:
+                is_label[filling.start + int(self.tokens.completions[document]) - begin : filling.stop] = True
 
     def examples(self, window: int) -> Indices:
         """Return the examples of a window [n]."""
@@ -75,6 +78,9 @@ def has_label(tokens: MappedExamples, examples: Indices, length: int) -> NDArray
     documents = examples[:, None] * tokens.group + np.arange(tokens.group)
     begins = tokens.bounds[documents]
     ends = begins + cut_sizes(tokens, examples, length)
+    if tokens.turns is not None:
+        of_chats: NDArray[np.bool_] = tokens.has_turn(begins, ends).all(1)
+        return of_chats
     has: NDArray[np.bool_] = (np.maximum(tokens.completions[documents], begins + 1) < ends).all(1)
     return has
 
@@ -87,6 +93,8 @@ def packing_remark(sources: list[MappedExamples], seq: int) -> str:
     out = sum(int((~has_label(each, examples, seq + 1)).sum()) for each, examples in every)
     says = [f"{cut:,} of {count:,} examples are longer than train.seq={seq} and the token after it: their ends are cut off"] if cut else []
     says += [f"{out:,} of {count:,} examples are left out: none of a completion's tokens follows another inside train.seq"] if out else []
+    empty = sum(each.empty for each in sources)
+    says += [f"{empty:,} of {count:,} examples have an empty completion: of them the end alone is trained"] if empty else []
     return "; ".join(says)
 
 

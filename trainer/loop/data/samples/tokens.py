@@ -57,10 +57,16 @@ class MappedTokens:
 @dataclass(frozen=True, kw_only=True)
 class MappedExamples(MappedTokens):
     """Files as one sequence of examples, each of `group` documents; `completions` [documents]: the position at which each completion
-    begins. An example of two documents is a prompt with the chosen answer, and with the rejected one."""
+    begins. An example of two documents is a prompt with the chosen answer, and with the rejected one.
+
+    `turns` [2, n]: of conversations the positions at which each assistant turn begins and ends, in order; `completions` are the first of
+    each conversation. None: a completion ends with its document. `empty`: the examples with an empty completion.
+    """
 
     completions: Indices
     group: int = 1
+    turns: Indices | None = None
+    empty: int = 0
 
     @property
     def examples(self) -> int:
@@ -69,4 +75,19 @@ class MappedExamples(MappedTokens):
 
     def in_completion(self, start: int, length: int) -> NDArray[np.bool_]:
         """Return whether each position [length] from start on is in a completion, not in a prompt."""
-        return np.arange(start, start + length) >= self.completions[self.documents(start, length)]
+        if self.turns is None:
+            return np.arange(start, start + length) >= self.completions[self.documents(start, length)]
+        begins, ends = self.turns
+        inside = np.zeros(length, bool)
+        for turn in range(int(np.searchsorted(ends, start, "right")), int(np.searchsorted(begins, start + length))):
+            inside[max(int(begins[turn]) - start, 0) : int(ends[turn]) - start] = True
+        return inside
+
+    def has_turn(self, begins: Indices, ends: Indices) -> NDArray[np.bool_]:
+        """Return whether a token in positions begins .. ends, not the first, is in a turn of a conversation, for ranges [...]."""
+        assert self.turns is not None
+        starts, stops = self.turns
+        if not len(stops):
+            return np.zeros(begins.shape, bool)
+        turn = np.searchsorted(stops, begins + 1, "right")
+        return (turn < len(stops)) & (np.maximum(starts[np.minimum(turn, len(stops) - 1)], begins + 1) < ends)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -25,10 +26,27 @@ Message = dict[str, Any]
 CONFIG_FILE, TEMPLATE_FILE, TOKENS_FILE = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LONGEST_REASON = 200  # characters
+_BEGIN, _END = "\ud800", "\ud801"  # around marked text while it is rendered: halves of characters, which no text has
+_MARK = re.compile(f"[{_BEGIN}{_END}]")
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class NotRendered(Exception):
     """A template refuses the messages, or fails on them."""
+
+
+class TextSpan(NamedTuple):
+    """The characters begin .. end of a text."""
+
+    begin: int
+    end: int
+
+
+class RenderedChat(NamedTuple):
+    """The text of messages, and what of it the template marks as an assistant's, in order."""
+
+    text: str
+    marked: tuple[TextSpan, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +67,27 @@ class ChatTemplate:
 
         With `add_generation_prompt` the template adds what an assistant's next message begins with.
         """
+        return _MARK.sub("", self._render(messages, add_generation_prompt=add_generation_prompt))
+
+    def render_turns(self, messages: Sequence[Message]) -> RenderedChat:
+        """Return the text of messages and the spans of it that the template marks; raises NotRendered, Unreadable."""
+        rendered, text, begin, marked = self._render(messages, add_generation_prompt=False), "", 0, list[TextSpan]()
+        for piece in re.split(f"([{_BEGIN}{_END}])", rendered):
+            if piece == _BEGIN:
+                begin = len(text)
+            elif piece == _END:
+                marked.append(TextSpan(begin, len(text)))
+            else:
+                text += piece
+        return RenderedChat(text, tuple(marked))
+
+    @property
+    def marks_turns(self) -> bool:
+        """Whether the template marks what an assistant says, with {% generation %}."""
+        return bool(_GENERATION_TAG.search(self.text))
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """Return the text of messages, with marks around what the template marks; raises NotRendered, Unreadable."""
         template = self._template
         known = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
@@ -111,13 +150,15 @@ def _read_text(path: Path) -> str:
 
 
 class _Generation(Extension):
-    """Reads {% generation %} ... {% endgeneration %}, which marks an assistant's text for transformers, as the text alone."""
+    """Reads {% generation %} ... {% endgeneration %}, which marks an assistant's text for transformers, as the text between two marks."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        text = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_BEGIN, _END))
+        return nodes.Scope([begin, *text, end], lineno=line)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

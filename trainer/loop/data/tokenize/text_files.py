@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -153,13 +154,19 @@ def _check_zeros(text: bytes, path: str, begin: int) -> None:
         raise BadText(f"{path} is not text: byte {begin + at} is zero: tr -d '\\0' < FILE > NEW removes such bytes")
 
 
+def open_lines(path: str) -> AbstractContextManager[IO[bytes]]:
+    """Open a file of lines, compressed or not; raises OSError."""
+    compression = text_form(path)[1]
+    return open_compressed(path, compression) if compression else open(path, "rb")
+
+
 def span_rows(span: Span, read: Callable[[bytes], Row]) -> Iterator[Row]:
     """Yield what `read` returns for each line of a span of JSON lines, compressed or not; raises BadText, OSError."""
-    if compression := text_form(span.path)[1]:
-        with open_compressed(span.path, compression) as file:
+    if text_form(span.path)[1]:
+        with open_lines(span.path) as file:
             yield from json_rows(file, 0, None, span.path, read)
         return
-    with open(span.path, "rb") as file:
+    with open_lines(span.path) as file:
         begin, end = line_start(file, span.begin), line_start(file, span.end)
         file.seek(begin)
         yield from json_rows(file, begin, end, span.path, read)

@@ -18,6 +18,7 @@ from ....system.regular_file import expand_home, read_plain
 from ..files.data_error import data_error
 
 Ids = NDArray[np.unsignedinteger[Any]]
+Indices = NDArray[np.int64]
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # used if no tokenizer_config.json names eos_token
 SENTENCEPIECE_FILES = (
     "tokenizer.model",
@@ -77,6 +78,15 @@ class VocabularyTokenizer:
     def dtype(self) -> np.dtype[Any]:
         return smallest_id_type(self.size)
 
+    def encode_with_places(self, text: str) -> tuple[Ids, Indices, Indices]:
+        """Return the ids [n] of a text, and the character at which each begins and ends [n]; raises Unreadable."""
+        try:
+            found = self.rules.encode(text, add_special_tokens=False)
+        except Exception as error:  # the package raises bare Exceptions
+            raise data_error(f"the tokenizer can't encode {text[:40]!r} ...: {error}") from None
+        places = np.array(found.offsets, np.int64).reshape(-1, 2)
+        return np.asarray(found.ids, self.dtype), places[:, 0], places[:, 1]
+
     def encode(self, text: bytes) -> Ids:
         try:
             pieces = [self.rules.encode(piece.decode(), add_special_tokens=False).ids for piece in _split_lines(text)]
@@ -123,9 +133,11 @@ def _load_vocabulary(name: str, end: int | None) -> VocabularyTokenizer:
 
 
 def _reset(rules: Any) -> None:
-    """Switch off saved truncation and padding, and dropout of merges: each changes or drops a document's tokens."""
+    """Switch off saved truncation and padding, and dropout of merges: each changes or drops a document's tokens. Without the
+    post-processor, which adds special tokens, tokens keep the places of their white space."""
     rules.no_truncation()
     rules.no_padding()
+    rules.post_processor = None
     if getattr(rules.model, "dropout", None):  # of BPE merges: it makes encoding random
         rules.model.dropout = None
 
