@@ -27,7 +27,7 @@ from ..keys import library
 from . import ask_transformers
 from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
-from .yaml_file import install_plain_source
+from .yaml_file import LENGTHS, install_plain_source
 
 RECIPE_NAME = "_recipe_"  # the name under which Hydra finds the recipe, which is read here
 MOST_DOTS = 12  # dots in a key; more mean a loop of ${...}
@@ -190,6 +190,15 @@ def merge_hf_sizes(config: DictConfig, recipe: DictConfig, file: Path, user_valu
     if beside is config.model:
         check_sizes_agree(sizes, config.model, file)
     config.model = OmegaConf.merge(sizes, beside, {"hf": str(source)})
+
+
+def replace_length(config: DictConfig, user_values: Mapping[str, Any]) -> None:
+    """Drop the recipe's length of a run if the user sets the other one: train.steps replaces train.tokens, and the reverse."""
+    for key, other in (LENGTHS, LENGTHS[::-1]):
+        if user_values.get(f"train.{key}") is not None and f"train.{other}" not in user_values:
+            if select_value(config, f"train.{other}") is not None:
+                OmegaConf.update(config, f"train.{other}", None)
+            return
 
 
 def resolve_weights_path(config: DictConfig, file: Path, *, from_command_line: bool) -> None:

@@ -17,7 +17,7 @@ from ..arguments.overrides import Overrides, sort_overrides, sweep_layouts
 from ..keys import library
 from ..keys.keys import config_keys
 from . import ask_transformers
-from .composition import RECIPE_NAME, Composer, apply_override, merge_hf_sizes, read_schedule, resolve_weights_path, select_value, to_plain
+from .composition import RECIPE_NAME, Composer, apply_override, merge_hf_sizes, read_schedule, replace_length, resolve_weights_path, select_value, to_plain
 from .composition_problems import check_is_recipe, composition_problem, device_name_problems, improve_problem
 from .family_defaults import fill_in_family
 from .machine_values import auto_memory, fill_auto_device, fill_cpu_rates
@@ -131,6 +131,7 @@ class Loader:
             recipe_family = select_value(node, "model.family")  # that of the file which model.hf names, whose keys are no defaults
             for each in user.settings:
                 problems += apply_override(node, each)
+            replace_length(node, user.values)
             resolve_weights_path(node, file, from_command_line="model.weights" in user.values)
             read_schedule(node, file, problems, from_command_line="parallel.schedule" in user.values)
             config = to_plain(node, problems)
