@@ -28,7 +28,7 @@ from ..keys import library
 from . import ask_transformers
 from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
-from .yaml_file import install_plain_source
+from .yaml_file import LENGTHS, install_plain_source
 
 WEIGHTS = ("model.weights", "model.lora.weights")  # folders of weights that training begins from
 RECIPE_NAME = "_recipe_"  # the name under which Hydra finds the recipe, which is read here
@@ -209,6 +209,15 @@ def _sizes_key(config: DictConfig, user_values: Mapping[str, Any]) -> str:
     """Return the key whose folder has the model's sizes."""
     has_sizes = any(key in user_values or select_value(config, key) is not None for key in ("model.hf", "model.family"))
     return "model.hf" if has_sizes else "model.weights"
+
+
+def replace_length(config: DictConfig, user_values: Mapping[str, Any]) -> None:
+    """Drop the recipe's length of a run if the user sets the other one: train.steps replaces train.tokens, and the reverse."""
+    for key, other in (LENGTHS, LENGTHS[::-1]):
+        if user_values.get(f"train.{key}") is not None and f"train.{other}" not in user_values:
+            if select_value(config, f"train.{other}") is not None:
+                OmegaConf.update(config, f"train.{other}", None)
+            return
 
 
 def resolve_weights_paths(config: DictConfig, file: Path, user_keys: Container[str]) -> None:

@@ -24,6 +24,7 @@ from .composition import (
     fill_in_adapter,
     merge_hf_sizes,
     read_schedule,
+    replace_length,
     resolve_weights_paths,
     select_value,
     to_plain,
@@ -141,6 +142,7 @@ class Loader:
             recipe_family = select_value(node, "model.family")  # that of the file which model.hf names, whose keys are no defaults
             for each in user.settings:
                 problems += apply_override(node, each)
+            replace_length(node, user.values)
             resolve_weights_paths(node, file, user.values)
             read_schedule(node, file, problems, from_command_line="parallel.schedule" in user.values)
             config = to_plain(node, problems)

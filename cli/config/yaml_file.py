@@ -23,6 +23,7 @@ from ..keys.library import MOST_BYTES
 from .interrupts import raise_if_interrupted
 
 MAPPING = "a recipe must be a mapping of keys"
+LENGTHS = ("steps", "tokens")  # keys of train, of which a run has one
 MOST_NODES = 20_000  # mappings, lists and values, counted again for each alias
 
 
@@ -46,7 +47,18 @@ def read_config(file: Path) -> DictConfig:
     defaults = config.get("defaults", [])
     if not isinstance(defaults, ListConfig | list) or not all(isinstance(each, str | DictConfig) for each in defaults):
         raise _unreadable_error(f"{file}: defaults is not a list of `GROUP: NAME`", "write each as `- model: NAME`")
+    _replace_length(config)
     return config
+
+
+def _replace_length(config: DictConfig) -> None:
+    """Set the length of a recipe's run that its section train leaves out to null: what it sets replaces a length of its defaults."""
+    if "train" not in config or OmegaConf.is_interpolation(config, "train") or not isinstance(train := config.get("train"), DictConfig):
+        return
+    for key, other in (LENGTHS, LENGTHS[::-1]):
+        if key in train and other not in train and (OmegaConf.is_interpolation(train, key) or train.get(key) is not None):
+            train[other] = None
+            return
 
 
 def _is_text(config: DictConfig, key: str) -> bool:

@@ -186,12 +186,14 @@ def _plan_sweep(request: PlanRequest) -> int:
 
 
 def _plans(runs: Sequence[Run]) -> list[Plan]:
-    """The plan of each run, with what `fit` would refuse of its files on this machine."""
+    """The plan of each run, with what `fit` would refuse of its files on this machine, and of its launch."""
+    from ...trainer.launch.admission import launch_warnings
     from ...trainer.launch.file_checks import FileChecks, with_files
     from ...trainer.plan.plan import make_plan
 
     checks = FileChecks()
-    return [with_files(run, make_plan(run), checks.check_run(run)) for run in runs]
+    plans = [with_files(run, make_plan(run), checks.check_run(run)) for run in runs]
+    return [replace(plan, warnings=(*plan.warnings, *launch_warnings(run))) for run, plan in zip(runs, plans, strict=True)]
 
 
 def _one_stream() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,8 +37,15 @@ REFUSED = (
     ("launch=slurm",                       ("fit does not start launch=slurm: run what `distrain show --launch` prints for it, "
                                             "or fit launch=deepspeed launch.runner=slurm in a job")),
     ("launch=torchrun",                    "fit does not start launch=torchrun: run what `distrain show --launch` prints for it"),
-    ("launch=deepspeed",                   ("launch=deepspeed needs launch.hostfile: name a file with a line per host: host1 slots=8; "
+    ("launch=deepspeed",                   ("launch=deepspeed needs launch.hostfile: name a file with a line per host: host1 slots=2; "
                                             "or set launch=local to use this machine only")),
+    ("launch=deepspeed cluster=2x1 parallel.dp=auto",
+                                           ("launch=deepspeed needs launch.hostfile: name a file with a line per host: host1 slots=1; "
+                                            "or run it in a Slurm job with launch.runner=slurm")),
+    ("cluster=4x8 parallel.dp=auto train.batch=64 device=h100_80g",
+                                           ("launch=local starts every rank on one machine, and the cluster has 4 nodes of 8 GPUs: "
+                                            "set launch=deepspeed launch.hostfile=FILE, or launch=deepspeed launch.runner=slurm "
+                                            "in a Slurm job")),
     ("model=bert_large",                   "engine zero does not run model.family=bert: it runs gpt, hf, llama, mla or moe"),
     ("train.precision=fp4",                ("engine zero does not run train.precision=fp4: "
                                             "set train.precision=fp32 or train.precision=bf16")),
@@ -88,6 +96,30 @@ def test_a_careless_file_of_actions_is_refused_in_one_line(
     assert line.startswith(f"distrain: parallel.schedule={tmp_path}/mine.csv: {place}: {says}")
     assert line.endswith(": mend the file, or name a schedule")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_launcher_that_fit_does_not_start_is_its_one_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["fit", "conf=quickstart", *SMALL, "cluster=2x1", "launch=torchrun"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "distrain: fit does not start launch=torchrun: run what `distrain show --launch` prints for it"
+
+
+# fmt: off
+LAUNCH_WARNINGS = (
+    ("launch=local",                         ""),
+    ("launch=deepspeed",                     "launch=deepspeed needs launch.hostfile: "),
+    ("launch=deepspeed launch.runner=slurm", ""),
+    ("launch=slurm",                         "fit does not start launch=slurm: "),
+    ("launch=torchrun",                      "fit does not start launch=torchrun: "),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("words", "says"), LAUNCH_WARNINGS)
+def test_a_plan_warns_of_a_launch_that_fit_would_refuse(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", "conf=megatron_1t_6x8x64", "--json", *words.split()]) == 0
+    told = [each["says"] + ": " for each in json.loads(capsys.readouterr().out)["warnings"] if each["rule"] in ("launch", "hostfile")]
+    assert told == ([says] if says else [])
 
 
 def test_a_missing_launcher_is_named_before_anything_starts(

@@ -174,6 +174,15 @@ assert not {"torch", "deepspeed"} & set(sys.modules)
     assert (told["zero_optimization"]["stage"], told["bf16"], told["train_batch_size"]) == (2, {"enabled": True}, 16)
 
 
+def test_ranks_of_several_nodes_are_not_started_on_one_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["cluster=4x8", "train.batch=256", "device=h100_80g", "cluster.inside=null"]
+    assert command(["show", "conf=quickstart", *words, "--launch"]) == 2
+    says = "launch=local starts every rank on one machine, and the cluster has 4 nodes of 8 GPUs: set launch=deepspeed"
+    said = capsys.readouterr()
+    assert (said.out, said.err.startswith(f"distrain: {says}")) == ("", True)
+    assert said.err.endswith("; or launch=slurm or launch=torchrun, to start it by hand\n")
+
+
 def test_a_run_without_a_layout_has_no_launch_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["show", "conf=quickstart", "parallel.dp=3", "--launch"]) == 2
     assert capsys.readouterr().err.startswith("distrain: parallel.dp=3 x tp 1 x cp 1 x pp 1 = 3, but ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from ..machine import facts as machine
@@ -22,7 +22,7 @@ from ..system.cpu import cpu_count
 from .commands.deepspeed import RUNNER_PROGRAMS
 from .hosts.hostfile import Host
 from .hosts.slurm_nodes import slurm_job
-from .hosts_and_commands import RunHosts, resolve_hosts
+from .hosts_and_commands import RunHosts, nodes_problem, resolve_hosts
 
 SINK_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # log sink -> the package that it needs
 
@@ -40,11 +40,12 @@ def check_start(run: Run, plan: Plan) -> StartCheck:
     """Resolve the run's hosts, and find what prevents a start: in the plan, the engine, the launcher, this machine."""
     problems = [*plan.problems, *engine_problems(run)]
     found = RunHosts()
+    by_hand = [*_by_hand_problems(run)]
     try:
         found = resolve_hosts(run)
     except Unreadable as error:
-        problems += error.problems
-    problems += _launcher_problems(run)
+        problems += [each for each in error.problems if not by_hand or each.rule != "hostfile"]
+    problems += by_hand or _launcher_problems(run)
     row = ENGINES.get(plan.engine or "")
     if run.cluster.device.kind == "cpu" and run.train.precision == "fp16" and not (row and row.fp16_on_cpu):
         says = "train.precision=fp16 does not run on a CPU: DeepSpeed accepts it only on the few that multiply in fp16"
@@ -67,14 +68,29 @@ def start_warnings(run: Run, plan: Plan) -> Iterator[Problem]:
             yield Problem(rule="sinks", says=says, mend=f"pip install {SINK_PACKAGES[sink]}")
 
 
-def _launcher_problems(run: Run) -> Iterator[Problem]:
-    """Find launchers that `fit` does not run, and programs that they need."""
-    launch = run.launch
-    if launch.name in ("torchrun", "slurm"):
-        within = ", or fit launch=deepspeed launch.runner=slurm in a job" if launch.name == "slurm" else ""
+def launch_warnings(run: Run) -> Iterator[Problem]:
+    """Warn in a plan of a launch section that `fit` would refuse. launch=local is the default, also for clusters that are only planned."""
+    yield from _by_hand_problems(run)
+    if run.launch.name == "deepspeed" and run.launch.hostfile is None and run.launch.runner != "slurm":
+        try:
+            resolve_hosts(run)
+        except Unreadable as error:
+            yield from error.problems
+
+
+def _by_hand_problems(run: Run) -> Iterator[Problem]:
+    """Find launchers that `fit` does not run."""
+    name = run.launch.name
+    if name in ("torchrun", "slurm"):
+        within = ", or fit launch=deepspeed launch.runner=slurm in a job" if name == "slurm" else ""
         mend = f"run what `distrain show --launch` prints for it{within}"
-        yield Problem(rule="launch", says=f"fit does not start launch={launch.name}", mend=mend)
-    elif launch.name == "deepspeed" and (missing := [name for name in RUNNER_PROGRAMS[launch.runner] if shutil.which(name) is None]):
+        yield Problem(rule="launch", says=f"fit does not start launch={name}", mend=mend)
+
+
+def _launcher_problems(run: Run) -> Iterator[Problem]:
+    """Find programs that launchers need, and a job."""
+    launch = run.launch
+    if launch.name == "deepspeed" and (missing := [name for name in RUNNER_PROGRAMS[launch.runner] if shutil.which(name) is None]):
         says = f"launch.runner={launch.runner} needs {' and '.join(missing)}, not found on PATH"
         yield Problem(rule="launch", says=says, mend=f"install {launch.runner}")
     elif launch.name == "deepspeed" and launch.runner == "slurm" and not slurm_job(os.environ):
@@ -89,7 +105,10 @@ def _machine_problems(run: Run, plan: Plan) -> Iterator[Problem]:
     if run.cluster.device.kind == "cuda":
         facts = machine.cached_facts()
         gpus = len(facts["cuda"]) if facts else 0
-        if plan.world > gpus:
+        if problem := nodes_problem(run):
+            alone = f", or cluster=1x{gpus} parallel.dp=auto to use this machine only" if gpus else ""
+            yield replace(problem, mend=f"{problem.mend}{alone}")
+        elif plan.world > gpus:
             needs = "needs a GPU" if plan.world == 1 else "need as many GPUs"
             says = f"{plural(plan.world, 'rank')} on {run.cluster.device.name} {needs}, and this machine has {gpus or 'none'}"
             mend = f"set cluster=1x{gpus} parallel.dp=auto" if gpus else "set cluster=local"

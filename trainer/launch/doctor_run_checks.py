@@ -138,11 +138,13 @@ def _disk_checks(run: Run, plan: Plan) -> Iterator[MachineCheck]:
     if plan.run is None:
         return
     one, every, keep = plan.run.checkpoint_bytes, run.checkpoint.every, run.checkpoint.keep
-    saves = -(-plan.run.steps // every) if every else 1
+    saves = -(-plan.run.steps // every) if every else int(run.checkpoint.final)
     count = min(saves, keep + 1)
     held = sum(file.stat().st_size for file in folder.glob("checkpoints/step_*/*"))
     free = shutil.disk_usage(existing).free
     says = f"{size_text(free)} free in {existing}, and checkpoints take {size_text(one * count)}: {count} of {size_text(one)}"
+    if not count:
+        says = f"{size_text(free)} free in {existing}, and nothing is saved unless the run is stopped: a checkpoint takes {size_text(one)}"
     says += f", of which {size_text(held)} are saved already" if held else ""
     if free + held >= one * count:
         yield MachineCheck("disk", "ok", says)

@@ -102,8 +102,19 @@ def available_hosts(run: Run) -> tuple[Host, ...]:
         return read_hostfile(run.launch.hostfile)
     if slurm_job(os.environ):
         return allocated_hosts(os.environ, run.cluster.gpus)
-    mend = "name a file with a line per host: host1 slots=8; or set launch=local to use this machine only"
+    alone = "run it in a Slurm job with launch.runner=slurm" if run.cluster.nodes > 1 else "set launch=local to use this machine only"
+    mend = f"name a file with a line per host: host1 slots={run.cluster.gpus}; or {alone}"
     raise Unreadable([Problem(rule="hostfile", says=f"launch={run.launch.name} needs launch.hostfile", mend=mend)])
+
+
+def nodes_problem(run: Run) -> Problem | None:
+    """Return the problem of launch=local for GPUs in several nodes; None if there is none. Nodes of CPUs may be processes of one machine."""
+    cluster = run.cluster
+    if run.launch.name != "local" or cluster.nodes == 1 or cluster.device.kind != "cuda":
+        return None
+    says = f"launch=local starts every rank on one machine, and the cluster has {cluster.nodes:,} nodes of {plural(cluster.gpus, 'GPU')}"
+    mend = "set launch=deepspeed launch.hostfile=FILE, or launch=deepspeed launch.runner=slurm in a Slurm job"
+    return Problem(rule="launch", says=says, mend=mend)
 
 
 def _unread_key_problem(run: Run, key: str) -> Problem:
@@ -122,6 +133,9 @@ def launch_commands(run: Run, hosts: Sequence[Host], environment: Mapping[str, s
     cuda = cluster.device.kind == "cuda"
     match launch.name:
         case "local":
+            if problem := nodes_problem(run):
+                by_hand = "; or launch=slurm or launch=torchrun, to start it by hand"
+                raise Unreadable([replace(problem, mend=f"{problem.mend}{by_hand}")])
             return local_commands(_launch_request(run, RANK_MODULE, ()), cluster.nodes * cluster.gpus)
         case "deepspeed":
             request = _launch_request(run, BOOTSTRAP_MODULE, hosts)

@@ -149,7 +149,7 @@ def _unbalanced_stages(context: CostContext, layout: Layout, cost: LayoutCost, t
 
 def _mfu_beyond_measured(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     run = context.run
-    if throughput is None:
+    if throughput is None or run.cluster.device.kind == "cpu":  # a CPU's rates are measured on the machine itself
         return
     device = run.cluster.device.name
     known = MEASURED.get((device.split("-")[0], run.train.precision))

@@ -157,7 +157,7 @@ def _read_text(path: str) -> str:
     except IsADirectoryError:
         says, mend = f"launch.hostfile={path} is a folder", "name a file with a line per host: host1 slots=8"
     except FileNotFoundError:
-        says, mend = f"launch.hostfile={path}: no such file", "name one that exists, or set launch=local to use this machine only"
+        says, mend = f"launch.hostfile={path}: no such file", "name one that exists"
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         says, mend = f"launch.hostfile={path} can't be read: {why}", "name a file with a line per host: host1 slots=8"
