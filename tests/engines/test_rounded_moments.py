@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.rounded_states import RoundedOptimizer, round_moment  # noqa: E402
@@ -17,6 +20,7 @@ from distrain.trainer.engines.native.muon import MuonStep  # noqa: E402
 from distrain.trainer.engines.native.rounded_moments import MOMENTUM, MomentRounding, step_adamw, step_sgd  # noqa: E402
 from distrain.trainer.engines.quantized_moment import QuantizedMoment  # noqa: E402
 from distrain.trainer.loop.reference_curves.reference_run import plain_optimizer  # noqa: E402
+from distrain.trainer.plan.native.optimizer_step import QUANTIZING_BYTES  # noqa: E402
 
 NAME, ROWS, COLUMNS = "weight", 6, 50
 
@@ -131,6 +135,55 @@ def test_muons_update_is_that_of_momenta_before_they_are_rounded(nesterov: bool,
         found = kept_values(optimizer.state[bucket.master][MOMENTUM]).view_as(momentum)
         assert differing_share(found, momentum) < 0.02
         momentum = found
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operators make, while they live, and their most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id_of(each) for each in tensors_in([args, kwargs])}
+        made = operator(*args, **(kwargs or {}))
+        for each in tensors_in([made]):
+            if (key := id_of(each)) not in given and key not in self.known:
+                storage = each.untyped_storage()
+                self.known.add(key)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.forget, key, storage.nbytes())
+        return made
+
+    def forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def id_of(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@pytest.mark.parametrize(("name", "each"), [("adamw", 8 + QUANTIZING_BYTES), ("sgd", 4 + QUANTIZING_BYTES)])
+def test_a_part_in_8_bits_takes_the_planned_bytes_for_a_moment(name: str, each: int) -> None:
+    """Beside numbers of a block, which are few."""
+    run, weights, length = run_of(name, "int8"), torch.ones(2**14), 2**14
+    bucket: Any = OneWeight(weights)
+    bucket.pieces = [SimpleNamespace(offset=0, length=length)]
+    rounded, optimizer = MomentRounding(run), SimpleNamespace(state={bucket.master: {}})
+    rounded.make_states(cast("Any", optimizer), [bucket])
+    state, own = optimizer.state[bucket.master], torch.ones(length)
+    divisor, skip = torch.tensor(1.0), torch.tensor(0.0)
+    for counted in (LiveBytes(), LiveBytes()):  # the first makes the tables
+        (part,) = rounded.parts(bucket, state["step"] + 1, length)
+        with counted:
+            if name == "sgd":
+                step_sgd(part, bucket.master.data, own, state, vars(run.optim), divisor)
+            else:
+                step_adamw(part, bucket.master.data, own, state, vars(run.optim), divisor=divisor, skip=skip)
+    assert each * length <= counted.most <= each * length * 1.01
 
 
 def test_workers_average_moments_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,9 +134,10 @@ def test_torchaos_optimizer_trains_nearly_the_same_curve() -> None:
         return TensorRates(optimizers.AdamW8bit(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps))
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.compile", lambda program, **_: program)  # which takes it two minutes
         patch.setattr(one_process, "plain_optimizer", build)
         theirs = reference_curve((*words, "name=torchao"))[0]  # another run than the one that is cached
-    assert own == pytest.approx(theirs, abs=2e-3, rel=0)
+    assert own == pytest.approx(theirs, abs=5e-4, rel=0)
     assert theirs != pytest.approx(wide, abs=1e-5, rel=0)
 
 

@@ -22,6 +22,7 @@ from distrain.trainer.prove.judge import (
     figure_departures,
     is_slight,
     rounding_grows,
+    tolerance,
     widened_tolerance,
 )
 from distrain.trainer.prove.judge_exits import exit_verdict, rank_positions
@@ -107,6 +108,17 @@ def test_rounding_grows_only_where_the_first_step_agrees_and_the_departure_is_sl
     assert not rounding_grows(replace(control, curve=replace(control.curve, losses=(5.00003, 4.00003))), proof)
     assert not rounding_grows(result_with(trial, loss=3e-3), proof)
     assert not rounding_grows(result_with(trial), proof)
+
+
+def test_moments_in_8_bits_may_differ_after_the_first_step() -> None:
+    """Its norm is that of equal weights. In half precision rounding is larger already."""
+    trial = reference_trial()
+    eight = replace(trial.run, optim=replace(trial.run.optim, moments="int8"))
+    half = replace(eight, train=replace(eight.train, precision="bf16"))
+    wide, narrow, rounded = (tolerance(result_with(replace(trial, run=run))) for run in (trial.run, eight, half))
+    assert (narrow.loss, narrow.first_norm) == (1e-3, wide.first_norm)
+    assert wide.loss < narrow.loss < rounded.loss
+    assert narrow.weights == float("inf")
 
 
 def test_a_slight_departure_is_judged_against_a_control_run() -> None:

@@ -223,14 +223,14 @@ class _SquaredLogSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         ctx.save_for_backward(logits)
-        return logits.logsumexp(-1).square()
+        return torch.logsumexp(logits, dim=-1).square()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (logits,) = ctx.saved_tensors
-        log_sums = logits.logsumexp(-1)
-        return torch.softmax(logits, dim=-1) * (2 * grad * log_sums).unsqueeze(-1)
+        factors: Tensor = 2 * grad * torch.logsumexp(logits, dim=-1)
+        return torch.softmax(logits, dim=-1) * factors.unsqueeze(-1)
 
 
 def imbalance(
