@@ -425,10 +425,16 @@ def test_a_quantized_folder_has_other_values_near_the_plain_ones(tmp_path: Path)
     assert torch.equal(found["a.norm.weight"], weight[0])
 
 
+SLOW_PRODUCTS = [
+    f"a product in {each}: calibrate measured 3, the check of the machine 4" for each in ("bf16", "fp32")
+]  # of one of two GPUs
+
+
 @pytest.mark.parametrize(
     ("changed", "found"),
     [
         ({}, []),
+        ({"products": [{"precision": each, "side": 8192, "rates": [4.0, 3.0]} for each in ("bf16", "fp32")]}, SLOW_PRODUCTS),
         ({"copies": [2.0, 0.8]}, ["a copy: calibrate measured 0.8, the check of the machine 1"]),
         ({"products": []}, [f"a product in {each}: calibrate measured 0, the check of the machine 4" for each in ("bf16", "fp32")]),
     ],

@@ -25,16 +25,16 @@ FLASH = torch.ops.aten._flash_attention_forward
 ENDS = (None, None, 8, 8, 0.0, True, False)
 
 
-def empty(*shape: int, dtype: torch.dtype = BF16, at: int = 0) -> Any:
+def empty(*shape: int, dtype: Any = BF16, at: int = 0) -> Any:
     """A tensor without data that begins so many elements into its memory."""
     return torch.empty(at + torch.Size(shape).numel(), dtype=dtype, device="meta")[at:].view(shape)
 
 
-def grouped(a: Any, b: Any, ends: torch.dtype = torch.int32) -> Any:
+def grouped(a: Any, b: Any, ends: Any = torch.int32) -> Any:
     return lambda: torch._grouped_mm(a, b, offs=torch.empty(4, dtype=ends, device="meta"))
 
 
-def scaled(a: Any, b: Any, scale: torch.dtype = torch.float32) -> Any:
+def scaled(a: Any, b: Any, scale: Any = torch.float32) -> Any:
     one, other = (torch.empty((), dtype=each, device="meta") for each in (scale, torch.float32))
     return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=BF16)
 
