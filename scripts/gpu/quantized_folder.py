@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -69,7 +70,7 @@ def quantize_folder(plain: Path, folder: Path) -> int:
 
 
 def _export(run: Path, folder: Path) -> None:
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with start_child(module_arguments("distrain.__main__", "export", str(run), str(folder)), **streams) as child:
         said, _ = child.communicate()
     if child.returncode:

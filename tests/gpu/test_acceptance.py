@@ -248,11 +248,17 @@ LOSSES = [5.5, 5.4, 5.3]
         (losses.train_families, {}, []),
         (losses.train_families, {"family.moe": [5.3, 5.4, 5.3]}, ["moe: losses 5.3000 5.4000 5.3000"]),
         (losses.train_families, {"family.hf": [5.3, inf, 5.2]}, ["hf: losses 5.3000 inf 5.2000"]),
+        (
+            losses.train_families,
+            {"family.moe": "family.moe: no", "family.hf": [5.3, inf, 5.2]},
+            ["family.moe: no", "hf: losses 5.3000 inf 5.2000"],
+        ),
+        (losses.train_zero_stages, {"fp16.zero1": "fp16.zero1: no"}, ["fp16.zero1: no"]),
     ],
 )
 def test_losses_that_differ_are_named(
     check: Callable[[CheckContext], Finding],
-    changed: dict[str, list[float]],
+    changed: dict[str, Any],
     found: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -419,10 +425,16 @@ def test_a_quantized_folder_has_other_values_near_the_plain_ones(tmp_path: Path)
     assert torch.equal(found["a.norm.weight"], weight[0])
 
 
+SLOW_PRODUCTS = [
+    f"a product in {each}: calibrate measured 3, the check of the machine 4" for each in ("bf16", "fp32")
+]  # of one of two GPUs
+
+
 @pytest.mark.parametrize(
     ("changed", "found"),
     [
         ({}, []),
+        ({"products": [{"precision": each, "side": 8192, "rates": [4.0, 3.0]} for each in ("bf16", "fp32")]}, SLOW_PRODUCTS),
         ({"copies": [2.0, 0.8]}, ["a copy: calibrate measured 0.8, the check of the machine 1"]),
         ({"products": []}, [f"a product in {each}: calibrate measured 0, the check of the machine 4" for each in ("bf16", "fp32")]),
     ],

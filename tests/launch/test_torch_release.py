@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.trainer.launch import admission
 from distrain.trainer.launch.admission import check_start
+from distrain.trainer.machine import facts
 from distrain.trainer.machine.torch_release import compile_problem
 from distrain.trainer.plan.plan import make_plan
 
@@ -35,7 +35,7 @@ def test_compiled_messages_need_torch_2_13(words: str, installed: str, refused: 
 
 def test_a_run_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     run = load_recipe("quickstart", [*WORDS, "parallel.tp=2", "train.compile=true"])
-    monkeypatch.setattr(admission.machine, "torch_version", lambda: "2.11.0")
+    monkeypatch.setattr(facts, "torch_version", lambda: "2.11.0")
     (problem,) = check_start(run, make_plan(run)).problems
     assert str(problem) == (
         "train.compile=true with parallel.tp=2 trains wrongly with torch 2.11.0: set train.compile=false, or install torch 2.13 or later"

@@ -8,23 +8,33 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from distrain.scripts.trace_cuda.kernel_checks import CHECKS, CheckedKernels, RefusedKernel, check_copy, refuse_number  # noqa: E402
+from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.scripts.trace_cuda.kernel_checks import (  # noqa: E402
+    ALIGNMENT,
+    CHECKS,
+    CheckedKernels,
+    RefusedKernel,
+    check_copy,
+    refuse_number,
+)
+from distrain.trainer.plan.mesh_position import mesh_position  # noqa: E402
+from distrain.trainer.plan.native.buckets import gradient_buckets  # noqa: E402
 
 BF16, F8, G8 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 FLASH = torch.ops.aten._flash_attention_forward
 ENDS = (None, None, 8, 8, 0.0, True, False)
 
 
-def empty(*shape: int, dtype: torch.dtype = BF16, at: int = 0) -> Any:
+def empty(*shape: int, dtype: Any = BF16, at: int = 0) -> Any:
     """A tensor without data that begins so many elements into its memory."""
     return torch.empty(at + torch.Size(shape).numel(), dtype=dtype, device="meta")[at:].view(shape)
 
 
-def grouped(a: Any, b: Any, ends: torch.dtype = torch.int32) -> Any:
+def grouped(a: Any, b: Any, ends: Any = torch.int32) -> Any:
     return lambda: torch._grouped_mm(a, b, offs=torch.empty(4, dtype=ends, device="meta"))
 
 
-def scaled(a: Any, b: Any, scale: torch.dtype = torch.float32) -> Any:
+def scaled(a: Any, b: Any, scale: Any = torch.float32) -> Any:
     one, other = (torch.empty((), dtype=each, device="meta") for each in (scale, torch.float32))
     return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=BF16)
 
@@ -88,3 +98,25 @@ def test_a_wait_for_the_device_is_refused() -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_every_checked_kernel_is_torchs(name: str) -> None:
     assert hasattr(torch.ops.aten, name)
+
+
+MODELS = ("tiny_moe", "tiny_gpt_oss", "tiny_mla", "mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v2_lite", "glm45_air_106b")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lora", [None, 8])
+def test_experts_begin_where_a_gpus_kernel_reads_them(name: str, lora: int | None) -> None:
+    """In engine native's flat bf16 buckets, beside biases, sinks and routers of any size."""
+    adapted = (f"model.lora.rank={lora}",) if lora else ()
+    words = (f"model={name}", *adapted, "cluster=1x1", "device=h100_80g", "engine=native", "train.precision=bf16")
+    run = load_recipe("quickstart", [*words, "parallel.dp=1", "parallel.zero=1"])
+    position = mesh_position(run, 0)
+    shards = [shard for part in position.parts for shard in position.weight_shards(run, part)]
+    found = [
+        start
+        for bucket in gradient_buckets(run, position.mesh, shards)
+        for each, start in zip(bucket.names, bucket.starts, strict=True)
+        if ".experts." in each and "bias" not in each
+    ]
+    assert found
+    assert not [start for start in found if start * BF16.itemsize % ALIGNMENT]
