@@ -86,7 +86,7 @@ def _targets(additions: Mapping[str, Tensor], run: Run) -> list[_Target]:
     """Return Hugging Face's weights that LoRA changes, in the order of ours."""
     found: dict[str, _Target] = {}
     table = op_table(run)
-    shapes = {each.name: each.shape(table.sizes) for each in model_parameters(table, range(run.model.layers))}
+    shapes = {each.name: each.shape(table.sizes) for each in model_parameters(table, range(run.model.layer_groups))}
     for name in additions:
         base = name.removesuffix(".lora_a.weight")
         if base == name:

@@ -48,7 +48,7 @@ def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
         raise Unreadable(problems)
     stored = stored_tensors(headers_of(weight_files(folder)), read_quantization(read_json(folder / "config.json")))
     tensors, table = tensors_of(run), op_table(without_lora(run))
-    layers = range(run.model.layers)
+    layers = range(run.model.layer_groups)
     ours = {each.name: each.shape(table.sizes) for each in (*model_parameters(table, layers), *model_constants(table, layers))}
     missing = [f"mtp.{index}." for index in range(run.model.mtp.layers) if not _holds_module(index, tensors, stored)]
     ours = {name: shape for name, shape in ours.items() if not name.startswith(tuple(missing))}

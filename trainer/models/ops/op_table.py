@@ -21,13 +21,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter by its name inside its block, and its logical dims; a `frozen` one is not trained, a `flat` one is a vector, and a
-    `lent` one is another block's."""
+    """A parameter by its name inside its block, and its logical dims; a `frozen` one is not trained, a `flat` one is a vector, or with
+    `rows` a matrix whose rows are its first dims, and a `lent` one is another block's."""
 
     name: str
     dims: Dims
     frozen: bool = False
     flat: bool = False
+    rows: int = 0
     lent: bool = False
 
 
@@ -197,6 +198,7 @@ def logical_sizes(model: Model, train: Train) -> dict[str, int]:
         "expert_ffn": expert_ffn,
         "shared_ffn": expert_ffn * model.shared_experts,
         "types": 2,
+        "one": 1,
         "window": model.window or 0,
         **window_sizes(model, train.seq),
         "lora": model.lora.rank,
@@ -291,7 +293,8 @@ def _flattened_dims(op: Op, weight: Weight) -> tuple[Dims, ...]:
     """Return the logical dims of each dim of a weight's tensor: a product's weight is one matrix for each of its groups, its bias one
     vector; the dims of any other weight are not flattened, unless it is flat."""
     if op.product is None:
-        return (weight.dims,) if weight.flat else tuple((dim,) for dim in weight.dims)
+        rows = (weight.dims[: weight.rows],) if weight.rows else ()
+        return (*rows, weight.dims[weight.rows :]) if weight.flat else tuple((dim,) for dim in weight.dims)
     groups, inner = op.product.groups, op.product.inner
     outer = weight.dims[len(groups) :]
     matrix = () if weight.name.endswith(".bias") else (inner,)
@@ -300,8 +303,8 @@ def _flattened_dims(op: Op, weight: Weight) -> tuple[Dims, ...]:
 
 def is_hidden_matrix(op: Op, weight: Weight) -> bool:
     """Return whether Muon steps a layer's weight: that of a product, which is attention's or a feed-forward's, shared experts' and each
-    expert's too, but no router's. Embedding, head, norms and biases are stepped by AdamW (https://kellerjordan.github.io/posts/muon/)."""
-    return op.product is not None and not weight.name.endswith(".bias") and "choices" not in weight.dims
+    expert's too, but no router's and no gate's of one column. Embedding, head, norms and biases are stepped by AdamW (https://kellerjordan.github.io/posts/muon/)."""
+    return op.product is not None and not weight.name.endswith(".bias") and not {"choices", "one"} & set(weight.dims)
 
 
 def is_frozen(op: Op) -> bool:

@@ -53,11 +53,11 @@ class CostContext:
         self.device_context = int(run.cluster.device.context)
         self.tail = SLOWEST_RANK * log2(run.cluster.nodes) if run.cluster.device.kind == "cuda" else 0.0
         self.step_overhead = STEP_DISPATCHES * run.cluster.device.dispatch
-        self.parameters = parameter_count(self.table, run.model.layers)
+        self.parameters = parameter_count(self.table, run.model.layer_groups)
         constants = (each for op in self.table.layer for each in op.constants)
         self.layer_constants = CONSTANT_BYTES * sum([element_count(each.dims, self.table.sizes) for each in constants])
-        self.trained_parameters = parameter_count(self.table, run.model.layers, trained=True)
-        self.active_parameters = parameter_count(self.table, run.model.layers, active=True)
+        self.trained_parameters = parameter_count(self.table, run.model.layer_groups, trained=True)
+        self.active_parameters = parameter_count(self.table, run.model.layer_groups, active=True)
         self.dense_layers = self.table.dense_layers
         self.layers = run.model.repeated_layers  # layers that are alike
         self._block_costs: dict[tuple[BlockSplit, tuple[int, ...]], BlockCosts] = {}
@@ -180,7 +180,7 @@ class CostContext:
         """FLOPs of one sequence's forward pass through those ops of the model that count, of its layers alone without its ends."""
         return sum(
             many * self._sum_flops(tuple(op for op in ops if counts(op)))
-            for many, ops in self.table.blocks(self.run.model.layers)
+            for many, ops in self.table.blocks(self.run.model.layer_groups)
             if ends or ops in (self.table.layer, self.table.dense_layer)
         )
 

@@ -1,0 +1,132 @@
+"""Qwen3-Next: a mixture of experts, most of whose layers have linear attention by the gated delta rule (arXiv:2412.06464), and the last of
+each group gated attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...spec.run import Model, Train
+from ..ops.mixture_ops import mixture
+from ..ops.op_table import Dims, Op, OpTable, Product, Tensor, Weight
+from ..ops.shared_ops import KEY, QUERY, STREAM, TOKENS, attention, decoder_table, layer_ops, linear
+
+LINEAR = (  # keys of `model`, as config.json has them
+    "full_attention_interval",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+CHUNK = 64  # tokens that trainer/layers/gated_delta.py computes at once
+LINEAR_KEY: Dims = ("linear_keys", "linear_key_dim")
+LINEAR_VALUE: Dims = ("linear_keys", "values_per_key", "linear_value_dim")
+VALUE_HEADS: Dims = ("linear_keys", "values_per_key")
+GATE_PASSES = 5.0  # counted in bf16: an element is read and written in float32 by each of the kernels of a gate
+NORM_PASSES = 8.0
+CONV_PASSES = 14.0  # counted: 2 W operators in float32 and SiLU for the 4 bytes of one kernel
+
+
+def table(model: Model, train: Train) -> OpTable:
+    """The op table of a hybrid, whose layer is a group: linear layers and one with full attention. `full_attention_interval` 1 has no
+    linear layer."""
+    interval, keys, values, key_dim, value_dim, taps = (getattr(model, key) for key in LINEAR)
+    sizes = {"linear_keys": keys, "values_per_key": values // keys, "linear_key_dim": key_dim, "linear_value_dim": value_dim}
+    whole = decoder_table(model, train, (), (), sizes | {"conv_taps": taps})
+    experts = _gated_mixture(model)
+    linear_layer = layer_ops(model, _linear_attention(key_dim, value_dim, values // keys), experts)
+    full_layer = layer_ops(model, _gated_attention(model, train), experts)
+    group = (*(linear_layer,) * (interval - 1), full_layer)
+    return replace(whole, layer=tuple(_numbered(op, at) for at, ops in enumerate(group) for op in ops))
+
+
+def _numbered(op: Op, at: int) -> Op:
+    """An op of layer number `at` of a group, whose number begins the names of its weights."""
+
+    def named(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+        return tuple(replace(each, name=f"{at}.{each.name}") for each in weights)
+
+    return replace(op, weights=named(op.weights), constants=named(op.constants))
+
+
+def _gated_attention(model: Model, train: Train) -> tuple[Op, ...]:
+    """Attention whose result is multiplied by the sigmoid of a gate, which is a product of the layer's input beside queries, keys and
+    values. The gate saves the result and the logits, the output product what it multiplies."""
+    first, *others, out = attention(model, train)
+    gate = Tensor(TOKENS + QUERY)
+    query, key = (".query", QUERY), (".key", KEY)
+    parts = linear("attention", ("hidden",), (query, key, (".value", KEY), (".gate", QUERY)), bias=False)
+    first = replace(first, weights=parts.weights, product=parts.product)
+    product = Op(
+        name="attention.gate",
+        moves=(gate, gate, gate),
+        saves_megatron=(gate, gate),
+        saves_torch=(gate, gate),
+        eager_passes=GATE_PASSES,
+    )
+    return (first, *others, product, out)
+
+
+def _linear_attention(key_dim: int, value_dim: int, values_per_key: int) -> tuple[Op, ...]:
+    """The gated delta rule: products, convolutions, the rule itself in chunks, a gated norm of each head, and the output product.
+
+    Saved are what the convolutions read and the logits of beta and of the decay: backward computes the rest again. Every token counts the
+    three products with the state of its head, 6 D V FLOPs; chunks compute more.
+    """
+    key, value, logits = Tensor(TOKENS + LINEAR_KEY), Tensor(TOKENS + LINEAR_VALUE), Tensor(TOKENS + VALUE_HEADS)
+    parts = ((".query", LINEAR_KEY), (".key", LINEAR_KEY), (".value", LINEAR_VALUE), (".gate", LINEAR_VALUE))
+    parts += ((".beta", VALUE_HEADS), (".decay", VALUE_HEADS))
+    convs = (("query", LINEAR_KEY), ("key", LINEAR_KEY), ("value", LINEAR_VALUE))
+    taps = tuple(Weight(f"attention.{part}_conv.weight", ("conv_taps", *dims), flat=True, rows=1) for part, dims in convs)
+    rates = tuple(Weight(f"attention.{name}", VALUE_HEADS, flat=True) for name in ("a_log", "dt_bias"))
+    scale = Weight("attention.gated_norm.weight", ("linear_value_dim",))
+    of_state = 6 * key_dim * value_dim
+    in_chunk = 2 * CHUNK * value_dim + CHUNK * (key_dim + value_dim) + 4 * CHUNK * key_dim / values_per_key
+    rule = Product(
+        rows=TOKENS,
+        inner=("linear_key_dim",),
+        outers=(("linear_value_dim",),) * 3,
+        groups=VALUE_HEADS,
+        computed=1 + in_chunk / of_state,
+        backward=3.5,
+    )
+    return (
+        linear("attention", ("hidden",), parts, bias=False, saves=(STREAM,)),
+        Op(
+            name="attention.conv",
+            weights=(*taps, *rates),
+            moves=(key, key, key, key, value, value),
+            saves_megatron=(key, key, value, logits, logits),
+            saves_torch=(key, key, value, logits, logits),
+            kernels=6,
+            eager_passes=CONV_PASSES,
+        ),
+        Op(name="attention.delta", product=rule, kernels=12),
+        Op(
+            name="attention.gated_norm",
+            weights=(scale,),
+            moves=(value, value, value),
+            saves_megatron=(value, value),
+            saves_torch=(value, value, Tensor(TOKENS + VALUE_HEADS, 4)),
+            partial=(Tensor(scale.dims),),
+            eager_passes=NORM_PASSES,
+        ),
+        linear("attention.out", LINEAR_VALUE, (("", ("hidden",)),), bias=False, saves=(value,)),
+    )
+
+
+def _gated_mixture(model: Model) -> tuple[Op, ...]:
+    """Experts, of which the shared ones are multiplied by the sigmoid of one logit a token. The logit's input is the router's, which saves
+    it."""
+    logit = Tensor((*TOKENS, "one"))
+    return (
+        *mixture(model),
+        linear("shared_gate", ("hidden",), (("", ("one",)),), bias=False),
+        Op(
+            name="shared_gate.sum",
+            moves=(STREAM, STREAM, STREAM, logit),
+            saves_megatron=(STREAM, logit),
+            saves_torch=(STREAM, logit),
+            eager_passes=GATE_PASSES,
+        ),
+    )
