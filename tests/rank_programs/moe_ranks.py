@@ -69,7 +69,7 @@ def split_model(run: Run, whole: nn.Module, experts: Group | None, tensor: Group
     tp, tensor_rank = (tensor.size, tensor.rank) if tensor else (1, 0)
     held = {
         each.name: weight_shard(each, table.sizes, tp, tensor_rank, ep=ep, expert_rank=rank)
-        for each in model_parameters(table, range(run.model.layers))
+        for each in model_parameters(table, range(run.model.layer_groups))
     }
     found = dict(whole.named_parameters())
     made = {name: nn.Parameter(weight_slice(found[name].detach(), each).clone()) for name, each in held.items()}

@@ -152,6 +152,7 @@ def _tensor_problems(
         return
     want = (*size[:-1], columns.width * columns.runs) if columns else size
     want = want[::-1] if tensor.transposed else want
+    want = (want[0], 1, *want[1:]) if tensor.depthwise else want
     if has.problem:
         yield Problem(rule="weights", says=f"{folder}: {has.problem}", mend="download the folder again, or name one of bf16 weights")
     elif has.shape != want:

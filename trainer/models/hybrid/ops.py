@@ -68,10 +68,9 @@ def _gated_attention(model: Model, train: Train) -> tuple[Op, ...]:
 
 
 def _linear_attention(key_dim: int, value_dim: int, values_per_key: int) -> tuple[Op, ...]:
-    """The gated delta rule: products, convolutions, the rule itself in chunks, a gated norm of each head, and the output product.
+    """Linear attention: products, convolutions, the gated delta rule, a gated norm of each head, and the output product.
 
-    Saved are what the convolutions read and the logits of beta and of the decay: backward computes the rest again. Every token counts the
-    three products with the state of its head, 6 D V FLOPs; chunks compute more.
+    Saved are what the convolutions read and the logits of beta and of the decay: backward computes the rest again.
     """
     key, value, logits = Tensor(TOKENS + LINEAR_KEY), Tensor(TOKENS + LINEAR_VALUE), Tensor(TOKENS + VALUE_HEADS)
     parts = ((".query", LINEAR_KEY), (".key", LINEAR_KEY), (".value", LINEAR_VALUE), (".gate", LINEAR_VALUE))
@@ -80,16 +79,6 @@ def _linear_attention(key_dim: int, value_dim: int, values_per_key: int) -> tupl
     taps = tuple(Weight(f"attention.{part}_conv.weight", ("conv_taps", *dims), flat=True, rows=1) for part, dims in convs)
     rates = tuple(Weight(f"attention.{name}", VALUE_HEADS, flat=True) for name in ("a_log", "dt_bias"))
     scale = Weight("attention.gated_norm.weight", ("linear_value_dim",))
-    of_state = 6 * key_dim * value_dim
-    in_chunk = 2 * CHUNK * value_dim + CHUNK * (key_dim + value_dim) + 4 * CHUNK * key_dim / values_per_key
-    rule = Product(
-        rows=TOKENS,
-        inner=("linear_key_dim",),
-        outers=(("linear_value_dim",),) * 3,
-        groups=VALUE_HEADS,
-        computed=1 + in_chunk / of_state,
-        backward=3.5,
-    )
     return (
         linear("attention", ("hidden",), parts, bias=False, saves=(STREAM,)),
         Op(
@@ -101,7 +90,7 @@ def _linear_attention(key_dim: int, value_dim: int, values_per_key: int) -> tupl
             kernels=6,
             eager_passes=CONV_PASSES,
         ),
-        Op(name="attention.delta", product=rule, kernels=12),
+        Op(name="attention.delta", product=delta_rule(key_dim, value_dim, values_per_key), kernels=12),
         Op(
             name="attention.gated_norm",
             weights=(scale,),
@@ -112,6 +101,23 @@ def _linear_attention(key_dim: int, value_dim: int, values_per_key: int) -> tupl
             eager_passes=NORM_PASSES,
         ),
         linear("attention.out", LINEAR_VALUE, (("", ("hidden",)),), bias=False, saves=(value,)),
+    )
+
+
+def delta_rule(key_dim: int, value_dim: int, values_per_key: int) -> Product:
+    """The products of the gated delta rule. A token counts those with the state of each value head, 6 D V FLOPs; in chunks of L tokens our
+    modules compute more (trainer/layers/gated_delta.py), and in backward all of them again."""
+    of_state, of_keys, of_values = key_dim * value_dim, CHUNK * key_dim, CHUNK * value_dim
+    solved = of_keys + of_values  # two triangular systems
+    forward = 6 * of_state + 2 * of_values + 4 * of_keys / values_per_key + solved
+    gradients = 12 * of_state + 6 * of_values + 10 * of_keys + solved
+    return Product(
+        rows=TOKENS,
+        inner=("linear_key_dim",),
+        outers=(("linear_value_dim",),) * 3,
+        groups=VALUE_HEADS,
+        computed=forward / (6 * of_state),
+        backward=1 + gradients / forward,
     )
 
 

@@ -158,7 +158,8 @@ def _attention(product: Product, local: LocalTensors, device: DeviceRates) -> Op
         flops = 2.0 * rows * inner * sum(local.count(dims) for dims in product.outers) * groups * product.computed
         return OpSeconds(*attention_seconds(flops, inner, local.count(product.outers[0]), product.backward, device), 0.0)
     outer = local.count(product.outers[0])
-    forward = product_seconds(rows, outer, inner, groups, local.activation, device.other, device)
+    each = product_seconds(rows, outer, inner, groups, local.activation, device.other, device)
+    forward = len(product.outers) * product.computed * each
     return OpSeconds(forward, product.backward * forward, 0.0)
 
 
