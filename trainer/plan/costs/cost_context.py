@@ -22,7 +22,7 @@ from ...models.ops.op_table import (
 from ...spec.run import Run
 from ..axes.collectives import Wire
 from ..axes.weight_slices import HeadShards
-from ..layout.layout import LayerPartition, StageKind, layer_partition, split_layers
+from ..layout.layout import LayerPartition, Layout, StageKind, layer_partition, split_layers
 from ..layout.mesh import Mesh, Wires, group_wire, mesh_wires, ranks_in_node, split_group
 from .block_costs import BlockCosts, SplitCosts
 from .local_tensors import BlockSplit
@@ -150,6 +150,11 @@ class CostContext:
         """The wire of the same ranks, where each message takes one rank's link alone."""
         cluster = self.run.cluster
         return group_wire(whole.size, whole.size if whole.link == "inside" else 1, cluster.inside, cluster.between)
+
+    def layers_of_stage(self, layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
+        """(first, last + 1) of the layers of each part of a stage."""
+        group = self.run.model.layers_in_group
+        return tuple((first * group, end * group) for first, end in map(layout.layers, layout.parts(stage)))
 
     def partition(self, stages: int, *, chunks: int = 1, folded: bool, given: tuple[int, ...] | None = None) -> LayerPartition:
         """The layers of each part of the model: as `given`, else balanced by the sum of their shares of the model's bytes and FLOPs."""
