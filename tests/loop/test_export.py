@@ -41,6 +41,7 @@ KINDS = {
     "qwen2":           ("model=tiny_llama", "model.qkv_bias=true", "model.tied=true", "model.vocab=250", "model.vocab_multiple=8"),
     "deepseek_v3":     ("model=tiny_mla", "model.router.score=sigmoid", "model.router.bias=true", "model.router.bias_rate=0.003",
                         "model.mtp.layers=1"),
+    "qwen3_next":      ("model=tiny_hybrid", "model.layers=4", "parallel.zero=1"),
 }
 # fmt: on
 
@@ -243,17 +244,18 @@ def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+NO_CLASS = (
+    "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek, gpt-oss and Qwen3-Next "
+    "computes this model"
+)
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (
-            ("model=tiny_moe", "model.shared_experts=1"),
-            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek and gpt-oss computes this model",
-        ),
-        (
-            ("model.positions=rope",),
-            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek and gpt-oss computes this model",
-        ),
+        (("model=tiny_moe", "model.shared_experts=1"), NO_CLASS),
+        (("model.positions=rope",), NO_CLASS),
+        (("model=tiny_hybrid", "model.capacity=2.0"), NO_CLASS),
     ],
 )
 def test_a_model_that_can_not_be_exported_is_refused(runs, overrides: tuple[str, ...], says: str, tmp_path: Path) -> None:

@@ -271,7 +271,9 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, transfor
     expected, found = dict(read_hf_weights(tmp_path / "gradients", run)), dict(ours.named_parameters())
     largest = max(float(grad.abs().max()) for grad in expected.values())
     for key, parameter in found.items():
-        torch.testing.assert_close(parameter.grad, expected[key], rtol=0, atol=tolerance(name) / 5 * largest, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            parameter.grad, expected[key], rtol=0, atol=tolerance(name) / 5 * largest, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 def test_a_folder_of_kimi_k2_is_read_as_deepseek_v3s(tmp_path: Path) -> None:
@@ -305,7 +307,9 @@ def test_our_weights_give_the_same_logits_in_transformers(name: str, max_file_by
     theirs, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(said[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        torch.testing.assert_close(theirs.eval()(tokens_of(run)).logits, module_of(run).logits(tokens_of(run)), rtol=0, atol=tolerance(name))
+        torch.testing.assert_close(
+            theirs.eval()(tokens_of(run)).logits, module_of(run).logits(tokens_of(run)), rtol=0, atol=tolerance(name)
+        )
 
 
 @pytest.mark.parametrize("name", OURS)

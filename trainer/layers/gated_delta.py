@@ -41,6 +41,7 @@ class DeltaInputs:
     dt_bias: Tensor
 
 
+@torch.compiler.disable  # its loop over chunks would be unrolled
 def gated_delta(inputs: DeltaInputs, key_dim: int, chunk: int = CHUNK) -> Tensor:
     """Return what the queries read, [B, S, K R V], for keys of `key_dim` elements; computed in float32."""
     tensors = tuple(getattr(inputs, name) for name in DeltaInputs.__dataclass_fields__)
@@ -56,30 +57,24 @@ class _GatedDelta(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.key_dim, ctx.chunk = key_dim, chunk
         inputs = DeltaInputs(**dict(zip(DeltaInputs.__dataclass_fields__, tensors, strict=True)))
-        parts = _prepare(inputs, key_dim, chunk)
-        output = _scan(parts).output
-        return _from_chunks(output, inputs.value.shape[1]).to(inputs.value.dtype)
+        return _read(_prepare(inputs, key_dim, chunk), inputs.value)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs = DeltaInputs(**dict(zip(DeltaInputs.__dataclass_fields__, ctx.saved_tensors, strict=True)))
-        parts = _prepare(inputs, ctx.key_dim, ctx.chunk)
-        return None, None, *_gradients(inputs, parts, at_least_float32(grad), ctx.chunk)
+        of_chunks = _chunk_gradients(_prepare(inputs, ctx.key_dim, ctx.chunk), at_least_float32(grad))
+        return None, None, *_input_gradients(inputs, of_chunks, ctx.key_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
     """What the chunks are made of, in float32. A dim R of 1 stands for all value heads of a key head."""
 
-    query_unit: _Unit  # of queries and keys the convolution's result, and what is made of it
-    key_unit: _Unit
-    value_conv: Tensor  # [B, S, K R V]
     query: Tensor  # [B, K, 1, N, L, D], of length D^-0.5
     key: Tensor  # [B, K, 1, N, L, D], of length 1
     value: Tensor  # [B, K, R, N, L, V]
-    beta: Tensor  # [B, K, R, N, L]
-    log_decay: Tensor  # [B, S, K R]: g
+    beta: Tensor  # [B, K, R, N, L, 1]
     total: Tensor  # [B, K, R, N, L]: g summed from the chunk's start
     between: Tensor  # [B, K, R, N, L, L]: exp of g summed from behind the second token to the first; 0 where that is earlier
     system: Tensor  # [B, K, R, N, L, L]: what a token's key reads of the chunk's earlier tokens, times beta
@@ -87,58 +82,47 @@ class _Parts:
     new_value: Tensor  # [B, K, R, N, L, V]: what tokens write where the state before the chunk is 0
     old_key: Tensor  # [B, K, R, N, L, D]: with which they take off what they read of that state
 
+    @property
+    def ends(self) -> Tensor:
+        """By how much each chunk lets the state decay, [B, K, R, N, 1, 1]."""
+        return self.total[..., -1].exp()[..., None, None]
 
-@dataclass(frozen=True, kw_only=True)
-class _Unit:
-    """A convolution's result [B, S, K D], the inverse length of each head's activated part [B, S, K, 1], and that part over its length."""
+    @property
+    def grown(self) -> Tensor:
+        """By how much the state before the chunk has decayed at each token, [B, K, R, N, L, 1]."""
+        return self.total.exp().unsqueeze(-1)
 
-    conv: Tensor
-    inverse: Tensor
-    unit: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Scan:
-    """What the chunks wrote, one after another: outputs and written values [B, K, R, N, L, V], the state [B, K, R, D, V] before each."""
-
-    output: Tensor
-    written: Tensor
-    states: list[Tensor]
+    @property
+    def left(self) -> Tensor:
+        """By how much what each token writes decays up to the chunk's end, [B, K, R, N, L, 1]."""
+        return (self.total[..., -1:] - self.total).exp().unsqueeze(-1)
 
 
 def _prepare(inputs: DeltaInputs, key_dim: int, chunk: int) -> _Parts:
     """Return what does not depend on the states."""
-    query_unit, key_unit = (
-        _unit(causal_conv(at_least_float32(x), at_least_float32(taps)), key_dim)
+    heads, value_heads = inputs.query.shape[-1] // key_dim, inputs.beta.shape[-1]
+    query, key = (
+        _chunks(_unit(_conv(x, taps), key_dim)[1].unsqueeze(3), chunk)
         for x, taps in ((inputs.query, inputs.query_conv), (inputs.key, inputs.key_conv))
     )
-    value_conv = causal_conv(at_least_float32(inputs.value), at_least_float32(inputs.value_conv))
-    heads = query_unit.unit.shape[2]
-    query, key = (_chunks(each.unit.unsqueeze(3), chunk) for each in (query_unit, key_unit))
-    query = query * key_dim**-0.5
-    value = _chunks(_by_key_head(F.silu(value_conv), heads, inputs.beta.shape[-1]), chunk)
-    beta = _chunks(_by_key_head(torch.sigmoid(at_least_float32(inputs.beta)), heads, inputs.beta.shape[-1]), chunk).squeeze(-1)
-    log_decay = -at_least_float32(inputs.a_log).exp() * F.softplus(_shifted(inputs))
-    total = _chunks(_by_key_head(log_decay, heads, inputs.beta.shape[-1]), chunk).squeeze(-1).cumsum(-1)
+    query.mul_(key_dim**-0.5)
+    value = _chunks(_by_key_head(F.silu(_conv(inputs.value, inputs.value_conv)), heads, value_heads), chunk)
+    beta = _chunks(_by_key_head(torch.sigmoid(at_least_float32(inputs.beta)), heads, value_heads), chunk)
+    total = _chunks(_by_key_head(_log_decay(inputs), heads, value_heads), chunk).squeeze(-1).cumsum(-1)
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).triu(1)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
-    system = (key @ key.mT * between * beta.unsqueeze(-1)).tril(-1)
-    old = key * (beta * total.exp()).unsqueeze(-1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(later, -torch.inf).exp_()
+    system = (key @ key.mT * between).mul_(beta).tril_(-1)
     return _Parts(
-        query_unit=query_unit,
-        key_unit=key_unit,
-        value_conv=value_conv,
         query=query,
         key=key,
         value=value,
         beta=beta,
-        log_decay=log_decay,
         total=total,
         between=between,
         system=system,
         reads=query @ key.mT * between,
-        new_value=_solve(system, value * beta.unsqueeze(-1)),
-        old_key=_solve(system, old),
+        new_value=_solve(system, value * beta),
+        old_key=_solve(system, key * (beta * total.exp().unsqueeze(-1))),
     )
 
 
@@ -149,100 +133,135 @@ def _solve(system: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor
     return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
 
 
-def _scan(parts: _Parts) -> _Scan:
-    """Run through the chunks."""
-    query, key = _decayed(parts)
-    ends = parts.total[..., -1].exp()[..., None, None]  # [B, K, R, N, 1, 1]
-    value = parts.new_value
+def _read(parts: _Parts, like: Tensor) -> Tensor:
+    """Run through the chunks; return what the queries read, as a tensor [B, S, K R V] like another."""
+    query, key, value, ends = parts.query * parts.grown, parts.key * parts.left, parts.new_value, parts.ends
     state = value.new_zeros(*value.shape[:3], key.shape[-1], value.shape[-1])
-    outputs, written, states = [], [], []
+    output = value.new_empty(value.shape)
     for at in range(value.shape[3]):
-        states.append(state)
-        new = value[:, :, :, at] - parts.old_key[:, :, :, at] @ state
-        outputs.append(query[:, :, :, at] @ state + parts.reads[:, :, :, at] @ new)
-        written.append(new)
-        state = state * ends[:, :, :, at] + key[:, :, :, at].mT @ new
-    return _Scan(output=torch.stack(outputs, 3), written=torch.stack(written, 3), states=states)
+        written = value[:, :, :, at] - parts.old_key[:, :, :, at] @ state
+        output[:, :, :, at] = query[:, :, :, at] @ state + parts.reads[:, :, :, at] @ written
+        state = state * ends[:, :, :, at] + key[:, :, :, at].mT @ written
+    return _from_chunks(output, like.shape[1]).to(like.dtype)
 
 
-def _decayed(parts: _Parts) -> tuple[Tensor, Tensor]:
-    """Return the queries as they read the state before the chunk, and the keys as they write to the one behind it, [B, K, R, N, L, D]."""
-    left = (parts.total[..., -1:] - parts.total).exp()
-    return parts.query * parts.total.exp().unsqueeze(-1), parts.key * left.unsqueeze(-1)
+def _states(parts: _Parts, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the state [B, K, R, N, D, V] before each chunk, and what its tokens write, [B, K, R, N, L, V]; keys as they write at its
+    end."""
+    value, ends = parts.new_value, parts.ends
+    states = value.new_zeros(*value.shape[:4], key.shape[-1], value.shape[-1])
+    written = torch.empty_like(value)
+    for at in range(value.shape[3]):
+        new = value[:, :, :, at] - parts.old_key[:, :, :, at] @ states[:, :, :, at]
+        written[:, :, :, at] = new
+        if at + 1 < value.shape[3]:
+            states[:, :, :, at + 1] = states[:, :, :, at] * ends[:, :, :, at] + key[:, :, :, at].mT @ new
+    return states, written
 
 
-def _gradients(inputs: DeltaInputs, parts: _Parts, grad: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Return the gradients of `inputs`, from that of what the queries read, [B, S, K R V]."""
-    scan, (query, key) = _scan(parts), _decayed(parts)
-    seq, value_heads = grad.shape[1], inputs.beta.shape[-1]
-    heads = parts.query.shape[1]
-    grad = _chunks(_by_key_head(grad, heads, value_heads), chunk)
-    reads_grad = grad @ scan.written.mT
-    from_reads = parts.reads.mT @ grad
-    ends = parts.total[..., -1].exp()  # [B, K, R, N]
-    state_grad = torch.zeros_like(scan.states[0])
-    of_query, of_key, of_new, of_old, of_ends = [], [], [], [], []
+@dataclass(frozen=True, kw_only=True)
+class _ChunkGradients:
+    """The gradients, by sequences again, of queries and keys of length 1, [B, S, K D], of values [B, S, K R V] behind their convolution, of
+    beta and of g [B, S, K R]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    beta: Tensor
+    log_decay: Tensor
+
+
+def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
+    """Return the gradients of what chunks are made of, from that of what the queries read, [B, S, K R V]."""
+    seq, chunk = grad.shape[1], parts.total.shape[-1]
+    grad = _chunks(_by_key_head(grad, parts.key.shape[1], parts.value.shape[1] * parts.value.shape[2]), chunk)
+    query, key = parts.query * parts.grown, parts.key * parts.left
+    states, written = _states(parts, key)
+    reads_grad = grad @ written.mT
+    new_grad = parts.reads.mT @ grad
+    query_grad, key_grad, old_grad = (torch.empty_like(query) for _ in range(3))
+    ends, ends_grad = parts.ends, torch.empty_like(parts.total[..., -1])
+    state_grad = torch.zeros_like(states[:, :, :, 0])
     for at in reversed(range(grad.shape[3])):
-        state, new, own = scan.states[at], scan.written[:, :, :, at], grad[:, :, :, at]
-        new_grad = from_reads[:, :, :, at] + key[:, :, :, at] @ state_grad
-        of_query.append(own @ state.mT)
-        of_key.append(new @ state_grad.mT)
-        of_new.append(new_grad)
-        of_old.append(-(new_grad @ state.mT))
-        of_ends.append((state_grad * state).sum((-1, -2)))
-        state_grad = (
-            state_grad * ends[:, :, :, at, None, None]
-            + query[:, :, :, at].mT @ own
-            - parts.old_key[:, :, :, at].mT @ new_grad
-        )
-    query_grad, key_grad, new_grad, old_grad, ends_grad = (
-        torch.stack(each[::-1], 3) for each in (of_query, of_key, of_new, of_old, of_ends)
-    )
-    # The triangular system: of X = (1 + A)^-1 Y the gradients are Y' = (1 + A)^-T X' and A' = -Y' X^T
-    value_right = _solve(parts.system, new_grad, transposed=True)  # of beta v
-    key_right = _solve(parts.system, old_grad, transposed=True)  # of beta exp(total) k
-    system_grad = -(value_right @ parts.new_value.mT + key_right @ parts.old_key.mT).tril(-1)
-    beta = parts.beta.unsqueeze(-1)
-    grown = parts.total.exp().unsqueeze(-1)
-    pairs = system_grad * parts.between  # of beta_i k_i k_j
-    read_pairs = reads_grad * parts.between  # of q_i k_j
-    by_row = pairs @ parts.key
-    beta_grad = (by_row * parts.key).sum(-1) + (key_right * grown * parts.key).sum(-1) + (value_right * parts.value).sum(-1)
-    weights = system_grad * parts.system + reads_grad * parts.reads
+        state, own = states[:, :, :, at], grad[:, :, :, at]
+        new = new_grad[:, :, :, at].add_(key[:, :, :, at] @ state_grad)
+        query_grad[:, :, :, at] = own @ state.mT
+        key_grad[:, :, :, at] = written[:, :, :, at] @ state_grad.mT
+        old_grad[:, :, :, at] = -(new @ state.mT)
+        ends_grad[:, :, :, at] = (state_grad * state).sum((-1, -2))
+        state_grad = state_grad * ends[:, :, :, at] + query[:, :, :, at].mT @ own - parts.old_key[:, :, :, at].mT @ new
+    del grad, states, written, state, own, new  # views hold what they are of
     key_side = (key_grad * key).sum(-1)
-    total_grad = weights.sum(-1) - weights.sum(-2) + (query_grad * query).sum(-1) - key_side
-    total_grad = total_grad + (key_right * (beta * grown * parts.key)).sum(-1)
-    total_grad[..., -1] += key_side.sum(-1) + ends_grad * ends
-    decay_grad = total_grad.flip(-1).cumsum(-1).flip(-1)
-    left = (parts.total[..., -1:] - parts.total).exp().unsqueeze(-1)
-    all_keys = by_row * beta + (pairs * beta).mT @ parts.key + read_pairs.mT @ parts.query + key_grad * left + key_right * beta * grown
-    all_queries = read_pairs @ parts.key + query_grad * grown
-    query_grad = _from_chunks(all_queries.sum(2, keepdim=True), seq) * query.shape[-1] ** -0.5
-    key_grad = _from_chunks(all_keys.sum(2, keepdim=True), seq)
-    value_grad = _from_chunks(value_right * beta, seq)
-    beta_grad, decay_grad = (_from_chunks(each.unsqueeze(-1), seq) for each in (beta_grad, decay_grad))  # [B, S, K R]
-    query_grads = _conv_gradients(_unit_gradient(parts.query_unit, query_grad), inputs.query, inputs.query_conv)
-    key_grads = _conv_gradients(_unit_gradient(parts.key_unit, key_grad), inputs.key, inputs.key_conv)
-    value_grads = _conv_gradients(value_grad * _silu_slope(parts.value_conv), inputs.value, inputs.value_conv)
+    total_grad = (query_grad * query).sum(-1).sub_(key_side)
+    total_grad[..., -1] += key_side.sum(-1) + ends_grad * ends[..., 0, 0]
+    del query, key
+    # The triangular system: of X = (1 + A)^-1 Y the gradients are Y' = (1 + A)^-T X' and A' = -Y' X^T
+    new_grad = _solve(parts.system, new_grad, transposed=True)  # of beta v
+    old_grad = _solve(parts.system, old_grad, transposed=True)  # of beta exp(total) k
+    system_grad = (new_grad @ parts.new_value.mT).add_(old_grad @ parts.old_key.mT).neg_().tril_(-1)
+    weights = system_grad * parts.system
+    total_grad += weights.sum(-1) - weights.sum(-2)
+    del weights
+    weights = reads_grad * parts.reads
+    total_grad += weights.sum(-1) - weights.sum(-2)
+    del weights
+    pairs, read_pairs = system_grad.mul_(parts.between), reads_grad.mul_(parts.between)  # of beta_i k_i k_j, and of q_i k_j
+    by_row, grown = pairs @ parts.key, parts.grown
+    beta_grad = (by_row * parts.key).sum(-1) + (new_grad * parts.value).sum(-1)
+    of_old = (old_grad * parts.key).sum(-1) * grown.squeeze(-1)
+    beta_grad += of_old
+    total_grad += of_old * parts.beta.squeeze(-1)
+    key_grad.mul_(parts.left).add_(by_row.mul_(parts.beta)).add_(old_grad.mul_(parts.beta * grown))
+    key_grad += pairs.mul_(parts.beta).mT @ parts.key
+    key_grad += read_pairs.mT @ parts.query
+    query_grad.mul_(grown).add_(read_pairs @ parts.key)
+    new_grad.mul_(parts.beta)
+    del parts, pairs, read_pairs, by_row, old_grad, system_grad, reads_grad
+    return _ChunkGradients(
+        query=_from_chunks(query_grad.sum(2, keepdim=True), seq) * key_grad.shape[-1] ** -0.5,
+        key=_from_chunks(key_grad.sum(2, keepdim=True), seq),
+        value=_from_chunks(new_grad, seq),
+        beta=_from_chunks(beta_grad.unsqueeze(-1), seq),
+        log_decay=_from_chunks(total_grad.flip(-1).cumsum(-1).flip(-1).unsqueeze(-1), seq),
+    )
+
+
+def _input_gradients(inputs: DeltaInputs, grads: _ChunkGradients, key_dim: int) -> tuple[Tensor, ...]:
+    """Return the gradients of `inputs` from those of what chunks are made of."""
+    query_grads = _conv_gradients(
+        _unit_gradient(_conv(inputs.query, inputs.query_conv), grads.query, key_dim), inputs.query, inputs.query_conv
+    )
+    key_grads = _conv_gradients(_unit_gradient(_conv(inputs.key, inputs.key_conv), grads.key, key_dim), inputs.key, inputs.key_conv)
+    value_grad = _silu_slope(_conv(inputs.value, inputs.value_conv)).mul_(grads.value)
+    value_grads = _conv_gradients(value_grad, inputs.value, inputs.value_conv)
     share = torch.sigmoid(at_least_float32(inputs.beta))
-    logit_grad = decay_grad * -at_least_float32(inputs.a_log).exp() * torch.sigmoid(_shifted(inputs))
+    logit_grad = grads.log_decay * -at_least_float32(inputs.a_log).exp() * torch.sigmoid(_shifted(inputs))
     return (
         query_grads[0],
         key_grads[0],
         value_grads[0],
-        (beta_grad * share * (1 - share)).to(inputs.beta.dtype),
+        (grads.beta * share * (1 - share)).to(inputs.beta.dtype),
         logit_grad.to(inputs.decay.dtype),
         query_grads[1],
         key_grads[1],
         value_grads[1],
-        (decay_grad * parts.log_decay).sum((0, 1)).to(inputs.a_log.dtype),
+        (grads.log_decay * _log_decay(inputs)).sum((0, 1)).to(inputs.a_log.dtype),
         logit_grad.sum((0, 1)).to(inputs.dt_bias.dtype),
     )
+
+
+def _log_decay(inputs: DeltaInputs) -> Tensor:
+    """Return g of each token and value head, [B, S, K R]."""
+    return -at_least_float32(inputs.a_log).exp() * F.softplus(_shifted(inputs))
 
 
 def _shifted(inputs: DeltaInputs) -> Tensor:
     """Return the logits of the decay with what is added to them, [B, S, K R]."""
     return at_least_float32(inputs.decay) + at_least_float32(inputs.dt_bias)
+
+
+def _conv(x: Tensor, taps: Tensor) -> Tensor:
+    return causal_conv(at_least_float32(x), at_least_float32(taps))
 
 
 def causal_conv(x: Tensor, taps: Tensor) -> Tensor:
@@ -264,18 +283,19 @@ def _conv_gradients(grad: Tensor, x: Tensor, taps: Tensor) -> tuple[Tensor, Tens
     return x_grad.to(x.dtype), taps_grad.to(taps.dtype)
 
 
-def _unit(conv: Tensor, key_dim: int) -> _Unit:
-    """Return the activated heads of a convolution's result [B, S, K D], each over its length."""
+def _unit(conv: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the inverse lengths [B, S, K, 1] of the activated heads of a convolution's result [B, S, K D], and the heads over them."""
     active = torch.unflatten(F.silu(conv), -1, (-1, key_dim))
     inverse = torch.rsqrt(active.square().sum(-1, keepdim=True) + UNIT_EPS)
-    return _Unit(conv=conv, inverse=inverse, unit=active * inverse)
+    return inverse, active * inverse
 
 
-def _unit_gradient(made: _Unit, grad: Tensor) -> Tensor:
+def _unit_gradient(conv: Tensor, grad: Tensor, key_dim: int) -> Tensor:
     """Return the gradient of a convolution's result [B, S, K D], from that of its heads of length 1."""
-    grad = grad.view_as(made.unit)
-    active = made.inverse * (grad - made.unit * (made.unit * grad).sum(-1, keepdim=True))
-    return active.flatten(2) * _silu_slope(made.conv)
+    inverse, unit = _unit(conv, key_dim)
+    grad = grad.view_as(unit)
+    active = inverse * (grad - unit * (unit * grad).sum(-1, keepdim=True))
+    return active.flatten(2) * _silu_slope(conv)
 
 
 def _silu_slope(x: Tensor) -> Tensor:
@@ -295,5 +315,6 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 def _from_chunks(x: Tensor, seq: int) -> Tensor:
-    """Return x [B, K, R, N, L, V] as [B, S, K R V]."""
-    return x.permute(0, 3, 4, 1, 2, 5).flatten(1, 2)[:, :seq].flatten(2)
+    """Return x [B, K, R, N, L, V] as [B, S, K R V], without what is behind the sequence, which would be saved with it."""
+    rows = x.permute(0, 3, 4, 1, 2, 5).flatten(1, 2).flatten(2)
+    return rows if rows.shape[1] == seq else rows[:, :seq].clone()

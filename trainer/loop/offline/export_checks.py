@@ -82,8 +82,8 @@ def _check_weights(saved: SavedRun, folder: Path, dtype: torch.dtype) -> None:
 
 
 def layers_in(memory: float, run: Run) -> int:
-    """Return how many of a model's first layers, or groups of layers, can be compared in so many bytes, at least one behind a mixture's dense
-    ones; 0: none."""
+    """Return how many of a model's first layers, or groups of layers, can be compared in so many bytes, at least one behind a mixture's
+    dense ones; 0: none."""
     table, least = op_table(run), run.model.dense_layers + 1
     counts = range(run.model.layer_groups, least - 1, -1)
     return next((layers for layers in counts if CHECK_BYTES * parameter_count(table, layers) <= memory), 0)

@@ -40,10 +40,10 @@ class AllowedValues:
 @dataclass(frozen=True, kw_only=True)
 class ConfigKind:
     """A model_type: its class in transformers, the keys that all its models have here, its rows and activations, its restrictions, how it
-    states windows and dense layers, whether its layers are `grouped` (layer_groups.py), whether its layers with a window rotate by a base of their own, the only rope_theta that a file without
-    such a base may have (`local_rope_problems`), the rotary embedding of a file that states none, the class of its authors' own code that
-    computes the same (`auto_map` may name it), the keys of the file that its models here do not read, and those that are written beside
-    its rows."""
+    states windows and dense layers, whether its layers are `grouped` (layer_groups.py), whether those with a window rotate by a base of
+    their own, the only rope_theta that a file without such a base may have (`local_rope_problems`), the rotary embedding of a file that
+    states none, the class of its authors' own code that computes the same (`auto_map` may name it), the keys of the file that its models
+    here do not read, and those that are written beside its rows."""
 
     architecture: str
     fixed: Mapping[str, object]

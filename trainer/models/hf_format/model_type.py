@@ -83,13 +83,17 @@ def hf_model_type(run: Run) -> str:
         model_type = ""
     if model_type:
         return model_type
-    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek, gpt-oss and Qwen3-Next computes this model"
+    says = (
+        "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek, gpt-oss and Qwen3-Next "
+        "computes this model"
+    )
     fix = (
         "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
         "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window; GLM-4.5 and "
         "DeepSeek have shared experts and sigmoid scores with a bias, DeepSeek-V2 softmax scores that are not normalized; GLM-4.5 "
         "alone rotates a part of each head; OLMo alone norms all heads together; Gemma 3 and OLMo 3 alone have a base of rope in "
-        "layers with a window; gpt-oss alone has sinks and biases of experts"
+        "layers with a window; gpt-oss alone has sinks and biases of experts; Qwen3-Next has norms of 1 + weight before "
+        "each half, norms of queries and keys, plain softmax scores and no capacity"
     )
     raise Unreadable([Problem(rule="weights", says=says, mend=fix)])
 

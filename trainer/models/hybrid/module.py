@@ -89,8 +89,7 @@ class LayerGroup(nn.ModuleList):
         many = run.model.layers_in_group
         classes: list[type[nn.Module]] = [*[GatedDeltaNet] * (many - 1), Attention]
         super().__init__(
-            MoELayer(sub_parameters(parameters, str(at)), run, group * many + at, tp, ep, attention)
-            for at, attention in enumerate(classes)
+            MoELayer(sub_parameters(parameters, str(at)), run, group * many + at, tp, ep, attention) for at, attention in enumerate(classes)
         )
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor | None, ...]:

@@ -24,6 +24,7 @@ LINEAR_VALUE: Dims = ("linear_keys", "values_per_key", "linear_value_dim")
 VALUE_HEADS: Dims = ("linear_keys", "values_per_key")
 GATE_PASSES = 5.0  # counted in bf16: an element is read and written in float32 by each of the kernels of a gate
 NORM_PASSES = 8.0
+RULE_KERNELS, CHUNK_KERNELS = 95, 9  # counted: of a pass, and of each chunk
 CONV_PASSES = 14.0  # counted: 2 W operators in float32 and SiLU for the 4 bytes of one kernel
 
 
@@ -32,9 +33,10 @@ def table(model: Model, train: Train) -> OpTable:
     linear layer."""
     interval, keys, values, key_dim, value_dim, taps = (getattr(model, key) for key in LINEAR)
     sizes = {"linear_keys": keys, "values_per_key": values // keys, "linear_key_dim": key_dim, "linear_value_dim": value_dim}
-    whole = decoder_table(model, train, (), (), sizes | {"conv_taps": taps})
+    sizes |= {"conv_taps": taps, "chunk": CHUNK, "chunks": -(-train.seq // CHUNK)}
+    whole = decoder_table(model, train, (), (), sizes)
     experts = _gated_mixture(model)
-    linear_layer = layer_ops(model, _linear_attention(key_dim, value_dim, values // keys), experts)
+    linear_layer = layer_ops(model, _linear_attention(model, sizes["chunks"]), experts)
     full_layer = layer_ops(model, _gated_attention(model, train), experts)
     group = (*(linear_layer,) * (interval - 1), full_layer)
     return replace(whole, layer=tuple(_numbered(op, at) for at, ops in enumerate(group) for op in ops))
@@ -67,7 +69,7 @@ def _gated_attention(model: Model, train: Train) -> tuple[Op, ...]:
     return (first, *others, product, out)
 
 
-def _linear_attention(key_dim: int, value_dim: int, values_per_key: int) -> tuple[Op, ...]:
+def _linear_attention(model: Model, chunks: int) -> tuple[Op, ...]:
     """Linear attention: products, convolutions, the gated delta rule, a gated norm of each head, and the output product.
 
     Saved are what the convolutions read and the logits of beta and of the decay: backward computes the rest again.
@@ -90,7 +92,7 @@ def _linear_attention(key_dim: int, value_dim: int, values_per_key: int) -> tupl
             kernels=6,
             eager_passes=CONV_PASSES,
         ),
-        Op(name="attention.delta", product=delta_rule(key_dim, value_dim, values_per_key), kernels=12),
+        Op(name="attention.delta", product=delta_rule(model), kernels=RULE_KERNELS + CHUNK_KERNELS * chunks, holds=_held_by_rule()),
         Op(
             name="attention.gated_norm",
             weights=(scale,),
@@ -104,13 +106,26 @@ def _linear_attention(key_dim: int, value_dim: int, values_per_key: int) -> tupl
     )
 
 
-def delta_rule(key_dim: int, value_dim: int, values_per_key: int) -> Product:
+def _held_by_rule() -> tuple[Tensor, ...]:
+    """What the rule's backward holds at most, when it runs back through the chunks, in float32: of a key head queries and keys; of a value
+    head 5 tensors as wide as values, 6 as keys, 4 as chunks, the state before each chunk and 4 of one. The gradients of what was read and
+    of its gate wait."""
+    rows: Dims = ("chunks", "chunk", "batch")
+    keys = Tensor((*rows, *LINEAR_KEY), 4)
+    values, old_keys, pairs = (Tensor((*rows, *VALUE_HEADS, dim), 4) for dim in ("linear_value_dim", "linear_key_dim", "chunk"))
+    states = Tensor(("chunks", "batch", *VALUE_HEADS, "linear_key_dim", "linear_value_dim"), 4)
+    state, waiting = Tensor(states.dims[1:], 4), Tensor(("tokens", "batch", *LINEAR_VALUE))
+    return (keys,) * 2 + (values,) * 5 + (old_keys,) * 6 + (pairs,) * 4 + (states,) + (state,) * 4 + (waiting,) * 2
+
+
+def delta_rule(model: Model) -> Product:
     """The products of the gated delta rule. A token counts those with the state of each value head, 6 D V FLOPs; in chunks of L tokens our
     modules compute more (trainer/layers/gated_delta.py), and in backward all of them again."""
+    _, keys, values, key_dim, value_dim, _ = (getattr(model, key) for key in LINEAR)
     of_state, of_keys, of_values = key_dim * value_dim, CHUNK * key_dim, CHUNK * value_dim
     solved = of_keys + of_values  # two triangular systems
-    forward = 6 * of_state + 2 * of_values + 4 * of_keys / values_per_key + solved
-    gradients = 12 * of_state + 6 * of_values + 10 * of_keys + solved
+    forward = 6 * of_state + 2 * of_values + 4 * of_keys * keys / values + solved
+    gradients = 10 * of_state + 4 * of_values + 10 * of_keys + solved  # beside forward again, without what queries read
     return Product(
         rows=TOKENS,
         inner=("linear_key_dim",),

@@ -83,6 +83,7 @@ class Op:
     - `gathers`: the tensors that each rank of the context axis needs of the whole sequence. `head_exchanges`: those that its ranks
       exchange in an all-to-all, as a rank has them with all tokens of some heads. `saves_exchanged`: what the op saves besides then.
     - `saves_padded`: what it saves besides on a tensor rank some of whose heads are padding, which a copy of the values leaves out.
+    - `holds`: what its backward holds while it runs, where that is more than its result's and its inputs' gradients.
     - `sums_again`: its input is a sum of what is saved in any case: compiled layers save none, and add it up again.
     - `chunks`: the parts of the vocabulary in which head and loss are computed, one after another; more than one: backward computes each
       part's logits again, and takes all gradients of it.
@@ -112,6 +113,7 @@ class Op:
     head_exchanges: tuple[Tensor, ...] = ()
     saves_exchanged: tuple[Tensor, ...] = ()
     saves_padded: tuple[Tensor, ...] = ()
+    holds: tuple[Tensor, ...] = ()
     sums_again: bool = False
     chunks: int = 1
     core: bool = False

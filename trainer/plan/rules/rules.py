@@ -63,7 +63,9 @@ def model_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken
     if missing := [f"model.{key}" for key in needs if getattr(words, key) is None]:
         them = "it" if len(missing) == 1 else "them"
         yield BrokenRule(
-            "sizes", f"family {words.family} needs {', '.join(missing)}", fix=f"set {them}, as conf/model/{EXAMPLES[words.family]}.yaml does"
+            "sizes",
+            f"family {words.family} needs {', '.join(missing)}",
+            fix=f"set {them}, as conf/model/{EXAMPLES[words.family]}.yaml does",
         )
     if words.head_dim is None and "v_head_dim" not in needs and words.hidden % words.heads:
         yield BrokenRule(
@@ -291,9 +293,9 @@ def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (
-    names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, hybrid_rule, router_rule, lora_rule, further_tokens_rule,
-    hugging_face_rule, mup_rule, pairs_rule, stages_rule, validate_rule, rampup_rule, length_rule, rates_rule, step_windows_rule,
-    precision_rule, device_rule, agreement_rule, preference_rule,
+    names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, hybrid_rule, router_rule, lora_rule,
+    further_tokens_rule, hugging_face_rule, mup_rule, pairs_rule, stages_rule, validate_rule, rampup_rule, length_rule, rates_rule,
+    step_windows_rule, precision_rule, device_rule, agreement_rule, preference_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,
