@@ -359,7 +359,7 @@ def differences() -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "model", ["dropless", "balanced", "limited capacity", "groups and bias", "biases and sinks", "latent", "latent keys"]
+    "model", ["dropless", "balanced", "limited capacity", "groups and bias", "biases and sinks", "latent", "latent keys", "hybrid"]
 )
 @pytest.mark.parametrize("layout", SPLITS)
 def test_expert_and_tensor_ranks_compute_what_one_rank_computes(layout: str, model: str, differences: dict[str, dict[str, float]]) -> None:
