@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.small_models import CPU, MODELS, gradients, module_of, run_of  # noqa: E402
+from distrain.trainer.layers.counter_rng import hash64  # noqa: E402
 from distrain.trainer.layers.gated_delta import CHUNK, UNIT_EPS, DeltaInputs, gated_delta  # noqa: E402
 from distrain.trainer.layers.output_gates import GatedNorm, add_gated, gated_product  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
@@ -21,7 +22,11 @@ from distrain.trainer.models.families import op_table  # noqa: E402
 from distrain.trainer.models.hybrid import ops  # noqa: E402
 from distrain.trainer.models.hybrid.module import GatedDeltaNet  # noqa: E402
 from distrain.trainer.models.ops.op_table import parameter_count  # noqa: E402
+from distrain.trainer.plan.plan import make_plan  # noqa: E402
+from distrain.trainer.plan.timeline.make_timeline import make_timeline  # noqa: E402
+from distrain.trainer.plan.timeline.step_costs import step_costs  # noqa: E402
 from distrain.trainer.spec.run import Model  # noqa: E402
+from distrain.trainer.spec.sections.router import Router  # noqa: E402
 
 NAMES = [field.name for field in fields(DeltaInputs)]
 B, K, R, D, V, W = 2, 2, 3, 4, 5, 4  # sequences, key heads, value heads of each, widths of keys and values, taps
@@ -176,12 +181,11 @@ def test_initial_weights_are_those_of_transformers() -> None:
             assert (each == 0).all()
 
 
-def test_compiled_attention_computes_the_same() -> None:
+def test_compiled_linear_attention_computes_the_same() -> None:
     run = run_of("hybrid", model__layers=2, model__full_attention_interval=2)
     tokens, labels = torch.randint(run.model.vocab, (2, 3, 24), generator=torch.Generator().manual_seed(3))
     plain, compiled = module_of(run), module_of(run)
-    for layer in compiled.layers["0"]:
-        layer.attention.compile(backend="aot_eager")
+    compiled.layers["0"][0].attention.compile(backend="aot_eager")
     (loss, expected), (other, found) = (gradients(each, tokens, labels) for each in (plain, compiled))
     assert float(loss) == pytest.approx(float(other), rel=1e-12)
     for name, grad in expected.items():
@@ -191,9 +195,12 @@ def test_compiled_attention_computes_the_same() -> None:
 def test_the_80b_model_has_as_many_parameters_as_that_of_transformers() -> None:
     transformers: Any = pytest.importorskip("transformers")
     run = load_recipe("quickstart", ["data=synthetic", "model=qwen3_next_80b"])
-    with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3NextConfig())
-    expected = sum(each.numel() for each in theirs.parameters())
+    counts = []
+    for layers in (4, 8):
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3NextConfig(num_hidden_layers=layers))
+        counts.append(sum(each.numel() for each in theirs.parameters()))
+    expected = counts[0] + 11 * (counts[1] - counts[0])
     assert parameter_count(op_table(run), run.model.layer_groups) == expected == 79_674_391_296
 
 
@@ -205,3 +212,33 @@ def test_a_step_counts_the_state_of_each_value_head() -> None:
     assert 2 * 128 * 128 * len(rule.outers) == 98_304
     assert rule.computed == pytest.approx(1.5)
     assert rule.backward == pytest.approx(3)
+
+
+def test_every_layer_of_every_group_draws_dropout_of_its_own() -> None:
+    module = build_model(run_of("hybrid", model__dropout=0.1), device=CPU, dtype=torch.float32)
+    layers = [layer for group in module.layers.values() for layer in group]
+    assert [layer.dropout1.address for layer in layers] == [hash64(index, "attention.residual") for index in range(6)]
+    assert [layers[at].attention.dropout.address for at in (2, 5)] == [hash64(index, "attention") for index in (2, 5)]
+
+
+def test_every_layer_of_a_group_is_balanced_and_counts_its_tokens() -> None:
+    router = Router(bias=True, bias_rate=0.01)
+    plain, balanced = (run_of("hybrid", model__aux_loss=weight, model__router=router) for weight in (0.0, 0.5))
+    batch = torch.randint(plain.model.vocab, (2, 3, 24), generator=torch.Generator().manual_seed(3))
+    modules = [module_of(run) for run in (plain, balanced)]
+    found = [gradients(module, *batch)[1] for module in modules]
+    routers = [name for name in found[0] if name.endswith("router.weight")]
+    assert len(routers) == 6
+    assert all((found[0][name] - found[1][name]).abs().max() > 1e-4 for name in routers)
+    assert sorted(modules[0].loads) == [f"layers.{group}.{at}" for group in range(2) for at in range(3)]
+    assert len(modules[0].near_ties) == 6
+
+
+def test_a_plan_names_layers_and_not_groups() -> None:
+    for stages, expected in ((1, [(0, 48)]), (2, [(0, 24), (24, 48)])):
+        plan = make_plan(load_recipe("qwen3_next_80b", [f"parallel.pp={stages}"]))
+        assert plan.memory is not None
+        assert [stage.layers for stage in plan.memory.stages] == expected
+    costs = step_costs(load_recipe("qwen3_next_80b", ["parallel.pp=2"]))
+    assert costs is not None
+    assert [stage.parts for stage in make_timeline(costs).stages] == [((0, 24),), ((24, 48),)]

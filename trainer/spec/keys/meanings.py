@@ -82,7 +82,7 @@ KEYS = {
     "model.mtp.layers":             Key("modules that each predict one token further (arXiv:2412.19437 section 2.2); 0: none"),
     "model.mtp.weight":             Key("their mean loss is added to the loss with this weight; arXiv:2412.19437: 0.3, then 0.1"),
     "model.dropout":                Key("share of elements that dropout sets to zero"),
-    "model.experts":                Key("experts of a layer, in family moe"),
+    "model.experts":                Key("experts of a layer, in families moe, mla and hybrid"),
     "model.top_k":                  Key("experts that each token is sent to"),
     "model.router.score":           Key("how logits become scores, softmax over all experts"),
     "model.router.normalize":       Key("the scores of a token's experts are divided by their sum before they weigh outputs"),
