@@ -139,7 +139,7 @@ GLM = {
     "n_shared_experts": 2,
 }  # fmt: skip
 GEMMA = {"num_key_value_heads": 2, "head_dim": 12}
-NEXT = MOE | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10}
+NEXT: dict[str, Any] = MOE | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10}
 NEXT |= {"num_hidden_layers": 4, "shared_expert_intermediate_size": 48, "head_dim": 16, "rms_norm_eps": 1e-2}
 OSS = {"num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 6}
 TWO_ROPES = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e3}, "sliding_attention": {"rope_theta": 100.0}}

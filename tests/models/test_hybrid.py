@@ -168,12 +168,12 @@ def test_no_token_sees_a_later_one() -> None:
 
 def test_initial_weights_are_those_of_transformers() -> None:
     """Rates are drawn evenly from 0.01 to 16; of norms, those of linear heads scale by their weight, the others by 1 + theirs."""
-    run = run_of("hybrid", model__linear_num_key_heads=64, model__linear_num_value_heads=256)
+    run = run_of("hybrid", model__linear_num_key_heads=512, model__linear_num_value_heads=2048)
     found = dict(build_model(run, device=CPU, dtype=torch.float32, seed=1).named_parameters())
     rates = torch.cat([each.detach() for name, each in found.items() if name.endswith("a_log")]).exp()
-    assert len(rates) == 4 * 256
-    assert 0.01 <= float(rates.min()) < 0.2 < 15.8 < float(rates.max()) <= 16
-    assert float(rates.mean()) == pytest.approx(8, abs=0.5)
+    assert len(rates) == 4 * 2048
+    assert 0.01 <= float(rates.min()) < 0.05 < 15.9 < float(rates.max()) <= 16
+    assert float(rates.mean()) == pytest.approx(8, abs=0.2)
     for name, each in found.items():
         if name.endswith((".dt_bias", ".gated_norm.weight")):
             assert (each == 1).all()

@@ -41,7 +41,7 @@ class DeltaInputs:
     dt_bias: Tensor
 
 
-@torch.compiler.disable  # its loop over chunks would be unrolled
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop over chunks would be unrolled
 def gated_delta(inputs: DeltaInputs, key_dim: int, chunk: int = CHUNK) -> Tensor:
     """Return what the queries read, [B, S, K R V], for keys of `key_dim` elements; computed in float32."""
     tensors = tuple(getattr(inputs, name) for name in DeltaInputs.__dataclass_fields__)
@@ -128,9 +128,9 @@ def _prepare(inputs: DeltaInputs, key_dim: int, chunk: int) -> _Parts:
 
 def _solve(system: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor:
     """Return (1 + system)^-1 right, or that of the transposed system."""
-    if transposed:
-        return torch.linalg.solve_triangular(system.mT, right, upper=True, unitriangular=True)
-    return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    matrix = system.mT if transposed else system
+    solved: Tensor = torch.linalg.solve_triangular(matrix, right, upper=transposed, unitriangular=True)
+    return solved
 
 
 def _read(parts: _Parts, like: Tensor) -> Tensor:

@@ -108,7 +108,8 @@ def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, run: 
         return torch.ones(size, device=device)
     if name.endswith(".a_log"):  # logarithms of rates drawn evenly, as transformers draws Qwen3-Next's
         low, high = RATES
-        return torch.special.ndtr(normal_block(seed, name, shape, offset, size, device)).mul_(high - low).add_(low).log_()
+        evenly: Tensor = torch.special.ndtr(normal_block(seed, name, shape, offset, size, device))
+        return evenly.mul_(high - low).add_(low).log_()
     if name.endswith(("bias", ".sinks")):
         return torch.zeros(size, device=device)
     if len(shape) == 1:

@@ -75,8 +75,8 @@ def _linear_attention(model: Model, chunks: int) -> tuple[Op, ...]:
     Saved are what the convolutions read and the logits of beta and of the decay: backward computes the rest again.
     """
     key, value, logits = Tensor(TOKENS + LINEAR_KEY), Tensor(TOKENS + LINEAR_VALUE), Tensor(TOKENS + VALUE_HEADS)
-    parts = ((".query", LINEAR_KEY), (".key", LINEAR_KEY), (".value", LINEAR_VALUE), (".gate", LINEAR_VALUE))
-    parts += ((".beta", VALUE_HEADS), (".decay", VALUE_HEADS))
+    of_keys, of_values = ((".query", LINEAR_KEY), (".key", LINEAR_KEY)), ((".value", LINEAR_VALUE), (".gate", LINEAR_VALUE))
+    parts = (*of_keys, *of_values, (".beta", VALUE_HEADS), (".decay", VALUE_HEADS))
     convs = (("query", LINEAR_KEY), ("key", LINEAR_KEY), ("value", LINEAR_VALUE))
     taps = tuple(Weight(f"attention.{part}_conv.weight", ("conv_taps", *dims), flat=True, rows=1) for part, dims in convs)
     rates = tuple(Weight(f"attention.{name}", VALUE_HEADS, flat=True) for name in ("a_log", "dt_bias"))
