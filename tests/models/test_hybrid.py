@@ -34,7 +34,12 @@ B, K, R, D, V, W = 2, 2, 3, 4, 5, 4  # sequences, key heads, value heads of each
 
 def inputs_of(seq: int, dtype: Any = torch.float64, taps: int = W) -> DeltaInputs:
     drawn = torch.Generator().manual_seed(seq)
-    shapes = {"query": (B, seq, K * D), "key": (B, seq, K * D), "value": (B, seq, K * R * V), "beta": (B, seq, K * R)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "query": (B, seq, K * D),
+        "key": (B, seq, K * D),
+        "value": (B, seq, K * R * V),
+        "beta": (B, seq, K * R),
+    }
     shapes |= {"decay": (B, seq, K * R), "query_conv": (taps, K * D), "key_conv": (taps, K * D), "value_conv": (taps, K * R * V)}
     shapes |= {"a_log": (K * R,), "dt_bias": (K * R,)}
     return DeltaInputs(**{name: torch.randn(shapes[name], generator=drawn).to(dtype).requires_grad_() for name in NAMES})
@@ -148,7 +153,7 @@ def test_gates_have_the_gradients_of_their_formulas() -> None:
 
 
 def test_a_group_has_linear_layers_and_one_with_full_attention_last() -> None:
-    module = build_model(run_of("hybrid"), device=CPU, dtype=torch.float32)
+    module: Any = build_model(run_of("hybrid"), device=CPU, dtype=torch.float32)
     kinds = [isinstance(layer.attention, GatedDeltaNet) for group in module.layers.values() for layer in group]
     assert kinds == [True, True, False] * 2
 
@@ -215,7 +220,7 @@ def test_a_step_counts_the_state_of_each_value_head() -> None:
 
 
 def test_every_layer_of_every_group_draws_dropout_of_its_own() -> None:
-    module = build_model(run_of("hybrid", model__dropout=0.1), device=CPU, dtype=torch.float32)
+    module: Any = build_model(run_of("hybrid", model__dropout=0.1), device=CPU, dtype=torch.float32)
     layers = [layer for group in module.layers.values() for layer in group]
     assert [layer.dropout1.address for layer in layers] == [hash64(index, "attention.residual") for index in range(6)]
     assert [layers[at].attention.dropout.address for at in (2, 5)] == [hash64(index, "attention") for index in (2, 5)]

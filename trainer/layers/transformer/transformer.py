@@ -143,13 +143,11 @@ class Transformer(nn.Module):
             self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
             self.positions = Embedding(sub_parameters(parameters, "positions")) if model.positions == "learned" else None
             self.dropout = Dropout(model.dropout, -1, "embedding")
-        self.layers = (
-            nn.ModuleDict(  # keyed by the number of the layer, or group of layers, in the whole model: a pipeline stage does not begin at 0
-                {
-                    str(index): self.make_layer(sub_parameters(parameters, f"layers.{index}"), run, index)
-                    for index in (range(model.layer_groups) if layers is None else layers)
-                }
-            )
+        self.layers = nn.ModuleDict(  # keyed by the layer's number, or its group's, in the whole model: a stage does not begin at 0
+            {
+                str(index): self.make_layer(sub_parameters(parameters, f"layers.{index}"), run, index)
+                for index in (range(model.layer_groups) if layers is None else layers)
+            }
         )
         if last:
             if model.shares_embedding and not first:  # this part's own copy of the embedding, by the embedding's name
