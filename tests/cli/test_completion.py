@@ -33,7 +33,7 @@ from distrain.cli.keys import library
         (["ls"], "parallel.z", ["parallel.zero"]),
         (["cp"], "llama3_7", ["llama3_70b", "llama3_70b_dpo"]),
         (["cp"], "mod", ["model/"]),
-        (["cp"], "model/tiny_", ["model/tiny_gpt_oss", "model/tiny_llama", "model/tiny_mla", "model/tiny_moe"]),
+        (["cp"], "model/tiny_", ["model/tiny_gpt_oss", "model/tiny_hybrid", "model/tiny_llama", "model/tiny_mla", "model/tiny_moe"]),
         (["cp", "quickstart"], "", []),
         (["show"], "--com", ["--comments"]),
         (["fit"], "-m", ["-m"]),

@@ -85,7 +85,9 @@ def test_the_shown_default_is_a_value_that_its_key_takes() -> None:
 
 
 def test_defaults_that_depend_on_the_family_are_shown_by_family() -> None:
-    assert family_defaults("model.norm") == "by family: bert layernorm, gpt layernorm, llama rmsnorm, mla rmsnorm, moe rmsnorm"
+    assert family_defaults("model.norm") == (
+        "by family: bert layernorm, gpt layernorm, hybrid rmsnorm1p, llama rmsnorm, mla rmsnorm, moe rmsnorm"
+    )
     assert family_defaults("model.layers") == family_defaults("optim.name") == family_defaults("norm") == ""
 
 

@@ -33,6 +33,8 @@ GPT_OSS: dict[str, Any] = {
     "positions": "rope",
 }
 GPT_OSS |= {"window": 32, "layer_types": ("sliding_attention", "full_attention")}
+HYBRID: dict[str, Any] = {"full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 4}
+HYBRID |= {"linear_key_head_dim": 10, "linear_value_head_dim": 6, "rope_share": 0.25, "qk_norm": True, "shared_experts": 1}
 LORA = Lora(rank=3, alpha=6.0, targets=("query", "value", "out", "up", "down"))
 V3 = Router(score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)
 MODELS = {
@@ -67,6 +69,20 @@ MODELS = {
     "gpt-oss": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **GPT_OSS),
     "llama with sinks": Model(
         family="llama", layers=2, hidden=48, heads=6, kv_heads=2, ffn=72, vocab=64, **LLAMA | {"act": "swiglu_clamped", "sinks": True}
+    ),
+    "hybrid": Model(
+        family="hybrid",
+        layers=6,
+        hidden=48,
+        heads=6,
+        kv_heads=2,
+        head_dim=16,
+        ffn=40,
+        vocab=64,
+        experts=4,
+        top_k=2,
+        **HYBRID,
+        **LLAMA | {"norm": "rmsnorm1p"},
     ),
     "mla": Model(family="mla", layers=2, hidden=48, heads=6, ffn=40, vocab=64, experts=4, top_k=2, **LATENT, q_lora_rank=20, **LLAMA),
 }

@@ -14,7 +14,8 @@ from distrain.tests.fakes.rounded_states import round_moment
 from distrain.trainer.spec.run import Run
 
 MATRICES = re.compile(
-    r"layers\.\d+\.(attention\.(query|key|value|out|query_down|key_down|rope_key)|(mlp|experts|shared)\.(gate|up|down))\.weight"
+    r"layers\.\d+\.(\d+\.)?(attention\.(query|key|value|gate|beta|decay|out|query_down|key_down|rope_key)"
+    r"|(mlp|experts|shared)\.(gate|up|down))\.weight"
 )
 
 

@@ -41,6 +41,7 @@ KINDS = {
     "qwen2":           ("model=tiny_llama", "model.qkv_bias=true", "model.tied=true", "model.vocab=250", "model.vocab_multiple=8"),
     "deepseek_v3":     ("model=tiny_mla", "model.router.score=sigmoid", "model.router.bias=true", "model.router.bias_rate=0.003",
                         "model.mtp.layers=1"),
+    "qwen3_next":      ("model=tiny_hybrid", "model.layers=4", "parallel.zero=1"),
 }
 # fmt: on
 
@@ -49,7 +50,7 @@ KINDS = {
 def runs(ranks, tmp_path_factory):
     """A trained run of each architecture."""
     top = tmp_path_factory.mktemp("runs")
-    return {kind: ranks.train(top / kind.replace(" ", "_"), "quickstart", *overrides, *FEW).folder for kind, overrides in KINDS.items()}
+    return {kind: ranks.train(top / kind.replace(" ", "_"), "quickstart", *FEW, *overrides).folder for kind, overrides in KINDS.items()}
 
 
 def test_a_run_logs_as_often_as_it_is_told_and_its_last_step(runs: dict[str, Path]) -> None:
@@ -130,7 +131,9 @@ def test_of_a_model_larger_than_memory_the_first_layers_are_compared(runs, kind:
     room = CHECK_BYTES * parameter_count(op_table(run), 2) - 1
     export(runs[kind], tmp_path / "whole", "bf16")
     export(runs[kind], tmp_path / "out", "bf16", memory=room)
-    assert "; read back equal; of the first 1 of 2 layers, which fit into memory twice, logits on 3 " in capsys.readouterr().out
+    first, every = (many * run.model.layers_in_group for many in (1, 2))
+    says = f"; read back equal; of the first {first} of {every} layers, which fit into memory twice, logits on 3 "
+    assert says in capsys.readouterr().out
     assert {each.name: each.read_bytes() for each in (tmp_path / "out").iterdir()} == {
         each.name: each.read_bytes() for each in (tmp_path / "whole").iterdir()
     }
@@ -243,17 +246,18 @@ def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+NO_CLASS = (
+    "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek, gpt-oss and Qwen3-Next "
+    "computes this model"
+)
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (
-            ("model=tiny_moe", "model.shared_experts=1"),
-            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek and gpt-oss computes this model",
-        ),
-        (
-            ("model.positions=rope",),
-            "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek and gpt-oss computes this model",
-        ),
+        (("model=tiny_moe", "model.shared_experts=1"), NO_CLASS),
+        (("model.positions=rope",), NO_CLASS),
+        (("model=tiny_hybrid", "model.capacity=2.0"), NO_CLASS),
     ],
 )
 def test_a_model_that_can_not_be_exported_is_refused(runs, overrides: tuple[str, ...], says: str, tmp_path: Path) -> None:

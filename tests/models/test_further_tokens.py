@@ -316,5 +316,5 @@ def test_dropout_of_a_modules_layer_is_drawn_apart_from_the_others() -> None:
 def test_deepseek_v3s_module_has_the_published_parameters() -> None:
     """11.5 billion of its own (README_WEIGHTS.md of deepseek-ai/DeepSeek-V3), beside the shared embedding and head."""
     runs = [load_recipe("deepseek_v3", [f"model.mtp.layers={many}"]) for many in (0, 1)]
-    counts = [parameter_count(op_table(run), run.model.layers) for run in runs]
+    counts = [parameter_count(op_table(run), run.model.layer_groups) for run in runs]
     assert counts[1] - counts[0] == pytest.approx(11.5e9, rel=0.01)

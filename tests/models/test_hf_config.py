@@ -35,6 +35,7 @@ from distrain.tests.fakes.public_configs import (
     OLMO3_32B,
     QWEN3_8B,
     QWEN3_30B_A3B,
+    QWEN3_NEXT_80B,
     QWEN25_7B,
 )
 from distrain.trainer.models.families import FAMILIES
@@ -76,6 +77,7 @@ PUBLIC = {
     "gemma3_27b": (GEMMA3_27B, 25_599_716_096 + 262_208 * 5376),
     "glm45": (GLM45, 352_797_829_024 - 89 * 160),
     "glm45_air": (GLM45_AIR, 106_852_251_264 - 45 * 128),
+    "qwen3_next_80b": (QWEN3_NEXT_80B, 79_674_391_296),  # as transformers makes it: tests/models/test_hybrid.py
     "kimi_k2": (KIMI_K2, 1_026_408_232_448 - 60 * 384),
 }
 
@@ -95,7 +97,7 @@ def refusal(file: Path) -> str:
 @pytest.mark.parametrize(("config", "count"), PUBLIC.values(), ids=PUBLIC)
 def test_a_public_file_has_the_parameters_of_its_model(config: dict[str, Any], count: int, tmp_path: Path) -> None:
     model = read(read_hf_config(write_config(tmp_path, config)), Model)
-    assert parameter_count(FAMILIES[model.family].table(model, Train(batch=1, seq=128)), model.layers) == count
+    assert parameter_count(FAMILIES[model.family].table(model, Train(batch=1, seq=128)), model.layer_groups) == count
 
 
 def test_every_model_type_is_tested_with_a_public_file() -> None:
@@ -230,6 +232,16 @@ def test_the_rotated_share_of_a_head_is_read_wherever_transformers_writes_it(tmp
     assert read_hf_config(write_config(tmp_path, GLM45 | {"rope_parameters": inside}))["rope_share"] == 0.25
 
 
+def test_layers_of_qwen3_next_are_groups(tmp_path: Path) -> None:
+    """A file lists every layer's type, or the interval, or neither: then every fourth layer has full attention."""
+    bare = {key: value for key, value in QWEN3_NEXT_80B.items() if key != "full_attention_interval"}
+    thirds = ["linear_attention", "linear_attention", "full_attention"] * 16
+    for keys, interval in (({}, 4), ({"full_attention_interval": 6}, 6), ({"layer_types": thirds, "full_attention_interval": 6}, 3)):
+        assert read_hf_config(write_config(tmp_path, bare | keys))["full_attention_interval"] == interval
+    shared = read_hf_config(write_config(tmp_path, bare | {"shared_expert_intermediate_size": 1536}))
+    assert shared["shared_experts"] == 3
+
+
 OF_OURS = {
     "glm45_355b": GLM45,
     "glm45_air_106b": GLM45_AIR,
@@ -245,6 +257,7 @@ OF_OURS = {
     "olmo3_32b": OLMO3_32B,
     "gpt_oss_20b": GPT_OSS_20B,
     "gpt_oss_120b": GPT_OSS_120B,
+    "qwen3_next_80b": QWEN3_NEXT_80B,
 }
 
 
@@ -455,6 +468,17 @@ def test_windows_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
         (KIMI_K2 | {"scoring_func": "softmax"}, "family mla does not have scoring_func=softmax: it has sigmoid"),
         (QWEN3_30B_A3B | {"n_shared_experts": 1}, "n_shared_experts=1 is not known to family moe"),
         (QWEN3_30B_A3B | {"norm_topk_prob": 1}, "norm_topk_prob=1 is not true or false"),
+        (QWEN3_NEXT_80B | {"decoder_sparse_step": 2}, "family hybrid does not have decoder_sparse_step=2: it has 1"),
+        (QWEN3_NEXT_80B | {"mlp_only_layers": [0]}, "family hybrid does not have mlp_only_layers=[0]: it has []"),
+        (QWEN3_NEXT_80B | {"num_hidden_layers": 50}, "full_attention_interval=4 of 50 layers are no whole groups"),
+        (QWEN3_NEXT_80B | {"full_attention_interval": 0}, "full_attention_interval=0 is not a whole number, at least 1"),
+        (QWEN3_NEXT_80B | {"full_attention_interval": True}, "full_attention_interval=true is not a whole number, at least 1"),
+        (QWEN3_NEXT_80B | {"layer_types": ["linear_attention"] * 48}, "is not a list with full_attention"),
+        (QWEN3_NEXT_80B | {"layer_types": "full_attention"}, "is not a list with full_attention"),
+        (QWEN3_NEXT_80B | {"layer_types": ["full_attention", "linear_attention"] * 24}, "of 48 layers are no whole groups"),
+        (QWEN3_NEXT_80B | {"shared_expert_intermediate_size": 768}, "=768 is no multiple of moe_intermediate_size=512"),
+        (QWEN3_NEXT_80B | {"shared_expert_intermediate_size": None}, "are not whole numbers, at least 1"),
+        (QWEN3_NEXT_80B | {"use_sliding_window": True}, "use_sliding_window=true is not known to family hybrid"),
         (LLAMA31_8B | {"num_hidden_layers": "32"}, 'num_hidden_layers="32" is not a whole number'),
         (LLAMA31_8B | {"num_hidden_layers": True}, "num_hidden_layers=true is not a whole number"),
         (DEEPSEEK_V3 | {"moe_layer_freq": 2}, "family mla does not have moe_layer_freq=2: it has 1"),

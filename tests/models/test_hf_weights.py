@@ -49,6 +49,8 @@ STRETCHED_HALVES = Rope(type="yarn", factor=4.0, original_max_position_embedding
 MIXTURE: dict[str, Any] = {"family": "moe", "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 12, "vocab": 64, **LLAMA}
 MIXTURE |= {"experts": 4, "top_k": 2, "expert_ffn": 24, "qk_norm": True}
 GPT_OSS: dict[str, Any] = MIXTURE | {"qk_norm": False, "bias": True, "expert_bias": True, "sinks": True, "act": "swiglu_clamped"}
+HYBRID: dict[str, Any] = {"full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "shared_experts": 2}
+HYBRID |= {"linear_key_head_dim": 10, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4}
 OURS = {
     "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, bias=True, tied=True, act="gelu_tanh", dropout=0.1),
     "gpt without biases": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu", vocab_multiple=48),
@@ -97,6 +99,14 @@ OURS = {
     "gpt-oss": Model(**GPT_OSS, layers=3, window=6, layer_types=("sliding_attention", "full_attention"), rope=STRETCHED_HALVES),
     "gpt-oss, all windows": Model(**GPT_OSS | {"bias": False, "head_dim": 8}, layers=2, window=7, tied=True),
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, vocab_multiple=48, **LLAMA),
+    "qwen3 next": Model(**MIXTURE | HYBRID | {"family": "hybrid", "norm": "rmsnorm1p"}, layers=6, rope_share=0.5, norm_eps=1e-2),
+    "qwen3 next, tied": Model(
+        **MIXTURE | HYBRID | {"family": "hybrid", "norm": "rmsnorm1p", "full_attention_interval": 1, "linear_conv_kernel_dim": 2},
+        layers=2,
+        tied=True,
+        norm_eps=1e-2,
+        router=Router(normalize=False),
+    ),
     "deepseek v2": Model(family="mla", **DEEPSEEK, q_lora_rank=0, top_k=3, router=Router(normalize=False, scale=2.0)),
     "deepseek v3": Model(family="mla", **DEEPSEEK, q_lora_rank=20, top_k=3, router=V3, rope=YARN),
 }
@@ -129,6 +139,8 @@ GLM = {
     "n_shared_experts": 2,
 }  # fmt: skip
 GEMMA = {"num_key_value_heads": 2, "head_dim": 12}
+NEXT: dict[str, Any] = MOE | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10}
+NEXT |= {"num_hidden_layers": 4, "shared_expert_intermediate_size": 48, "head_dim": 16, "rms_norm_eps": 1e-2}
 OSS = {"num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 6}
 TWO_ROPES = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e3}, "sliding_attention": {"rope_theta": 100.0}}
 LONGER = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 8}
@@ -160,6 +172,10 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
                                           "routed_scaling_factor": 2.5}),
     "glm4 moe, air":    ("Glm4MoeConfig", ROPE | GLM | {"attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": False}),
     "glm4 moe, stretched": ("Glm4MoeConfig", ROPE | GLM | {"rope_parameters": LONGER | {"partial_rotary_factor": 0.34}}),
+    "qwen3 next":       ("Qwen3NextConfig", ROPE | NEXT),
+    "qwen3 next, pairs": ("Qwen3NextConfig", ROPE | NEXT | {"layer_types": ["linear_attention", "full_attention"] * 2,
+                                          "norm_topk_prob": False, "tie_word_embeddings": True, "rope_parameters": LONGER,
+                                          "linear_conv_kernel_dim": 3, "linear_num_value_heads": 2}),
     "deepseek v2":      ("DeepseekV2Config", LATENT | {"q_lora_rank": None, "routed_scaling_factor": 2.0}),
     "deepseek v2, groups": ("DeepseekV2Config", LATENT | GROUPS | {"q_lora_rank": 20, "topk_method": "group_limited_greedy"}),
     "deepseek v3":      ("DeepseekV3Config", LATENT | GROUPS | {"q_lora_rank": 20}),
@@ -204,6 +220,12 @@ def tokens_of(run: Run) -> Any:
     return torch.randint(run.model.vocab, (2, S), generator=torch.Generator().manual_seed(7))
 
 
+def tolerance(name: str) -> float:
+    """Return the largest difference of float32 logits. Linear attention's heads are normed after they are read, which enlarges what
+    rounding makes of heads that read little: both are as far from float64."""
+    return 3e-5 if name.startswith("qwen3 next") else 1e-5
+
+
 def save_weights(folder: Path, name: str, **changes: Any) -> Run:
     """Write one of OURS to a folder and return its run."""
     run = run_of(OURS[name])
@@ -225,11 +247,11 @@ def test_weights_of_transformers_give_the_same_logits_here(name: str, tmp_path: 
     ours = build_model(run, device=CPU, dtype=torch.float32)
     load_weights(ours, read_hf_weights(tmp_path, run))
     with torch.no_grad():
-        torch.testing.assert_close(ours.logits(tokens_of(run)), theirs(tokens_of(run)).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours.logits(tokens_of(run)), theirs(tokens_of(run)).logits, rtol=0, atol=tolerance(name))
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in THEIRS if name.startswith(("olmo", "gpt-oss", "gemma3", "glm4", "qwen3 moe", "deepseek v3"))]
+    "name", [name for name in THEIRS if name.startswith(("olmo", "gpt-oss", "gemma3", "glm4", "qwen3 moe", "qwen3 next", "deepseek v3"))]
 )
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, transformers: Any) -> None:
     """transformers' gradients are saved as a model's weights, and read under our names."""
@@ -249,7 +271,9 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, transfor
     expected, found = dict(read_hf_weights(tmp_path / "gradients", run)), dict(ours.named_parameters())
     largest = max(float(grad.abs().max()) for grad in expected.values())
     for key, parameter in found.items():
-        torch.testing.assert_close(parameter.grad, expected[key], rtol=0, atol=2e-6 * largest, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            parameter.grad, expected[key], rtol=0, atol=tolerance(name) / 5 * largest, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 def test_a_folder_of_kimi_k2_is_read_as_deepseek_v3s(tmp_path: Path) -> None:
@@ -283,7 +307,9 @@ def test_our_weights_give_the_same_logits_in_transformers(name: str, max_file_by
     theirs, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(said[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        torch.testing.assert_close(theirs.eval()(tokens_of(run)).logits, module_of(run).logits(tokens_of(run)), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            theirs.eval()(tokens_of(run)).logits, module_of(run).logits(tokens_of(run)), rtol=0, atol=tolerance(name)
+        )
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -27,7 +27,7 @@ EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 ATTENTION = pytest.mark.parametrize("attention", ["flash", "math"])
 
 
-@EVERY_MODEL
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "hybrid"])  # whose documents are refused
 @ATTENTION
 def test_documents_are_computed_like_separate_sequences(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention)
@@ -207,6 +207,8 @@ def test_initial_weights_follow_gpt_2_or_are_all_alike(name: str, init: InitialW
     run = run_of(name, model__init=init)
     module = build_model(run, device=CPU, dtype=torch.float32, seed=3)
     for key, tensor in named_weights(module, run):
+        if key.endswith((".a_log", ".dt_bias", ".gated_norm.weight")):  # of linear attention: test_hybrid.py
+            continue
         if tensor.dim() == 1 or key.endswith("bias"):
             assert set(tensor.flatten().tolist()) == {0.0 if key.endswith(("bias", ".sinks")) or run.model.norm == "rmsnorm1p" else 1.0}
             continue

@@ -363,7 +363,7 @@ def differences() -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "model", ["dropless", "balanced", "limited capacity", "groups and bias", "biases and sinks", "latent", "latent keys"]
+    "model", ["dropless", "balanced", "limited capacity", "groups and bias", "biases and sinks", "latent", "latent keys", "hybrid"]
 )
 @pytest.mark.parametrize("layout", SPLITS)
 def test_expert_and_tensor_ranks_compute_what_one_rank_computes(layout: str, model: str, differences: dict[str, dict[str, float]]) -> None:
@@ -377,4 +377,4 @@ def test_expert_and_tensor_ranks_compute_what_one_rank_computes(layout: str, mod
 def test_only_layers_with_a_router_have_a_bias() -> None:
     run = run_of(model__dense_layers=1, model__router__bias=True)
     assert [name for name, _ in named_constants(module_of(run))] == ["layers.1.router.bias"]
-    assert [each.name for each in model_constants(op_table(run), range(run.model.layers))] == ["layers.1.router.bias"]
+    assert [each.name for each in model_constants(op_table(run), range(run.model.layer_groups))] == ["layers.1.router.bias"]

@@ -28,6 +28,7 @@ BASE = (
     *("optim.lr=1e-3", "optim.warmup=1", "train.clip=0.5", "log.ledger=true"),
 )
 MOE, MLA = ("model=tiny_moe", "model.layers=2"), ("model=tiny_mla", "model.layers=2")
+HYBRID = ("model=tiny_hybrid",)
 YARN = "model.rope={type: yarn, factor: 4, original_max_position_embeddings: 16, mscale: 1.0, mscale_all_dim: 0.7}"
 CURVES = {
     "as it is":   MOE,
@@ -44,6 +45,9 @@ CURVES = {
     "latent":     MLA,
     "latent keys": (*MLA, "model.q_lora_rank=0", "model.layers=3", "model.dense_layers=1", "model.dropout=0.1"),
     "stretched":  (*MLA, YARN, "model.heads=6"),
+    "hybrid":     (*HYBRID, "model.aux_loss=0.3", "model.dropout=0.1"),
+    "triples":    (*HYBRID, "model.layers=9", "model.full_attention_interval=3", "model.aux_loss=0.3", "engine=native"),
+    "linear":     (*HYBRID, "model.linear_num_key_heads=2", "model.router.normalize=false", "engine=native"),
 }
 LAYOUTS = (  # ranks, degrees, the rest
     ("as it is",   2, "zero: 3",                                            "train.microbatch=2"),
@@ -68,6 +72,18 @@ LAYOUTS = (  # ranks, degrees, the rest
     ("latent keys", 2, "cp: 2, zero: 2, recompute: selective",              "train.microbatch=4"),
     ("latent keys", 4, "tp: 2, zero: 3, recompute: full",                   "train.microbatch=2"),
     ("stretched",  4, "tp: 4, sequence: true",                              "train.microbatch=4"),
+    ("hybrid",     2, "zero: 3",                                            "train.microbatch=2"),
+    ("hybrid",     2, "pp: 2",                                              "train.microbatch=4"),
+    ("hybrid",     4, "ep: 2, tp: 2, zero: 1",                              "train.microbatch=2"),
+    ("hybrid",     4, "tp: 4, sequence: true, recompute: selective",        "train.microbatch=4"),
+    ("hybrid",     4, "ep: 2, pp: 2, zero: 1, recompute: full",             "train.microbatch=2"),
+    ("triples",    3, "tp: 3, recompute: full",                             "train.microbatch=4"),
+    ("triples",    4, "tp: 2, pp: 2, sequence: true, zero: 0, schedule: zb_h1", "train.microbatch=2"),
+    ("triples",    3, "pp: 3, schedule: gpipe, stages: [1, 1, 1]",          "train.microbatch=4"),
+    ("linear",     4, "ep: 2, tp: 2, sequence: true, zero: 3",              "train.microbatch=2"),
+    ("linear",     2, "zero: 2",                                            "train.microbatch=2"),
+    ("linear",     4, "tp: 4, sequence: true, recompute: full",             "train.microbatch=4"),
+    ("linear",     4, "ep: 4, zero: 1",                                     "train.microbatch=1"),
 )
 # fmt: on
 ROWS = pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: f"{row[0]} {row[2]}")

@@ -232,6 +232,9 @@ SMALL = {
     "moe": Model(**MIXTRAL, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, shared_experts=1),
     "mla": Model(**MIXTRAL | {"family": "mla"}, layers=2, hidden=64, heads=4, ffn=96, shared_experts=1, q_lora_rank=24,
                  kv_lora_rank=12, qk_nope_head_dim=16, qk_rope_head_dim=4, v_head_dim=10),
+    "hybrid": Model(**MIXTRAL | {"family": "hybrid"}, layers=4, hidden=64, heads=4, kv_heads=2, ffn=96, shared_experts=1, qk_norm=True,
+                    full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
+                    linear_value_head_dim=10, linear_conv_kernel_dim=3),
 }  # fmt: skip
 
 
@@ -252,7 +255,7 @@ OP_TABLE_FAMILIES = [name for name, row in FAMILIES.items() if not row.made_by_t
 def test_a_tied_model_has_one_embedding_table_less(family: str) -> None:
     train = Train(batch=1, seq=8, steps=1)
     tied, apart = (replace(SMALL[family], tied=tied) for tied in (True, False))
-    counts = [parameter_count(FAMILIES[family].table(model, train), model.layers) for model in (tied, apart)]
+    counts = [parameter_count(FAMILIES[family].table(model, train), model.layer_groups) for model in (tied, apart)]
     assert counts[1] - counts[0] == SMALL[family].vocab * SMALL[family].hidden
 
 
@@ -264,6 +267,7 @@ REPLICATED = {
     "gpt":   64 * (2 * (2 * 2 + 2) + 1024 + 2),
     "llama": 64 * (2 * 2 + 1),
     "moe":   64 * (2 * (2 + 8) + 1),
+    "hybrid": 64 * (4 * (2 + 8 + 1) + 1) + 2 * (10 + 2 * 16),  # of each layer norms, router and gate; of heads a gated norm, or two norms
     "mla":   64 * (2 * (2 + 8 + 24 + 12 + 4) + 1) + 2 * (24 + 12),  # the products down to the latents, and their norms
 }
 # fmt: on

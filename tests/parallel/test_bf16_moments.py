@@ -50,6 +50,7 @@ LAYOUTS: list[tuple[Words, Words, float]] = [  # the curve, the layout, the larg
     ((*LLAMA, *SGD),              ("cluster.gpus=4", "parallel.zero=3", "parallel.tp=2"),                                   1e-5),
     ((*MOE, MUON, "model.dense_layers=1"), ("cluster.gpus=4", "parallel.zero=1", "parallel.ep=2"),                          1e-5),
     ((*LLAMA, MUON, NEAREST, "optim.muon.nesterov=false"), ("cluster.gpus=4", "parallel.zero=3", "parallel.tp=2"),          1e-5),
+    (("model=tiny_hybrid", "model.layers=2", "train.batch=4"), ("cluster.gpus=4", "parallel.zero=3", "parallel.tp=2"),      1e-5),
     ((*LLAMA, HALF),              ("cluster.gpus=2", "parallel.zero=2"),                                                    1e-3),
 ]
 # fmt: on

@@ -113,6 +113,7 @@ LAYOUTS: list[tuple[Words, float]] = [  # the layout and what else differs, the 
     ((FOUR, "parallel.tp=2", "parallel.sequence=true"),                                               1e-5),
     ((FOUR, "parallel.pp=2", "optim=sgd", "optim.lr=0.03", "parallel.overlap.data=false"),            1e-5),
     ((FOUR, "parallel.ep=2", "model=tiny_moe", "model.layers=2"),                                     1e-5),
+    ((FOUR, "parallel.ep=2", "model=tiny_hybrid", "model.layers=2"),                                  1e-5),
     ((FOUR, "parallel.tp=2", *MUP, *SAVES),                                           1e-5),
     ((FOUR, "parallel.cp=2", "train.precision=bf16", "train.gradients=fp32"),                         2e-3),
 ]

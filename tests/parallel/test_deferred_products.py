@@ -25,6 +25,7 @@ BASE = (
     *("train.evaluate.every=0", "log.every=1", "engine=native", "model.layers=4"),
 )
 LLAMA, MOE = ("model=tiny_llama", "model.kv_heads=2", "model.vocab=257"), ("model=tiny_moe", "model.top_k=4", "model.expert_bias=true")
+HYBRID = ("model=tiny_hybrid", "model.top_k=4")
 # fmt: off
 ROWS = {  # the model, ranks, the layout; bytes of ends of experts and of scales, which are a number each
     "zb_h1":            (LLAMA, 2, "pp: 2, schedule: zb_h1", 0),
@@ -34,6 +35,7 @@ ROWS = {  # the model, ranks, the layout; bytes of ends of experts and of scales
     "sequence":         ((*LLAMA, "train.loss_chunks=3"), 4, "pp: 2, tp: 2, sequence: true, schedule: zb_h1", 0),
     "bf16":             ((*LLAMA, "train.precision=bf16"), 4, "pp: 2, cp: 2, zero: 2, schedule: zb_h1, recompute: full", 0),
     "experts":          (MOE, 4, "pp: 2, ep: 2, zero: 3, schedule: zb_h1, recompute: full", 64),
+    "linear attention": (HYBRID, 4, "pp: 2, tp: 2, schedule: zb_h1, recompute: full", 128),
     "further tokens":   ((*LLAMA, "model.layers=2", "model.mtp.layers=2"), 2, "pp: 2, schedule: zb_h1", 0),
     "fp8":              ((*LLAMA, "train.precision=fp8"), 4, "pp: 2, tp: 2, sequence: true, schedule: zb_h1", 200),
 }

@@ -60,6 +60,7 @@ LAYOUTS: list[tuple[Words, float]] = [  # the layout and what else differs, the 
     ((PIPEDREAM,    "parallel.pp=4", "cluster.gpus=4", "train.batch=2", SHORT),                                                1e-5),
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=4", "parallel.zero=1", "parallel.recompute=full", SHORT),                   1e-5),
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=4", "parallel.ep=2", *MOE, SHORT),                                          1e-5),
+    ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=4", "parallel.ep=2", "model=tiny_hybrid", SHORT),                           1e-5),
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=2", *HALF, SHORT),                                                          2e-3),
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=4", "parallel.zero=1", *MUP, SHORT),                        1e-5),
     ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=2", *SGD, "train.evaluate.every=4", "checkpoint.every=3"),                  1e-5),

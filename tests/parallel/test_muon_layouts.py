@@ -33,6 +33,7 @@ GPT = ("model=tiny", "model.layers=2", "model.tied=true", "model.dropout=0.1", "
 LLAMA = ("model=tiny_llama", "model.layers=2", "train.batch=4")
 MLA = ("model=tiny_mla", "model.layers=2", "train.batch=4")
 MOE = ("model=tiny_moe", "model.layers=2", "train.batch=4")
+HYBRID = ("model=tiny_hybrid", "model.layers=2", "train.batch=4")
 LONG, SHORT = "train.steps=20", "train.steps=3"
 
 
@@ -72,6 +73,7 @@ LAYOUTS: list[tuple[Words, Words, float]] = [  # the curve, the layout, the larg
     ((*LLAMA, SHORT), ("cluster.gpus=4", "parallel.zero=1", "parallel.pp=2", "parallel.schedule=zb_h1"), 3e-6),
     ((*GPT, SHORT, "model.layers=1", "train.batch=8"), ("cluster.gpus=8",), 3e-6),  # more ranks than matrices
     ((*GPT, SHORT, "train.batch=6"), ("cluster.gpus=3", "parallel.zero=2", "parallel.bucket=20000"), 3e-6),
+    ((*HYBRID, SHORT), ("cluster.gpus=4", "parallel.zero=1", "parallel.ep=2", "parallel.tp=2", "parallel.sequence=true"), 3e-6),
     ((*GPT, SHORT, "train.batch=6", "optim.muon.nesterov=false"), ("cluster.gpus=3", "parallel.zero=3"), 3e-6),
     ((*LLAMA, SHORT, "model.layers=1", "optim.muon.adjust_lr_fn=original"),
      ("cluster.gpus=8", "parallel.zero=1", "parallel.shard=2", "parallel.tp=2", "parallel.cp=2"), 3e-6),

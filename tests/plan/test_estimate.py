@@ -21,6 +21,9 @@ from distrain.trainer.spec.run import Cluster, Compress, Device, Link, Model, Of
 GPT: dict[str, Any] = {"family": "gpt", "bias": True, "dropout": 0.1}
 LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
 
+LINEAR: dict[str, Any] = {"full_attention_interval": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 16}
+LINEAR |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}
+
 # fmt: off
 MODELS = {
     "gpt":     Model(**GPT, layers=12, hidden=768, heads=12, vocab=50257, tied=True),
@@ -28,11 +31,20 @@ MODELS = {
                      norm_place="after"),
     "moe":     Model(**LLAMA | {"family": "moe"}, layers=9, hidden=1024, heads=16, kv_heads=8, ffn=3584, vocab=32000, experts=8, top_k=2,
                      dense_layers=1),
+    "hybrid":  Model(**LLAMA | {"family": "hybrid"}, layers=36, hidden=1024, heads=16, kv_heads=2, vocab=32000, experts=8, top_k=2,
+                     expert_ffn=512, shared_experts=1, **LINEAR),
     "uneven":  Model(**GPT, layers=13, hidden=1024, heads=16, vocab=51200, tied=True),
     "bert":    Model(**GPT | {"family": "bert"}, layers=24, hidden=1024, heads=16, vocab=30522, tied=True),
 }
 # fmt: on
-MEMORY = {"gpt": 2.2e9, "llama": 4.5e9, "moe": 4.5e9, "uneven": 3.3e9, "bert": 4e9}  # so that some layouts fit and some don't
+MEMORY = {
+    "gpt": 2.2e9,
+    "llama": 4.5e9,
+    "moe": 4.5e9,
+    "hybrid": 4.5e9,
+    "uneven": 3.3e9,
+    "bert": 4e9,
+}  # so that some layouts fit and some don't
 
 
 def run_of(name: str, **changes: Any) -> Run:

@@ -68,7 +68,7 @@ def test_a_stages_total_is_the_sum_of_its_kinds(run: Run) -> None:
 @given(runs())
 def test_stages_hold_every_layer_once_in_order(run: Run) -> None:
     parts = sorted(part for stage in memory_of(run).stages for part in stage.parts)
-    assert [each for begin, end in parts for each in range(begin, end)] == list(range(run.model.layers))
+    assert [each for begin, end in parts for each in range(begin, end)] == list(range(run.model.layer_groups))
 
 
 @given(runs())

@@ -42,7 +42,7 @@ def matrices_by_hand(run: Run) -> dict[str, tuple[int, ...]]:
     parts = ("attention.query", "attention.key", "attention.value", "attention.out", *(f"mlp.{each}" for each in ("gate", "up", "down")))
     parts += tuple(f"{kind}.{each}" for kind in ("experts", "shared") for each in ("gate", "up", "down"))
     table = op_table(run)
-    shapes = {each.name: each.shape(table.sizes) for each in model_parameters(table, range(run.model.layers))}
+    shapes = {each.name: each.shape(table.sizes) for each in model_parameters(table, range(run.model.layer_groups))}
     return {
         name: shape
         for name, shape in shapes.items()
@@ -55,7 +55,7 @@ def test_the_table_says_which_weights_are_matrices_of_layers(words: tuple[str, .
     """Attention's and feed-forwards'; no router, embedding, head, norm or bias."""
     run = run_of(*words)
     table = op_table(run)
-    found = {each.name: each.shape(table.sizes) for each in model_parameters(table, range(run.model.layers)) if each.hidden_matrix}
+    found = {each.name: each.shape(table.sizes) for each in model_parameters(table, range(run.model.layer_groups)) if each.hidden_matrix}
     assert found == matrices_by_hand(run)
     assert len(found) >= 6 * run.model.layers
 

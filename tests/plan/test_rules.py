@@ -1,5 +1,6 @@
 """Problems of a plan: every rule is broken, and every printed fix applied."""
 
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -21,6 +22,22 @@ def stages(*rows: Any) -> tuple[DataStage, ...]:
 
 WIDTHS: Keys = dict.fromkeys(LATENT_KEYS, 8)
 LATENT: Keys = {"model": Model(family="mla", layers=2, hidden=64, heads=4, vocab=256, experts=4, top_k=2, **WIDTHS)}
+HYBRID = Model(
+    family="hybrid",
+    layers=8,
+    hidden=64,
+    heads=4,
+    vocab=256,
+    experts=4,
+    top_k=2,
+    shared_experts=1,
+    full_attention_interval=4,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=8,
+    linear_value_head_dim=16,
+    linear_conv_kernel_dim=4,
+)
 FROM, UNTIL, BY = "train.rampup.batch", "train.rampup.until", "train.rampup.by"
 BLEND: Keys = {"data": Data(name="text", path=("a", "b"))}
 LISTED: Keys = {"parallel.schedule": "a.csv", "parallel.actions": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "parallel.pp": 2, "train.batch": 32}
@@ -130,7 +147,7 @@ BROKEN: list[tuple[Keys, str]] = [
     (HF | {"parallel.recompute": "full"},
         "parallel.recompute=full: family hf saves all activations: set parallel.recompute=none"),
     ({"model.experts": 8},
-        "model.experts=8 is for family mla or moe, not gpt: set model.experts=0"),
+        "model.experts=8 is for family hybrid or mla or moe, not gpt: set model.experts=0"),
     ({"model.dense_layers": 1},
         "model.dense_layers=1: all layers of family gpt are dense: set model.dense_layers=0"),
     (MOE | {"model.dense_layers": 12},
@@ -149,6 +166,36 @@ BROKEN: list[tuple[Keys, str]] = [
     (MOE | {"model.family": "mla", "model.q_lora_rank": 0, "model.kv_lora_rank": 8, "model.qk_nope_head_dim": 16, "model.v_head_dim": 16,
             "model.qk_rope_head_dim": 7, "model.positions": "rope"},
         "model.positions=rope turns pairs of elements, but a head has 7: set model.qk_rope_head_dim=8"),
+    ({"model": replace(HYBRID, linear_conv_kernel_dim=None, linear_key_head_dim=None)},
+        "family hybrid needs model.linear_key_head_dim, model.linear_conv_kernel_dim: set them, as conf/model/qwen3_next_80b.yaml does"),
+    ({"model": replace(HYBRID, layers=6)},
+        ("model.layers=6 are no whole groups of model.full_attention_interval=4: "
+         "set model.layers=8 or model.full_attention_interval=3 or model.full_attention_interval=2")),
+    ({"model": replace(HYBRID, linear_num_key_heads=3)},
+        ("model.linear_num_key_heads=3 does not divide model.linear_num_value_heads=8: "
+         "set model.linear_num_key_heads=2 or model.linear_num_key_heads=4 or model.linear_num_key_heads=1")),
+    ({"model": replace(HYBRID, shared_experts=0)},
+        "model.shared_experts=0: a layer of family hybrid has a shared expert: set model.shared_experts=1"),
+    *(({"model": HYBRID, f"model.{key}": value},
+        f"model.{key}={text}: family hybrid has none: set model.{key}={off}")
+      for key, value, text, off in (("bias", True, "true", "false"), ("qkv_bias", True, "true", "false"), ("sinks", True, "true", "false"),
+                                    ("expert_bias", True, "true", "false"), ("window", 64, "64", "null"), ("dense_layers", 1, "1", "0"),
+                                    ("lora.rank", 4, "4", "0"), ("mtp.layers", 1, "1", "0"))),
+    ({"model": HYBRID, "optim.mup": 16},
+        "optim.mup=16: the rates of linear attention are not known to it: set optim.mup=null"),
+    ({"model": HYBRID, "train.precision": "fp8"},
+        "train.precision=fp8: family hybrid has none: set train.precision=bf16"),
+    ({"model": HYBRID, "data.documents": True},
+        "data.documents=true: linear attention of family hybrid crosses document boundaries: set data.documents=false"),
+    ({"model": HYBRID, "data.name": "pairs", "data.documents": True},
+        ("data=pairs: linear attention of family hybrid crosses the boundaries of examples: "
+         "train a model of another family: `distrain ls model` lists them")),
+    ({"model": HYBRID, "parallel.cp": 2},
+        "parallel.cp=2: linear attention of family hybrid needs whole sequences: set parallel.cp=1"),
+    ({"model": HYBRID, "parallel.pp": 4},
+        "parallel.pp=4 is more than model.layers=8 in groups of 4: set parallel.pp=2 or parallel.pp=1"),
+    ({"model": HYBRID, "parallel.pp": 2, "parallel.stages": (4, 4)},
+        "parallel.stages=[4,4] adds up to 8, not to 2 groups of 4 layers: model.layers=8: set parallel.stages=null"),
     ({"model.positions": "rope", "model.head_dim": 16, "model.rope_share": 0.32},
         ("model.rope_share=0.32 of a head's 16 elements are 5, and model.positions=rope turns pairs: "
          "set model.rope_share=0.375 or model.rope_share=1.0")),

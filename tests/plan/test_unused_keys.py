@@ -10,6 +10,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.cli.keys import library
 from distrain.cli.keys.keys import config_keys
 from distrain.trainer.launch.admission import start_warnings
+from distrain.trainer.models.hybrid.ops import LINEAR
 from distrain.trainer.models.mla.ops import LATENT
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.unused_keys import IDLE, READ, RULE, default
@@ -28,6 +29,7 @@ RUN = Run(
 Keys = dict[str, Any]
 MOE: Keys = {"model.family": "moe", "model.experts": 4, "model.top_k": 2, "model.act": "swiglu"}
 LATENT_MOE: Keys = MOE | {"model.family": "mla"} | dict.fromkeys((f"model.{key}" for key in LATENT), 16)
+HYBRID: Keys = MOE | {"model.family": "hybrid", "model.shared_experts": 1} | dict.fromkeys((f"model.{key}" for key in LINEAR), 2)
 HF: Keys = {"model.family": "hf", "model.parameters": {"embedding.weight": (256, 64)}}
 ROPE: Keys = {"model.positions": "rope"}
 LLAMA3: Keys = ROPE | {"model.rope.type": "llama3", "model.rope.original_max_position_embeddings": 16}
@@ -93,6 +95,7 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("model.expert_ffn", 64, "model.family=gpt", {}, MOE),
     ("model.shared_experts", 1, "model.family=gpt", {}, MOE),
     *((f"model.{key}", 8, "model.family=gpt", {}, LATENT_MOE) for key in LATENT),
+    *((f"model.{key}", 1 if "key_heads" in key else 4, "model.family=gpt", {}, HYBRID) for key in LINEAR),
     ("model.head_dim", 8, "model.family=mla", LATENT_MOE, {}),
     ("model.aux_loss", 0.01, "model.family=gpt", {}, MOE),
     ("model.capacity", 1.25, "model.family=gpt", {}, MOE),

@@ -97,7 +97,7 @@ def test_shards_of_a_vocabulary_and_a_feed_forward_cover_them_once(size: int, de
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     """A small model of any family, sizes divisible by nothing in particular."""
-    kv_heads = draw(st.integers(1, 4))
+    kv_heads, key_heads = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     return Model(
         family=draw(st.sampled_from(OWN)),
         layers=draw(st.integers(1, 2)),
@@ -119,6 +119,12 @@ def models(draw: st.DrawFn) -> Model:
         qk_nope_head_dim=draw(st.integers(1, 3)),
         qk_rope_head_dim=draw(st.integers(1, 3)),
         v_head_dim=draw(st.integers(1, 3)),
+        full_attention_interval=draw(st.integers(1, 2)),
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * draw(st.integers(1, 3)),
+        linear_key_head_dim=draw(st.integers(1, 3)),
+        linear_value_head_dim=draw(st.integers(1, 3)),
+        linear_conv_kernel_dim=draw(st.integers(1, 3)),
     )
 
 
@@ -131,7 +137,7 @@ def rows_of(model: Model, degree: int) -> dict[str, list[WeightShard]]:
     table = table_of(model)
     return {
         each.name: [weight_shard(each, table.sizes, degree, rank, vocab_multiple=model.vocab_multiple) for rank in range(degree)]
-        for each in model_parameters(table, range(model.layers))
+        for each in model_parameters(table, range(model.layer_groups))
     }
 
 
@@ -153,7 +159,7 @@ def test_every_element_of_a_weight_is_on_one_rank_or_on_all_that_share_it(model:
 def test_shards_have_the_local_sizes(model: Model, degree: int) -> None:
     table = table_of(model)
     local = local_sizes(table.sizes, degree, vocab_multiple=model.vocab_multiple)
-    for each in model_parameters(table, range(model.layers)):
+    for each in model_parameters(table, range(model.layer_groups)):
         split = [dim for dims in each.dims for dim in dims if dim in TENSOR_DIMS]
         assert len(split) <= 1
         for rank in range(degree):
@@ -167,6 +173,7 @@ def test_shards_have_the_local_sizes(model: Model, degree: int) -> None:
 def test_nothing_is_padded_where_the_degree_divides(model: Model, degree: int) -> None:
     group = model.heads // (model.kv_heads or 1)
     whole = replace(model, kv_heads=degree, heads=degree * group, ffn=2 * degree, vocab=12 * degree, expert_ffn=None)
+    whole = replace(whole, linear_num_key_heads=degree, linear_num_value_heads=2 * degree)
     assert all(each.is_unpadded for ranks in rows_of(whole, degree).values() for each in ranks)
 
 
@@ -189,13 +196,13 @@ def test_the_plan_counts_the_elements_of_a_ranks_shards(model: Model, degree: in
     frame = CostContext(run)
     made = layout_cost(frame, layout_of_run(frame, run.parallel, 1)).blocks
     planned = sum(piece.dense + piece.experts for piece in (made.embedding, made.head)) - made.tied
-    planned += model.layers * (made.layer.dense + made.layer.experts)
+    planned += model.layer_groups * (made.layer.dense + made.layer.experts)
     ranks = rows_of(model, degree).values()
     assert planned == sum(prod(each[0].size) for each in ranks)
     if degree > 1:
         replicated = sum(prod(each[0].size) for each in ranks if not each[0].is_split)
-        assert model.layers * made.layer.replicated + made.embedding.replicated + made.head.replicated == replicated
-        assert model.layers * made.layer.shared == sum(prod(each[0].size) for each in ranks if each[0].shared)
+        assert model.layer_groups * made.layer.replicated + made.embedding.replicated + made.head.replicated == replicated
+        assert model.layer_groups * made.layer.shared == sum(prod(each[0].size) for each in ranks if each[0].shared)
 
 
 @pytest.mark.parametrize(("schedule", "layers"), [("1f1b", 7), ("dualpipev", 7), ("dualpipev", 8), ("gpipe", 4)])

@@ -34,6 +34,9 @@ CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {"family": "moe", "layers": 2, "hidden": 12, "heads": 4, "vocab": 24, "ffn": 8, "experts": 4}
 SHAPE |= {"norm": "rmsnorm", "act": "swiglu", "positions": "rope", "top_k": 2}
 LATENT: dict[str, Any] = {"family": "mla", "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5}
+HYBRID: dict[str, Any] = {"family": "hybrid", "layers": 4, "full_attention_interval": 2, "linear_num_key_heads": 4, "qk_norm": True}
+HYBRID |= {"linear_num_value_heads": 8, "linear_key_head_dim": 5, "linear_value_head_dim": 3, "linear_conv_kernel_dim": 3}
+HYBRID |= {"shared_experts": 1, "norm": "rmsnorm1p"}
 MODELS: dict[str, dict[str, Any]] = {
     "dropless": {},
     "balanced": {"aux_loss": 0.5, "shared_experts": 1, "experts": 8, "dense_layers": 1},  # several of a rank
@@ -41,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "groups and bias": {"aux_loss": 0.5, "experts": 8, "router": Router(score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)},
     "biases and sinks": {"expert_bias": True, "sinks": True, "bias": True, "act": "swiglu_clamped", "window": 6, "aux_loss": 0.5},
     "latent": LATENT | {"q_lora_rank": 10},
+    "hybrid": HYBRID | {"aux_loss": 0.5},
     "latent keys": LATENT | {"q_lora_rank": 0, "dropout": 0.1},
 }
 
@@ -69,7 +73,7 @@ def split_model(run: Run, whole: nn.Module, experts: Group | None, tensor: Group
     tp, tensor_rank = (tensor.size, tensor.rank) if tensor else (1, 0)
     held = {
         each.name: weight_shard(each, table.sizes, tp, tensor_rank, ep=ep, expert_rank=rank)
-        for each in model_parameters(table, range(run.model.layers))
+        for each in model_parameters(table, range(run.model.layer_groups))
     }
     found = dict(whole.named_parameters())
     made = {name: nn.Parameter(weight_slice(found[name].detach(), each).clone()) for name, each in held.items()}

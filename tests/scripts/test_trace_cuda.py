@@ -170,6 +170,26 @@ SINK_JOBS = [
     TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *GPT_OSS, *LAYOUTS["one rank"], "parallel.recompute=selective")),
     TraceJob(recipe=MODELS["llama"][0], words=(*GPU, *PLAIN[:-1], *MODELS["llama"][1:], *SINKS, *EXCHANGE, *BF16)),
 ]
+# fmt: off
+HYBRID = (  # a group: three layers with linear attention, of two value heads a key head, and a gated one
+    "model=qwen3_next_80b", "model.layers=4", "train.seq=1024", "model.hidden=512", "model.heads=8", "model.kv_heads=2",
+    "model.linear_num_key_heads=4", "model.linear_num_value_heads=8", "model.linear_key_head_dim=64", "model.linear_value_head_dim=64",
+    "model.head_dim=64", "model.experts=8", "model.top_k=2", "model.expert_ffn=1024", "model.vocab=8192", "train.precision=bf16",
+)
+MOSTLY_LINEAR = (  # what the delta rule's backward holds for a moment is what they hold most
+    "model.experts=4", "model.expert_ffn=128", "model.vocab=1024", "model.linear_key_head_dim=128", "model.linear_value_head_dim=128",
+    "model.linear_num_key_heads=8", "model.linear_num_value_heads=16", "train.seq=1000",
+)
+# fmt: on
+HYBRID_JOBS = [
+    TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *HYBRID, *LAYOUTS[layout], *words))
+    for layout, words in (
+        ("one rank", ("parallel.recompute=none",)),
+        ("sequence", ("parallel.recompute=none",)),
+        ("tp", ("parallel.recompute=full", "model.layers=8")),
+        ("one rank", ("parallel.recompute=none", *MOSTLY_LINEAR)),
+    )
+]
 EXCHANGE_JOBS = [
     TraceJob(recipe=MODELS["llama"][0], words=(*GPU, *PLAIN[:-1], *MODELS["llama"][1:], "model.vocab=1024", *EXCHANGE, *BF16)),
     TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *GEMMA, *EXCHANGE, "parallel.recompute=none")),
@@ -235,6 +255,7 @@ JOBS = [
     *OLMO_JOBS,
     *GEMMA_JOBS,
     *SINK_JOBS,
+    *HYBRID_JOBS,
     *EXCHANGE_JOBS,
     *FP8_JOBS,
     *FURTHER_JOBS,

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Weights whose outputs are added to the residual stream.
 RESIDUAL_WEIGHTS = ("attention.out.weight", "mlp.down.weight", "experts.down.weight", "shared.down.weight")
+BEGIN_AT_ONE = (".dt_bias", ".gated_norm.weight")  # whatever model.norm is: of linear attention
+RATES = (0.01, 16.0)
 
 Sizes = tuple[int, ...]
 
@@ -36,14 +38,14 @@ def build_model(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int
     logical: Mapping[str, int] = table.sizes
     padded = {**logical, "vocab": round_up(run.model.vocab, run.model.vocab_multiple)}
     parameters: dict[str, nn.Parameter] = {}
-    for parameter in model_parameters(table, range(run.model.layers)):
+    for parameter in model_parameters(table, range(run.model.layer_groups)):
         tensor = torch.empty(parameter.shape(padded), device=device, dtype=dtype)
         if seed is not None and device.type != "meta":
             shape = parameter.shape(logical)
             values = initial_values(parameter.name, shape, (0,) * len(shape), shape, run=run, seed=seed, device=device)
             copy_padded(tensor, values)
         parameters[parameter.name] = nn.Parameter(tensor, requires_grad=run.model.is_trained(parameter.name))
-    constants = zero_constants(table, range(run.model.layers), device)
+    constants = zero_constants(table, range(run.model.layer_groups), device)
     module = build_module(parameters | constants, run)
     assert {name for name, _ in module.named_parameters()} == parameters.keys(), "the module and the op table name different parameters"
     return module
@@ -97,11 +99,17 @@ def module_of_family(model: Model) -> Callable[..., Any]:
 
 def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, run: Run, seed: int, device: torch.device) -> Tensor:
     """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal, as model.init and
-    optim.mup say; norms 1; 0 for biases, for sinks, and for norms that scale by 1 + their weight.
+    optim.mup say; norms 1; 0 for biases, for sinks, and for norms that scale by 1 + their weight. Rates of a delta rule's decay are drawn.
 
     LoRA's B is 0, and its A has deviation 1 / sqrt(3 rows), as PEFT's uniform one.
     """
     model = run.model
+    if name.endswith(BEGIN_AT_ONE):
+        return torch.ones(size, device=device)
+    if name.endswith(".a_log"):  # logarithms of rates drawn evenly, as transformers draws Qwen3-Next's
+        low, high = RATES
+        evenly: Tensor = torch.special.ndtr(normal_block(seed, name, shape, offset, size, device))
+        return evenly.mul_(high - low).add_(low).log_()
     if name.endswith(("bias", ".sinks")):
         return torch.zeros(size, device=device)
     if len(shape) == 1:
@@ -132,7 +140,7 @@ def named_weights(module: nn.Module, run: Run) -> Iterator[tuple[str, Tensor]]:
     its constants."""
     parameters = dict(module.named_parameters())
     table = op_table(run)
-    for parameter in model_parameters(table, range(run.model.layers)):
+    for parameter in model_parameters(table, range(run.model.layer_groups)):
         yield parameter.name, logical_view(parameters[parameter.name], parameter, table.sizes)
     yield from named_constants(module)
 

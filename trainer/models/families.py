@@ -10,6 +10,8 @@ from ..spec.run import Model, Run, Train
 from .bert.ops import table as bert
 from .gpt.ops import table as gpt
 from .hf.ops import table as hf
+from .hybrid.ops import LINEAR
+from .hybrid.ops import table as hybrid
 from .llama.ops import table as llama
 from .mla.ops import LATENT
 from .mla.ops import table as mla
@@ -79,6 +81,15 @@ FAMILIES: dict[str, Family] = {
         module="distrain.trainer.models.hf.module:build_causal_lm",
         made_by_transformers=True,
         states_saved=True,
+    ),
+    "hybrid": Family(  # Qwen3-Next: arXiv:2412.06464, and Hugging Face Qwen/Qwen3-Next-80B-A3B-Instruct
+        table=hybrid,
+        needs=LINEAR,
+        axes=("tp", "pp", "ep"),
+        defaults=LLAMA_DEFAULTS | {"norm": "rmsnorm1p", "qk_norm": True},
+        module="distrain.trainer.models.hybrid.module:HybridTransformer",
+        states_saved=True,
+        model_types=("qwen3_next",),
     ),
     "llama": Family(
         table=llama,

@@ -77,7 +77,7 @@ def compare_rank_messages(run: Run, rank: int, rows: Iterable[Mapping[str, Any]]
     engine, _ = engine_for(run, run.parallel)
     costs, shards = cost_model(engine.name if engine else None), _rank_shards(run, position)
     terms = costs.traffic_terms(run, position.mesh, shards, position.mesh.data_rank(position.coordinates))
-    mixtures = sum(layer >= run.model.dense_layers for part in position.parts for layer in part.layers)
+    mixtures = run.model.layers_in_group * sum(layer >= run.model.dense_layers for part in position.parts for layer in part.layers)
     mixtures += run.model.mtp.layers * any(part.last for part in position.parts)
     control = costs.control_messages(run, position.mesh, shards, mixtures)
     planned = (each for each in rank_traffic(run, rank) if each.link != HOST and (averages or each.every == 1))

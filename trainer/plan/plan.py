@@ -183,7 +183,7 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
         }
         total = stage_bytes(layout, kind, index)
         sizes = MemoryBytes(**held, temporary=total - sum(held.values()), total=total)
-        parts = tuple(map(layout.layers, layout.parts(index)))
+        parts = context.layers_of_stage(layout, index)
         rows.append(
             StageMemory(
                 index=index,

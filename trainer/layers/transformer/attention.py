@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...spec.run import Model
 from ..dropout import Dropout
 from ..norms import AllHeadsNorm, HeadNorm, norm_all_heads
+from ..output_gates import gated_product
 from ..parameters_by_prefix import Parameters, sub_parameters
 from ..recompute import recompute
 from ..tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_linears
@@ -69,6 +70,7 @@ class Attention(nn.Module):
         self.head_dim = model.head_dim or model.hidden // model.heads
         parts = ("query", "key", "value")
         self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp, model.lora.scale) for part in parts)
+        self.gate = ColumnLinear(sub_parameters(parameters, "gate"), tp, model.lora.scale) if "gate.weight" in parameters else None
         self.tp = tp
         self.query_norm, self.key_norm = (
             self.make_head_norm(sub_parameters(parameters, f"{part}_norm"), model, part) if model.qk_norm else None
@@ -82,9 +84,11 @@ class Attention(nn.Module):
         heads = model.heads if part == "query" else model.kv_heads or model.heads
         return AllHeadsNorm(parameters, model.norm_eps, heads * self.head_dim)
 
-    def heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the query, key and value of each head, [B, S, A or N, D], for x [B, S, H]."""
-        query, key, value = column_linears(x, self.query, self.key, self.value)
+    def heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the query, key and value of each head, [B, S, A or N, D], for x [B, S, H], and the gate [B, S, A D] of what attention
+        returns, where it has one."""
+        gates = () if self.gate is None else (self.gate,)
+        query, key, value, *gated = column_linears(x, self.query, self.key, self.value, *gates)
         if isinstance(self.query_norm, AllHeadsNorm) and isinstance(self.key_norm, AllHeadsNorm):
             if self.tp is not None:
                 query, key = norm_all_heads(query, key, self.query_norm, self.key_norm, self.tp)
@@ -95,7 +99,7 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)
-        return query, key, value
+        return query, key, value, next(iter(gated), None)
 
     def forward(
         self,
@@ -113,7 +117,7 @@ class Attention(nn.Module):
         `bounds` are those of documents, where the kernel takes them in place of a mask.
         """
         band = band if self.window else None
-        query, key, value = self.heads(x, angles)
+        query, key, value, gate = self.heads(x, angles)
         if cp is not None and not cp.exchanges_heads:
             values = self.core_across_ranks(query, key, value, mask, states, cp, bounds)  # [B, S, A, D]
         else:
@@ -129,7 +133,8 @@ class Attention(nn.Module):
                 values = exchange_for_tokens(values, cp)
         if self.padded_heads:  # a padded head sees the key heads that it shares with its neighbours, and nothing may be learnt from it
             values = F.pad(values[:, :, : -self.padded_heads], (0, 0, 0, self.padded_heads))
-        output: Tensor = self.out(values.flatten(2))  # [B, S, H]
+        result = values.flatten(2)
+        output: Tensor = self.out(result if gate is None else gated_product(result, gate))  # [B, S, H]
         return output
 
     def core(

@@ -57,13 +57,14 @@ class LayerInputs:
 
 class AttentionHalf(nn.Module):
     """The first half of a layer, x + post_norm1(attention(norm1(x))), with the norms that `model.norm_place` names; with the second half's
-    norms and dropout, which all families share."""
+    norms and dropout, which all families share. `attention_class` is called as `Attention`."""
 
     def __init__(
-        self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, attention_class: type[Attention] = Attention
+        self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, attention_class: type[nn.Module] = Attention
     ) -> None:
         super().__init__()
         model, train = run.model, run.train
+        self.is_windowed = model.is_windowed(layer)
         selective = run.parallel.recompute == "selective"
         attention = sub_parameters(parameters, "attention")
         before, after = model.norm_place != "after", model.norm_place != "before"
@@ -78,7 +79,7 @@ class AttentionHalf(nn.Module):
     def attend(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [B, S, H] -> x + post_norm1(attention(norm1(x)))."""
         normed = x if self.norm1 is None else self.norm1(x)
-        angles = inputs.local_angles if self.attention.window and inputs.local_angles is not None else inputs.angles
+        angles = inputs.local_angles if self.is_windowed and inputs.local_angles is not None else inputs.angles
         output = self.attention(normed, angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band, inputs.bounds)
         return self.add(x, output, self.post_norm1, self.dropout1, inputs)
 
@@ -142,10 +143,10 @@ class Transformer(nn.Module):
             self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
             self.positions = Embedding(sub_parameters(parameters, "positions")) if model.positions == "learned" else None
             self.dropout = Dropout(model.dropout, -1, "embedding")
-        self.layers = nn.ModuleDict(  # keyed by the layer's number in the whole model: a pipeline stage does not begin at 0
+        self.layers = nn.ModuleDict(  # keyed by the layer's number, or its group's, in the whole model: a stage does not begin at 0
             {
                 str(index): self.make_layer(sub_parameters(parameters, f"layers.{index}"), run, index)
-                for index in (range(model.layers) if layers is None else layers)
+                for index in (range(model.layer_groups) if layers is None else layers)
             }
         )
         if last:

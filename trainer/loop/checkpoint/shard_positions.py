@@ -93,7 +93,7 @@ def slice_values(tensor: Sliceable, part: Slice) -> Tensor:
 
 def weight_shapes(run: Run) -> dict[str, Sizes]:
     """Return the logical shape of every trained weight and every constant of the whole model, by name: a checkpoint holds these."""
-    table, every = op_table(run), range(run.model.layers)
+    table, every = op_table(run), range(run.model.layer_groups)
     trained = (parameter for parameter in model_parameters(table, every) if not parameter.frozen)
     return {parameter.name: parameter.shape(table.sizes) for parameter in (*trained, *model_constants(table, every))}
 

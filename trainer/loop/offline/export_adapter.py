@@ -79,7 +79,7 @@ def _check_logits(saved: SavedRun, additions: Mapping[str, Tensor], folder: Path
         return "logits are not compared: peft is not installed"
     if "quantization_config" in read_json(config_file(run.model.weights or "")):
         return "logits are not compared: model.weights is quantized; export the run without --adapter to check it"
-    if CHECK_BYTES * parameter_count(op_table(run), run.model.layers) > memory:
+    if CHECK_BYTES * parameter_count(op_table(run), run.model.layer_groups) > memory:
         return f"logits are not compared: the model takes more than the {memory / 1e9:.1f} GB that are free"
     module: Any = load_model(saved, CPU)
     load_weights(module, additions.items(), partial=True)

@@ -53,17 +53,18 @@ def check_export(saved: SavedRun, folder: Path, dtype: str, memory: float) -> st
     run = without_lora(saved.run)
     _check_weights(saved, folder, PRECISION_DTYPES[dtype])
     layers = layers_in(memory, run)
-    if layers == run.model.layers:
+    group = run.model.layers_in_group
+    if layers == run.model.layer_groups:
         return f"read back equal; {check_logits(_module_of(saved, run, dtype), run, folder, dtype)}"
     if layers == 0:
         return (
             f"read back equal; logits are not compared: one layer and the embedding take more than the {memory / 1e9:.1f} GB that are free"
         )
-    part = replace(run, model=replace(run.model, layers=layers, mtp=Mtp()))
+    part = replace(run, model=replace(run.model, layers=layers * group, mtp=Mtp()))
     with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as part_folder:
         write_hf_folder(_weights_of(saved, part, dtype), part, part_folder)
         says = check_logits(_module_of(saved, part, dtype), part, Path(part_folder), dtype)
-    return f"read back equal; of the first {layers} of {run.model.layers} layers, which fit into memory twice, {says}"
+    return f"read back equal; of the first {layers * group} of {run.model.layers} layers, which fit into memory twice, {says}"
 
 
 def _check_weights(saved: SavedRun, folder: Path, dtype: torch.dtype) -> None:
@@ -81,9 +82,10 @@ def _check_weights(saved: SavedRun, folder: Path, dtype: torch.dtype) -> None:
 
 
 def layers_in(memory: float, run: Run) -> int:
-    """Return how many of a model's first layers can be compared in so many bytes, at least one behind a mixture's dense ones; 0: none."""
+    """Return how many of a model's first layers, or groups of layers, can be compared in so many bytes, at least one behind a mixture's
+    dense ones; 0: none."""
     table, least = op_table(run), run.model.dense_layers + 1
-    counts = range(run.model.layers, least - 1, -1)
+    counts = range(run.model.layer_groups, least - 1, -1)
     return next((layers for layers in counts if CHECK_BYTES * parameter_count(table, layers) <= memory), 0)
 
 

@@ -207,7 +207,7 @@ def _check_memory(run: Run, device: torch.device) -> None:
     """Raise Unreadable where a model, with its padding, does not fit into this machine's memory."""
     table = op_table(run)
     sizes = {**table.sizes, "vocab": round_up(table.sizes["vocab"], run.model.vocab_multiple)}
-    needs = 4 * parameter_count(replace(table, sizes=sizes), run.model.layers)
+    needs = 4 * parameter_count(replace(table, sizes=sizes), run.model.layer_groups)
     has = program_memory()
     if device.type == "cpu" and needs > has:
         raise _refusal(f"the model takes {gib_text(needs)} GiB in float32, and this machine has {gib_text(has)}", "")

@@ -28,7 +28,7 @@ def saved_weights(saved: SavedRun, dtype: torch.dtype, wanted: Wanted = lambda n
     The model must be that of the checkpoint (`check_weights`). Raises Unreadable at a weight that is not finite.
     """
     run = without_lora(saved.run)
-    constants = {each.name for each in model_constants(op_table(run), range(run.model.layers))}
+    constants = {each.name for each in model_constants(op_table(run), range(run.model.layer_groups))}
     for name, weight in _merged_weights(saved, wanted):
         yield name, finite_in(torch.float32 if name in constants else dtype, name, weight)
 

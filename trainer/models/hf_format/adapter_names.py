@@ -65,7 +65,7 @@ def adapter_place(weight: str, run: Run, shapes: Mapping[str, tuple[int, ...]]) 
 def weight_shapes_of(run: Run) -> dict[str, tuple[int, ...]]:
     """Return the logical shape of every weight of a run's model, A and B among them."""
     table = op_table(run)
-    return {each.name: each.shape(table.sizes) for each in model_parameters(table, range(run.model.layers))}
+    return {each.name: each.shape(table.sizes) for each in model_parameters(table, range(run.model.layer_groups))}
 
 
 def changed_weights(names: Iterable[str]) -> Iterator[str]:

@@ -49,7 +49,7 @@ def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
         raise Unreadable(problems)
     stored = stored_tensors(headers_of(weight_files(folder)), read_quantization(read_json(folder / "config.json")))
     tensors, table = tensors_of(run), op_table(without_lora(run))
-    layers = range(run.model.layers)
+    layers = range(run.model.layer_groups)
     ours = {each.name: each.shape(table.sizes) for each in (*model_parameters(table, layers), *model_constants(table, layers))}
     missing = [f"mtp.{index}." for index in range(run.model.mtp.layers) if not _holds_module(index, tensors, stored)]
     ours = {name: shape for name, shape in ours.items() if not name.startswith(tuple(missing))}
@@ -154,6 +154,7 @@ def _tensor_problems(
         return
     want = (*size[:-1], columns.width * columns.runs) if columns else size
     want = want[::-1] if tensor.transposed else want
+    want = (want[0], 1, *want[1:]) if tensor.depthwise else want
     if has.problem:
         yield Problem(rule="weights", says=f"{folder}: {has.problem}", mend="download the folder again, or name one of bf16 weights")
     elif has.shape != want:

@@ -21,6 +21,7 @@ from .config_rows import REQUIRED
 from .dense_layers import dense_problems, read_dense_layers
 from .harmless_keys import is_harmless
 from .hub_name import download_mend
+from .layer_groups import group_problems, read_groups
 from .rope import json_text, local_rope_problems, read_rope, rope_keys, rope_problems, with_one_rope
 from .window import read_window, window_problems
 
@@ -52,6 +53,7 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
         *(rope_problems(config, family, partial=kind.has_key("rope_share")) if is_rotary(kind) and not ropes else ()),
         *(dense_problems(config, kind.dense, family) if kind.dense else ()),
         *(window_problems(config, kind.window) if kind.window else ()),
+        *(group_problems(config) if kind.grouped else ()),
     )
     if found:
         raise Unreadable([Problem(rule="hf", says=f"{file}: {says}", mend=fix) for says, fix in found])
@@ -63,6 +65,7 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
     positions: dict[str, object] = {"rope": read_rope(config)} if is_rotary(kind) else {}
     positions |= read_window({**config, "num_hidden_layers": values["layers"]}, kind.window) if kind.window else {}
     dense = read_dense_layers(config, kind.dense) if kind.dense else {}
+    dense |= read_groups(config) if kind.grouped else {}
     keys: dict[str, object] = {"family": family, **values, **dense, **kind.fixed, **positions, "act": act, "hf": str(path)}
     router = {key.removeprefix(ROUTER): value for key, value in keys.items() if value is not None and key.startswith(ROUTER)}
     plain = {key: value for key, value in keys.items() if value is not None and not key.startswith(ROUTER)}

@@ -19,10 +19,12 @@ from .config_rows import (
     QWEN2,
     QWEN3_KEYS,
     QWEN3_MOE_KEYS,
+    QWEN3_NEXT_KEYS,
     SIZE_KEYS,
     ConfigRow,
 )
 from .dense_layers import DenseKeys
+from .layer_groups import GROUP_KEYS
 from .rope import ROPE_NAMES
 from .window import WindowKeys
 
@@ -38,10 +40,10 @@ class AllowedValues:
 @dataclass(frozen=True, kw_only=True)
 class ConfigKind:
     """A model_type: its class in transformers, the keys that all its models have here, its rows and activations, its restrictions, how it
-    states windows and dense layers, whether its layers with a window rotate by a base of their own, the only rope_theta that a file without
-    such a base may have (`local_rope_problems`), the rotary embedding of a file that states none, the class of its authors' own code that
-    computes the same (`auto_map` may name it), the keys of the file that its models here do not read, and those that are written beside
-    its rows."""
+    states windows and dense layers, whether its layers are `grouped` (layer_groups.py), whether those with a window rotate by a base of
+    their own, the only rope_theta that a file without such a base may have (`local_rope_problems`), the rotary embedding of a file that
+    states none, the class of its authors' own code that computes the same (`auto_map` may name it), the keys of the file that its models
+    here do not read, and those that are written beside its rows."""
 
     architecture: str
     fixed: Mapping[str, object]
@@ -51,6 +53,7 @@ class ConfigKind:
     allowed: tuple[AllowedValues, ...] = ()
     window: WindowKeys | None = None
     dense: DenseKeys | None = None
+    grouped: bool = False
     local_rope: bool = False
     only_base: float | None = None
     default_rope: Mapping[str, object] = field(default_factory=dict)
@@ -63,7 +66,7 @@ class ConfigKind:
         """The keys of the file that are read or restricted."""
         rows = (name for row in self.rows for name in row.theirs)
         positions = (*(ROPE_NAMES if is_rotary(self) else ()), *(self.window.names if self.window else ()))
-        dense = self.dense.names if self.dense else ()
+        dense = (*(self.dense.names if self.dense else ()), *(GROUP_KEYS if self.grouped else ()))
         return frozenset((self.act, *rows, *positions, *dense, *(row.theirs for row in self.allowed), *self.unread))
 
     def has_key(self, ours: str) -> bool:
@@ -207,6 +210,21 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         ),
         window=WindowKeys(4096, switched=True),
         dense=DenseKeys("mlp_only_layers", "intermediate_size", default_ffn=6144),
+    ),
+    "qwen3_next": ConfigKind(
+        architecture="Qwen3NextForCausalLM",
+        fixed=ROPE | {"bias": False, "qk_norm": True, "norm": "rmsnorm1p"},
+        rows=QWEN3_NEXT_KEYS,
+        act="hidden_act",
+        acts=GATED,
+        allowed=(
+            *NO_DROPOUT,
+            AllowedValues("attention_bias", (False,)),
+            AllowedValues("decoder_sparse_step", (1,)),
+            AllowedValues("mlp_only_layers", ([],)),
+        ),
+        grouped=True,
+        unread=("intermediate_size",),  # of layers without experts
     ),
     "glm4_moe": ConfigKind(
         architecture="Glm4MoeForCausalLM",

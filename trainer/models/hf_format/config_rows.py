@@ -103,6 +103,22 @@ QWEN3_MOE_KEYS = (
     ConfigRow("expert_ffn",       ("moe_intermediate_size",),            int,   768),
     ConfigRow("router.normalize", ("norm_topk_prob",),                   bool,  False),
 )  # fmt: skip
+QWEN3_NEXT_KEYS = (
+    *(replace(row, default=256) if row.ours == "head_dim" else row for row in SIZE_KEYS if row.ours != "ffn"),
+    ConfigRow("kv_heads",               ("num_key_value_heads",),             int,   2, nullable=True),
+    ConfigRow("norm_eps",               ("rms_norm_eps",),                    float, 1e-6),
+    ConfigRow("rope_base",              ("rope_theta",),                      float, 10000.0),
+    ConfigRow("rope_share",             ("partial_rotary_factor",),           float, 0.25),
+    ConfigRow("linear_num_key_heads",   ("linear_num_key_heads",),            int,   16),
+    ConfigRow("linear_num_value_heads", ("linear_num_value_heads",),          int,   32),
+    ConfigRow("linear_key_head_dim",    ("linear_key_head_dim",),             int,   128),
+    ConfigRow("linear_value_head_dim",  ("linear_value_head_dim",),           int,   128),
+    ConfigRow("linear_conv_kernel_dim", ("linear_conv_kernel_dim",),          int,   4),
+    ConfigRow("experts",                ("num_experts", "num_local_experts"), int,   512, synonyms=True),
+    ConfigRow("top_k",                  ("num_experts_per_tok",),             int,   10),
+    ConfigRow("expert_ffn",             ("moe_intermediate_size",),           int,   512),
+    ConfigRow("router.normalize",       ("norm_topk_prob",),                  bool,  True),
+)  # fmt: skip
 GLM4_MOE_KEYS = (
     ConfigRow("kv_heads",          ("num_key_value_heads",),   int,   8, nullable=True),
     ConfigRow("qkv_bias",          ("attention_bias",),        bool,  False),

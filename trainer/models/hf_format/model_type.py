@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Model, Run
 from ...spec.sections.router import Router
+from ..hybrid.ops import LINEAR
 from ..mla.ops import LATENT
 from .config_kinds import CONFIG_KINDS
 
@@ -32,6 +33,7 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
     window = model.effective_window(run.train.seq)
     positions |= {"window": window, "layer_types": model.types_of_layers if window or local else None}
     latent = {key: getattr(model, key) for key in LATENT} if model.family == "mla" else {}
+    latent |= {key: getattr(model, key) for key in LINEAR} if model.family == "hybrid" else {}
     return (
         latent
         | (positions | mixture if model.experts else positions)
@@ -67,7 +69,9 @@ def hf_model_type(run: Run) -> str:
     plain_heads = keys["kv_heads"] == keys["heads"] and run.model.heads * int(str(keys["head_dim"])) == run.model.hidden
     same_bias = keys["bias"] == keys["qkv_bias"]
     form = (keys["norm"], keys["positions"])
-    if keys["act"] == "swiglu_clamped" or keys["sinks"] or keys["expert_bias"]:
+    if run.model.family == "hybrid":
+        model_type = _hybrid_model_type(run.model) if form == ("rmsnorm1p", "rope") and keys["act"] == "swiglu" else ""
+    elif keys["act"] == "swiglu_clamped" or keys["sinks"] or keys["expert_bias"]:
         model_type = _sink_model_type(run.model) if form == ("rmsnorm", "rope") and same_bias else ""
     elif keys["scale_embedding"] or keys["query_pre_attn_scalar"] != keys["head_dim"]:
         model_type = _gemma_model_type(run.model) if form == ("rmsnorm1p", "rope") and same_bias else ""
@@ -81,15 +85,26 @@ def hf_model_type(run: Run) -> str:
         model_type = ""
     if model_type:
         return model_type
-    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek and gpt-oss computes this model"
+    says = (
+        "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek, gpt-oss and Qwen3-Next "
+        "computes this model"
+    )
     fix = (
         "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
         "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window; GLM-4.5 and "
         "DeepSeek have shared experts and sigmoid scores with a bias, DeepSeek-V2 softmax scores that are not normalized; GLM-4.5 "
         "alone rotates a part of each head; OLMo alone norms all heads together; Gemma 3 and OLMo 3 alone have a base of rope in "
-        "layers with a window; gpt-oss alone has sinks and biases of experts"
+        "layers with a window; gpt-oss alone has sinks and biases of experts; Qwen3-Next has norms of 1 + weight before "
+        "each half, norms of queries and keys, plain softmax scores and no capacity"
     )
     raise Unreadable([Problem(rule="weights", says=says, mend=fix)])
+
+
+def _hybrid_model_type(model: Model) -> str:
+    """Return the model_type of a hybrid with RMSNorm of a scale of 1 + weight, rope and swiglu; "" where there is none."""
+    norms = model.norm_place == "before" and model.qk_norm and model.qk_norm_over == "head"
+    router = replace(model.router.form, normalize=True)
+    return "qwen3_next" if norms and router == Router() and not model.capacity else ""
 
 
 def _gemma_model_type(model: Model) -> str:

@@ -13,16 +13,25 @@ from .model_type import hf_model_type
 class HfTensor:
     """A tensor of a Hugging Face file: # in its name is the layer's number, @ the expert's where each expert has a tensor of its own.
 
-    `transposed`: it is [outer, inner]. `beside`: the layers whose weights lie side by side in the tensor, ours among them, as number
-    `place`; `by_head`: in the columns of each head, `interleaved`: column by column.
+    `transposed`: it is [outer, inner], of a `depthwise` convolution [outer, 1, inner]. `beside`: the layers whose weights lie side by side
+    in the tensor, ours among them, as number `place`; `by_head`: in the columns of each head, of `heads` where these are not the model's,
+    `interleaved`: column by column. Where our weights name a group of `every` layers, the layer is number `first` of it.
     """
 
     name: str
     transposed: bool = False
     beside: tuple[str, ...] = ()
     by_head: bool = False
+    heads: int = 0
     interleaved: bool = False
+    depthwise: bool = False
     place: int = 0
+    every: int = 1
+    first: int = 0
+
+    def numbered(self, index: str) -> str:
+        """Return the name with the layer's number, for the number of a layer or group as our weights have it; "" for no layer's."""
+        return self.name.replace("#", str(int(index) * self.every + self.first)) if index else self.name
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,10 @@ class Columns:
 
 
 QKV = ("attention.query", "attention.key", "attention.value")
+QUERY_GATE = ("attention.query", "attention.gate")
+QKVZ = (*QKV, "attention.gate")
+BETA_DECAY = ("attention.beta", "attention.decay")
+CONVS = tuple(f"{each}_conv" for each in QKV)
 LATENT_DOWN = ("attention.key_down", "attention.rope_key")
 GATE_UP = ("experts.gate", "experts.up")
 LATENT_UP = ("attention.key", "attention.value")
@@ -117,6 +130,27 @@ GPT_OSS_TENSORS = {name: tensor for name, tensor in LLAMA_TENSORS.items() if not
     "experts.down.weight": HfTensor("model.layers.#.mlp.experts.down_proj"),
     "experts.down.bias":   HfTensor("model.layers.#.mlp.experts.down_proj_bias"),
 }
+QWEN3_NEXT_TENSORS = {  # of a layer with full attention
+    **{name: tensor for name, tensor in QWEN3_MOE_TENSORS.items() if not name.startswith("mlp.")},
+    "attention.query":  HfTensor("model.layers.#.self_attn.q_proj", transposed=True, beside=QUERY_GATE, by_head=True),
+    "attention.gate":   HfTensor("model.layers.#.self_attn.q_proj", transposed=True, beside=QUERY_GATE, by_head=True),
+    "shared.gate":      HfTensor("model.layers.#.mlp.shared_expert.gate_proj", transposed=True),
+    "shared.up":        HfTensor("model.layers.#.mlp.shared_expert.up_proj",   transposed=True),
+    "shared.down":      HfTensor("model.layers.#.mlp.shared_expert.down_proj", transposed=True),
+    "shared_gate":      HfTensor("model.layers.#.mlp.shared_expert_gate",      transposed=True),
+}
+LINEAR_TENSORS = {  # of a layer with linear attention, in place of all that is attention's
+    **{f"attention.{name}": HfTensor("model.layers.#.linear_attn.in_proj_qkvz", transposed=True, beside=QKVZ, by_head=True)
+       for name in ("query", "key", "value", "gate")},
+    **{f"attention.{name}": HfTensor("model.layers.#.linear_attn.in_proj_ba", transposed=True, beside=BETA_DECAY, by_head=True)
+       for name in ("beta", "decay")},
+    **{f"attention.{name}_conv": HfTensor("model.layers.#.linear_attn.conv1d", transposed=True, beside=CONVS, depthwise=True)
+       for name in ("query", "key", "value")},
+    "attention.a_log":      HfTensor("model.layers.#.linear_attn.A_log"),
+    "attention.dt_bias":    HfTensor("model.layers.#.linear_attn.dt_bias"),
+    "attention.gated_norm": HfTensor("model.layers.#.linear_attn.norm"),
+    "attention.out":        HfTensor("model.layers.#.linear_attn.out_proj", transposed=True),
+}
 QUERY_LATENT_TENSORS = {
     "attention.query_down":        HfTensor("model.layers.#.self_attn.q_a_proj",           transposed=True),
     "attention.query_latent_norm": HfTensor("model.layers.#.self_attn.q_a_layernorm"),
@@ -146,6 +180,7 @@ HF_TENSORS = {
     "gpt_oss": GPT_OSS_TENSORS,
     "deepseek_v2": DEEPSEEK_TENSORS,
     "deepseek_v3": DEEPSEEK_TENSORS,
+    "qwen3_next": QWEN3_NEXT_TENSORS,
 }  # keyed by the model_type that is written; Mistral without a window is written as Llama
 
 
@@ -154,10 +189,25 @@ def tensors_of(run: Run) -> Mapping[str, HfTensor]:
     model_type = hf_model_type(run)
     tensors = HF_TENSORS[model_type]
     tensors = tensors | QUERY_LATENT_TENSORS if run.model.q_lora_rank and run.model.family == "mla" else tensors
+    if model_type == "qwen3_next":
+        tensors = dict(_tensors_of_group(tensors, run))
     modules = run.model.mtp.layers if model_type in HAVE_MODULES else 0
     return tensors | {
         name: tensor for index in range(modules) for name, tensor in _module_tensors(tensors, index, run.model.layers + index)
     }
+
+
+def _tensors_of_group(tensors: Mapping[str, HfTensor], run: Run) -> Iterator[tuple[str, HfTensor]]:
+    """Yield the tensors of each layer of a group, and those of no layer."""
+    many, key_heads = run.model.layers_in_group, run.model.linear_num_key_heads or 0
+    yield from ((name, tensor) for name, tensor in tensors.items() if "#" not in tensor.name)
+    others = {name: tensor for name, tensor in tensors.items() if not name.startswith("attention.")}
+    linear = others | {name: replace(tensor, heads=key_heads) for name, tensor in LINEAR_TENSORS.items()}
+    for at in range(many):
+        for name, tensor in (tensors if at == many - 1 else linear).items():
+            if "#" in tensor.name:
+                beside = tuple(f"{at}.{each}" for each in tensor.beside)
+                yield f"{at}.{name}", replace(tensor, beside=beside, every=many, first=at)
 
 
 def _module_tensors(tensors: Mapping[str, HfTensor], index: int, layer: int) -> Iterator[tuple[str, HfTensor]]:
@@ -192,9 +242,9 @@ def hf_tensor(weight: str, tensors: Mapping[str, HfTensor]) -> HfTensor:
         _, index, layer = layer.split(".", 2)
     if (whole := tensors.get(f"{layer}.{kind}")) is not None:
         place = whole.beside.index(layer) if whole.beside else 0
-        return replace(whole, name=whole.name.replace("#", index), place=place)
+        return replace(whole, name=whole.numbered(index), place=place)
     tensor = tensors[layer]
-    name = f"{tensor.name.replace('#', index)}.{kind}"
+    name = f"{tensor.numbered(index)}.{kind}"
     place = tensor.beside.index(layer) if tensor.beside else 0
     return replace(tensor, name=name, transposed=tensor.transposed and kind == "weight", place=place)
 
@@ -204,7 +254,7 @@ def columns_in_tensor(weight: str, tensor: HfTensor, shapes: Mapping[str, tuple[
     if not tensor.beside:
         return None
     layer = tensor.beside[tensor.place]
-    runs = shapes[weight][-1] if tensor.interleaved else heads if tensor.by_head else 1
+    runs = shapes[weight][-1] if tensor.interleaved else tensor.heads or heads if tensor.by_head else 1
     before, after = weight.split(layer)
     widths = [shapes[f"{before}{each}{after}"][-1] // runs for each in tensor.beside]
     start = sum(widths[: tensor.place])

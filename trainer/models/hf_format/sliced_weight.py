@@ -70,4 +70,8 @@ class SlicedWeight:
         return mine[..., first - begin * width : last - begin * width]
 
     def _read(self, stored: StoredTensor, edges: Edges) -> Tensor:
-        return self.reader.read(stored, edges[::-1]).t() if self.weight.tensor.transposed else self.reader.read(stored, edges)
+        tensor = self.weight.tensor
+        if tensor.depthwise:
+            taps, channels = edges
+            return self.reader.read(stored, (channels, slice(0, 1), taps)).squeeze(1).t()
+        return self.reader.read(stored, edges[::-1]).t() if tensor.transposed else self.reader.read(stored, edges)

@@ -17,6 +17,7 @@ from ...spec.sections.mtp import Mtp
 from .check_folder import check_folder
 from .config_kinds import CONFIG_KINDS
 from .dense_layers import write_dense_layers
+from .layer_groups import write_groups
 from .model_type import architecture_keys, hf_model_type
 from .names import (
     copies_in_modules,
@@ -110,11 +111,12 @@ def _hf_tensors(weights: Iterable[tuple[str, Tensor]], model_type: str, run: Run
             held[tensor.place] = whole
             if len(held) < len(tensor.beside):
                 continue
-            runs = whole.shape[-1] if tensor.interleaved else run.model.heads if tensor.by_head else 1
+            runs = whole.shape[-1] if tensor.interleaved else tensor.heads or run.model.heads if tensor.by_head else 1
             whole = _side_by_side([held.pop(place) for place in range(len(tensor.beside))], runs)
         for expert, (each, _) in enumerate(expert_tensors(tensor, tuple(whole.shape))):
             part = whole[expert] if "@" in tensor.name else whole
-            yield each.name, (part.t() if each.transposed else part).contiguous()
+            part = part.t() if each.transposed else part
+            yield each.name, (part.unsqueeze(1) if each.depthwise else part).contiguous()
         if model_type == "gpt2" and not run.model.bias and (".attention." in name or ".mlp." in name):
             yield tensor.name.removesuffix("weight") + "bias", torch.zeros(whole.shape[-1], dtype=whole.dtype)
 
@@ -148,6 +150,8 @@ def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
         config |= write_window(run.model, kind.window)
     if kind.dense:
         config |= write_dense_layers(run.model.dense_layers, ours["ffn"], kind.dense)
+    if kind.grouped:
+        config |= write_groups(run.model)
     modules = {"num_nextn_predict_layers": run.model.mtp.layers} if has_module_tensors(run) else {}
     return {**config, kind.act: act, **sizes, **kind.written, **modules}
 

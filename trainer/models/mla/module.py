@@ -42,7 +42,7 @@ class LatentAttention(Attention):
         self.key_latent_norm = RMSNorm(sub_parameters(parameters, "key_latent_norm"), LATENT_NORM_EPS)
         self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp, lora) for part in ("query", "key", "value"))
 
-    def heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
         """Return the queries and keys [B, S, A, P + R] and the values [B, S, A, v_head_dim] of this rank's heads, for x [B, S or s, H]."""
         shared = cast_for(x, self.key_down)
         latent = x
@@ -60,7 +60,7 @@ class LatentAttention(Attention):
             query = torch.cat((plain, rotate_neighbours(turned, angles)), dim=-1)
             rope_key = rotate_neighbours(rope_key, angles)
         key = torch.cat((torch.unflatten(key, -1, (heads, -1)), rope_key.expand(-1, -1, heads, -1)), dim=-1)
-        return query, key, torch.unflatten(value, -1, (heads, -1))
+        return query, key, torch.unflatten(value, -1, (heads, -1)), None
 
 
 class LatentTransformer(MoETransformer):

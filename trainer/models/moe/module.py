@@ -14,9 +14,10 @@ from ...layers.cross_entropy import IGNORED
 from ...layers.dtypes import at_least_float32
 from ...layers.experts import LoraExpertLinear, combine_rows, copy_rows, dispatch_rows, plan_exchange, return_rows
 from ...layers.group import Group
+from ...layers.output_gates import add_gated
 from ...layers.parameters_by_prefix import Parameters, sub_parameters
 from ...layers.preference_loss import PairInputs
-from ...layers.tensor_parallel import TensorParallel, gather_inputs, reduce_outputs
+from ...layers.tensor_parallel import Linear, TensorParallel, gather_inputs, reduce_outputs
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.context_parallel import ContextParallel
 from ...layers.transformer.document_bounds import DocumentBounds
@@ -102,7 +103,7 @@ class MoELayer(AttentionHalf):
         layer: int,
         tp: TensorParallel | None,
         ep: Group | None,
-        attention_class: type[Attention] = Attention,
+        attention_class: type[nn.Module] = Attention,
     ) -> None:
         super().__init__(parameters, run, layer, tp, attention_class)
         model = run.model
@@ -110,6 +111,7 @@ class MoELayer(AttentionHalf):
         self.experts = Experts(sub_parameters(parameters, "experts"), model, ep, tp)
         self.shared = FeedForward(sub_parameters(parameters, "shared"), model, tp) if model.shared_experts else None
         self.tp, self.top_k, self.rule, self.aux_loss = tp, model.top_k, model.router, model.aux_loss
+        self.shared_gate = Linear(sub_parameters(parameters, "shared_gate")) if "shared_gate.weight" in parameters else None
         # tokens of each sequence that an expert takes
         self.capacity = None if model.capacity is None else int(model.capacity * model.top_k * run.train.seq / model.experts)
 
@@ -120,7 +122,8 @@ class MoELayer(AttentionHalf):
         normed = self.second_input(x)
         mixture, losses, near_ties, load = self.mixture(normed, inputs.cp)
         if self.shared is not None:
-            mixture = mixture + self.shared(normed)
+            shared = self.shared(normed)
+            mixture = mixture + shared if self.shared_gate is None else add_gated(mixture, shared, self.shared_gate(normed))
         return self.add(x, mixture, self.post_norm2, self.dropout2, inputs), losses, near_ties, load
 
     def mixture(self, x: Tensor, cp: ContextParallel | None = None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:

@@ -21,13 +21,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter by its name inside its block, and its logical dims; a `frozen` one is not trained, a `flat` one is a vector, and a
-    `lent` one is another block's."""
+    """A parameter by its name inside its block, and its logical dims; a `frozen` one is not trained, a `flat` one is a vector, or with
+    `rows` a matrix whose rows are its first dims, and a `lent` one is another block's."""
 
     name: str
     dims: Dims
     frozen: bool = False
     flat: bool = False
+    rows: int = 0
     lent: bool = False
 
 
@@ -84,6 +85,7 @@ class Op:
     - `gathers`: the tensors that each rank of the context axis needs of the whole sequence. `head_exchanges`: those that its ranks
       exchange in an all-to-all, as a rank has them with all tokens of some heads. `saves_exchanged`: what the op saves besides then.
     - `saves_padded`: what it saves besides on a tensor rank some of whose heads are padding, which a copy of the values leaves out.
+    - `holds`: what its backward holds while it runs, where that is more than its result's and its inputs' gradients.
     - `sums_again`: its input is a sum of what is saved in any case: compiled layers save none, and add it up again.
     - `chunks`: the parts of the vocabulary in which head and loss are computed, one after another; more than one: backward computes each
       part's logits again, and takes all gradients of it.
@@ -114,6 +116,7 @@ class Op:
     head_exchanges: tuple[Tensor, ...] = ()
     saves_exchanged: tuple[Tensor, ...] = ()
     saves_padded: tuple[Tensor, ...] = ()
+    holds: tuple[Tensor, ...] = ()
     sums_again: bool = False
     chunks: int = 1
     shares_input: bool = False
@@ -201,6 +204,7 @@ def logical_sizes(model: Model, train: Train) -> dict[str, int]:
         "expert_ffn": expert_ffn,
         "shared_ffn": expert_ffn * model.shared_experts,
         "types": 2,
+        "one": 1,
         "window": model.window or 0,
         **window_sizes(model, train.seq),
         "lora": model.lora.rank,
@@ -295,7 +299,8 @@ def _flattened_dims(op: Op, weight: Weight) -> tuple[Dims, ...]:
     """Return the logical dims of each dim of a weight's tensor: a product's weight is one matrix for each of its groups, its bias one
     vector; the dims of any other weight are not flattened, unless it is flat."""
     if op.product is None:
-        return (weight.dims,) if weight.flat else tuple((dim,) for dim in weight.dims)
+        rows = (weight.dims[: weight.rows],) if weight.rows else ()
+        return (*rows, weight.dims[weight.rows :]) if weight.flat else tuple((dim,) for dim in weight.dims)
     groups, inner = op.product.groups, op.product.inner
     outer = weight.dims[len(groups) :]
     matrix = () if weight.name.endswith(".bias") else (inner,)
@@ -304,8 +309,8 @@ def _flattened_dims(op: Op, weight: Weight) -> tuple[Dims, ...]:
 
 def is_hidden_matrix(op: Op, weight: Weight) -> bool:
     """Return whether Muon steps a layer's weight: that of a product, which is attention's or a feed-forward's, shared experts' and each
-    expert's too, but no router's. Embedding, head, norms and biases are stepped by AdamW (https://kellerjordan.github.io/posts/muon/)."""
-    return op.product is not None and not weight.name.endswith(".bias") and "choices" not in weight.dims
+    expert's too, but no router's and no gate's of one column. Embedding, head, norms and biases are stepped by AdamW (https://kellerjordan.github.io/posts/muon/)."""
+    return op.product is not None and not weight.name.endswith(".bias") and not {"choices", "one"} & set(weight.dims)
 
 
 def is_frozen(op: Op) -> bool:

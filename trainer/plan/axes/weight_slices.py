@@ -12,7 +12,7 @@ from ...spec.derived.weight_decay import is_decayed
 from ...spec.numbers.divisors import least_divisor
 
 # Dims that the tensor axis splits
-TENSOR_DIMS: Dims = ("heads", "kv_heads", "core_heads", "core_kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocab")
+TENSOR_DIMS: Dims = ("heads", "kv_heads", "core_heads", "core_kv_heads", "ffn", "expert_ffn", "shared_ffn", "linear_keys", "vocab")
 
 TensorCopies = Literal["", "replicated", "shared"]  # other ranks of the tensor axis that hold a weight too: none, all, some
 

@@ -81,6 +81,8 @@ def later_backward_bytes(modules: int, blocks: list[tuple[int, int]], weight: in
 def _backward_bytes(op: Op, local: LocalTensors, device: str) -> int:
     """Bytes of the gradients that an op's backward reads and makes."""
     product, width = op.product, local.activation
+    if op.holds:
+        return sum(map(local.bytes, op.holds))
     if product is None and op.chunks > 1:
         return 0  # the head's backward is the loss's too
     if product is None:

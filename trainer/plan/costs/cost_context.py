@@ -22,7 +22,7 @@ from ...models.ops.op_table import (
 from ...spec.run import Run
 from ..axes.collectives import Wire
 from ..axes.weight_slices import HeadShards
-from ..layout.layout import LayerPartition, StageKind, layer_partition, split_layers
+from ..layout.layout import LayerPartition, Layout, StageKind, layer_partition, split_layers
 from ..layout.mesh import Mesh, Wires, group_wire, mesh_wires, ranks_in_node, split_group
 from .block_costs import BlockCosts, SplitCosts
 from .local_tensors import BlockSplit
@@ -53,11 +53,11 @@ class CostContext:
         self.device_context = int(run.cluster.device.context)
         self.tail = SLOWEST_RANK * log2(run.cluster.nodes) if run.cluster.device.kind == "cuda" else 0.0
         self.step_overhead = STEP_DISPATCHES * run.cluster.device.dispatch
-        self.parameters = parameter_count(self.table, run.model.layers)
+        self.parameters = parameter_count(self.table, run.model.layer_groups)
         constants = (each for op in self.table.layer for each in op.constants)
         self.layer_constants = CONSTANT_BYTES * sum([element_count(each.dims, self.table.sizes) for each in constants])
-        self.trained_parameters = parameter_count(self.table, run.model.layers, trained=True)
-        self.active_parameters = parameter_count(self.table, run.model.layers, active=True)
+        self.trained_parameters = parameter_count(self.table, run.model.layer_groups, trained=True)
+        self.active_parameters = parameter_count(self.table, run.model.layer_groups, active=True)
         self.dense_layers = self.table.dense_layers
         self.layers = run.model.repeated_layers  # layers that are alike
         self._block_costs: dict[tuple[BlockSplit, tuple[int, ...]], BlockCosts] = {}
@@ -151,6 +151,11 @@ class CostContext:
         cluster = self.run.cluster
         return group_wire(whole.size, whole.size if whole.link == "inside" else 1, cluster.inside, cluster.between)
 
+    def layers_of_stage(self, layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
+        """(first, last + 1) of the layers of each part of a stage."""
+        group = self.run.model.layers_in_group
+        return tuple((first * group, end * group) for first, end in map(layout.layers, layout.parts(stage)))
+
     def partition(self, stages: int, *, chunks: int = 1, folded: bool, given: tuple[int, ...] | None = None) -> LayerPartition:
         """The layers of each part of the model: as `given`, else balanced by the sum of their shares of the model's bytes and FLOPs."""
         key = (stages, chunks, folded, given)
@@ -180,7 +185,7 @@ class CostContext:
         """FLOPs of one sequence's forward pass through those ops of the model that count, of its layers alone without its ends."""
         return sum(
             many * self._sum_flops(tuple(op for op in ops if counts(op)))
-            for many, ops in self.table.blocks(self.run.model.layers)
+            for many, ops in self.table.blocks(self.run.model.layer_groups)
             if ends or ops in (self.table.layer, self.table.dense_layer)
         )
 

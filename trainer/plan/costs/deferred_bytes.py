@@ -20,4 +20,5 @@ def deferred_bytes(op: Op, local: LocalTensors) -> int:
     width = 1 if op.in_fp8 else local.activation
     is_shard = local.sequence and tp.split_style(op) == "column"  # of the input, which is gathered again, and cast then
     inputs = 0 if op.shares_input else local.count((*product.rows, *product.inner)) * (local.activation if is_shard else width)
+    inputs *= "one" not in product.outers[0]  # of a gate of shared experts it is theirs, which their products hold
     return inputs + width * rows * outer

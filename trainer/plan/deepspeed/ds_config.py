@@ -20,7 +20,7 @@ def deepspeed_config(run: Run, dp: int, elements: int | None = None) -> dict[str
     parallel, train = run.parallel, run.train
     offload = parallel.offload
     if elements is None:
-        elements = parameter_count(op_table(run), run.model.layers)
+        elements = parameter_count(op_table(run), run.model.layer_groups)
     zero: dict[str, Any] = {
         "stage": zero_stage(run),
         "reduce_bucket_size": min(parallel.bucket, elements),  # DeepSpeed allocates it in full, however few gradients there are

@@ -72,7 +72,7 @@ def saved_elements(context: CostContext, layout: Layout) -> int:
     """The elements of errors that a checkpoint keeps: one for each element of a weight that ranks compress."""
     mesh, sizes, found = layout.mesh, context.table.sizes, 0
     ranks = tuple(compression_rank(layout.parallel, mesh, expert=expert) for expert in (False, True))
-    for parameter in model_parameters(context.table, range(context.run.model.layers)) if any(ranks) else ():
+    for parameter in model_parameters(context.table, range(context.run.model.layer_groups)) if any(ranks) else ():
         shard = weight_shard(parameter, sizes, mesh.tp, 0, vocab_multiple=context.run.model.vocab_multiple, ep=mesh.ep)
         if not parameter.frozen and compressed_stack(shard.size, ranks[shard.expert]):
             found += prod(parameter.shape(sizes))

@@ -51,7 +51,8 @@ def _layers_text(run: Run) -> str:
     """The layers that stages share out, in words: those that are not in the first part whatever the stages are."""
     model = run.model
     behind = f", of which the first {model.dense_layers} are dense and in one part" if model.dense_layers else ""
-    return f"{'the ' * bool(behind)}model.layers={model.layers}{behind}"
+    grouped = f" in groups of {model.layers_in_group}" if model.layers_in_group > 1 else ""
+    return f"{'the ' * bool(behind)}model.layers={model.layers}{grouped}{behind}"
 
 
 def _schedule_problem(parallel: Parallel) -> BrokenRule | None:
@@ -90,13 +91,15 @@ def _file_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 def _stages_rules(run: Run, parallel: Parallel, parts: int) -> Iterator[BrokenRule]:
     """parallel.stages has a number of layers for each part of the model, and they add up to the model's. The first part has all dense
     layers, and one more."""
-    given, layers, dense = parallel.stages or (), run.model.layers, run.model.dense_layers
+    given, layers, dense = parallel.stages or (), run.model.layer_groups, run.model.dense_layers
     balanced: tuple[Change, ...] = ((("parallel.stages", None),),)
     words = f"parallel.stages={list(given)}".replace(" ", "")
     if len(given) != parts:
         yield BrokenRule("stages", f"{words} has {len(given)} entries, and the pipeline has {parts} parts", balanced)
     elif sum(given) != layers:
-        yield BrokenRule("stages", f"{words} adds up to {sum(given)} layers, not to model.layers={layers}", balanced)
+        one, group = f"model.layers={run.model.layers}", run.model.layers_in_group
+        has = f"{sum(given)} layers, not to {one}" if group == 1 else f"{sum(given)}, not to {layers} groups of {group} layers: {one}"
+        yield BrokenRule("stages", f"{words} adds up to {has}", balanced)
     elif dense and given[0] <= dense:
         says = f"{words} begins with {given[0]}, not more than model.dense_layers={dense}, which are in the first part with another layer"
         yield BrokenRule("stages", says, balanced)

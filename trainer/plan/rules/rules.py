@@ -25,6 +25,7 @@ from .degrees import nearest_divisors, replicas
 from .fp8_rule import fp8_rule
 from .further_tokens_rule import further_tokens_rule
 from .gradient_sum_rules import servers_rule, staleness_rule
+from .hybrid_rule import hybrid_layout_rule, hybrid_rule
 from .latent_rule import latent_rule
 from .lora_rule import lora_rule
 from .loss_chunks_rule import loss_chunks_rule
@@ -39,6 +40,7 @@ from .sinks_rule import sinks_rule
 from .sync_rule import agreement_rule, sync_rule
 from .value_rules import folders_rule, pairs_rule, plannable_ranks_rule, rates_rule, step_windows_rule, timeline_rule
 
+EXAMPLES = {"mla": "deepseek_v3", "hybrid": "qwen3_next_80b"}  # of models of families that need more keys
 MOST_SMALLER = 16  # smaller degrees of an axis that are tried
 
 
@@ -61,7 +63,9 @@ def model_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken
     if missing := [f"model.{key}" for key in needs if getattr(words, key) is None]:
         them = "it" if len(missing) == 1 else "them"
         yield BrokenRule(
-            "sizes", f"family {words.family} needs {', '.join(missing)}", fix=f"set {them}, as conf/model/deepseek_v3.yaml does"
+            "sizes",
+            f"family {words.family} needs {', '.join(missing)}",
+            fix=f"set {them}, as conf/model/{EXAMPLES[words.family]}.yaml does",
         )
     if words.head_dim is None and "v_head_dim" not in needs and words.hidden % words.heads:
         yield BrokenRule(
@@ -289,14 +293,14 @@ def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (
-    names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, router_rule, lora_rule, further_tokens_rule,
-    hugging_face_rule, mup_rule, pairs_rule, stages_rule, validate_rule, rampup_rule, length_rule, rates_rule, step_windows_rule,
-    precision_rule, device_rule, agreement_rule, preference_rule,
+    names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, hybrid_rule, router_rule, lora_rule,
+    further_tokens_rule, hugging_face_rule, mup_rule, pairs_rule, stages_rule, validate_rule, rampup_rule, length_rule, rates_rule,
+    step_windows_rule, precision_rule, device_rule, agreement_rule, preference_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, servers_rule, staleness_rule, tensor_rule,
     context_rule, exchanged_heads_rule, pipeline_rule, batch_rule, rampup_layout_rule, offload_rule, plannable_ranks_rule, timeline_rule,
-    fp8_rule, loss_chunks_rule, sinks_rule,
+    fp8_rule, loss_chunks_rule, sinks_rule, hybrid_layout_rule,
 )  # fmt: skip
 # Those of a layout that read its micro-batch or its recomputation, and all keys of parallel that they read. The others read neither.
 OF_STEP: tuple[Rule, ...] = (hugging_face_layout_rule, pipeline_rule, batch_rule, rampup_layout_rule, fp8_rule)

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any, get_args, get_type_hints
 
 from ...models.families import has_experts, is_made_by_transformers
+from ...models.hybrid.ops import LINEAR
 from ...models.mla.ops import LATENT
 from ...spec.problem import Problem
 from ...spec.read import value_text
@@ -150,6 +151,7 @@ IDLE: dict[str, Condition] = {
     "model.rope.type":         _is_not("model.positions", "rope"),
     **{f"model.rope.{key}": _rope_key(key) for key in sorted(set(chain(*ROPE_KEYS.values())))},
     **{f"model.{key}": _is_not("model.family", "mla") for key in LATENT},
+    **{f"model.{key}": _is_not("model.family", "hybrid") for key in LINEAR},
     "model.head_dim":          _is("model.family", "mla"),
     "model.init.std":          _made_by_transformers,
     "model.init.scale_residual": _made_by_transformers,

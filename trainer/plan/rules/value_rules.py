@@ -113,7 +113,7 @@ def plannable_ranks_rule(run: Run, parallel: Parallel, microbatch: int) -> Itera
         if ranks_in_node(mesh.strides("expert_copies"), gpus) is None:
             says = f"parallel.ep={parallel.ep} x parallel.cp={parallel.cp} does not align with nodes of {gpus}"
             yield BrokenRule("size", f"{says}: the links of {ranks:,} such ranks are not planned", ((("parallel.cp", 1),),))
-    layers, data = -(-run.model.layers // parallel.pp), dp * parallel.cp
+    layers, data = -(-run.model.layer_groups // parallel.pp), dp * parallel.cp
     for row in ENGINES.values():
         excess = row.costs.unplanned_size(run, parallel, layers, data)
         if excess and engine_for(run, parallel)[0] is row:

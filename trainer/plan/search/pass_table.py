@@ -88,7 +88,7 @@ class PassTable:
         fewest: dict[int, int] = {}  # by stages
         for partition in {each.partition for each in self._staged}:
             ends, stages = (partition.counts[0], partition.counts[-1]), len(partition.counts)
-            fewest[stages] = min(*ends, fewest.get(stages, space.run.model.layers))
+            fewest[stages] = min(*ends, fewest.get(stages, space.run.model.layer_groups))
         self.end_layers = [fewest.get(each.pp, 0) for each in self.meshes]  # the fewest of the first or the last stage of each mesh
         self._parallel: dict[tuple[int, bool, int], Parallel] = {}
         counts = self._passes.schedules

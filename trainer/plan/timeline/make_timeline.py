@@ -211,7 +211,7 @@ def _stage_timeline(costs: StepCosts, step: SimulatedSpans, stage: int) -> Stage
     gaps = [after.start - before.end for before, after in pairwise(spans)]
     return StageTimeline(
         index=stage,
-        parts=tuple(map(layout.layers, layout.parts(stage))),
+        parts=costs.layers[stage],
         spans=tuple(spans),
         computing=busy - messages,
         messages=messages,

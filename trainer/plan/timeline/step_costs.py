@@ -74,6 +74,7 @@ class StepCosts(NamedTuple):
     rounds: tuple[tuple[MessageRound, ...], ...]  # of each stage
     shares: tuple[float, ...]  # of each part of the model, of its stage's layers
     blocks: tuple[tuple[BlockWeight, ...], ...]  # of each part of the model
+    layers: tuple[tuple[tuple[int, int], ...], ...]  # of each stage, (first, last + 1) of each of its parts
 
 
 def step_costs(run: Run) -> StepCosts | None:
@@ -101,6 +102,7 @@ def _step_costs(context: CostContext, layout: Layout, cost: LayoutCost, planned:
         shares=tuple([_share_of_stage(layout, part) for part in range(len(layout.partition.parts))]),
         rounds=tuple([tuple(_message_rounds(layout, kind, tail_factor)) for kind in kinds]),
         blocks=tuple([tuple(_block_weights(layout, cost.blocks, part)) for part in range(len(layout.partition.parts))]),
+        layers=tuple([context.layers_of_stage(layout, stage) for stage in range(len(kinds))]),
     )
 
 

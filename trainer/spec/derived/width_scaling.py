@@ -10,7 +10,7 @@ from ..run import Run
 # Tables that a token reads one row of, whatever the width: their updates and values are those of the narrow model.
 INPUT_TABLES = ("embedding.weight", "positions.weight")
 # Matrices to a number of outputs that does not grow with the width.
-OUTPUT_MATRICES = ("head.weight", "router.weight")
+OUTPUT_MATRICES = ("head.weight", "router.weight", "shared_gate.weight")
 
 
 def width_factor(run: Run) -> float:

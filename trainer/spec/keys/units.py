@@ -33,6 +33,8 @@ UNITS: dict[str, str] = {
     "cluster.device.streaming": "share of bandwidth",
     "cluster.*.efficiency":     "share of bandwidth",
     "model.layers":             "layers",
+    "model.full_attention_interval": "layers",
+    "model.linear_conv_kernel_dim": "tokens",
     "model.context":            "tokens",
     "model.window":             "tokens",
     "model.rope.original_max_position_embeddings": "tokens",

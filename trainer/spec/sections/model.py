@@ -34,6 +34,12 @@ class Model:
     qk_nope_head_dim: Count | None = None
     qk_rope_head_dim: Count | None = None
     v_head_dim: Count | None = None
+    full_attention_interval: Count | None = None
+    linear_num_key_heads: Count | None = None
+    linear_num_value_heads: Count | None = None
+    linear_key_head_dim: Count | None = None
+    linear_value_head_dim: Count | None = None
+    linear_conv_kernel_dim: Count | None = None
     ffn: Count | None = None
     context: Count | None = None
     vocab_multiple: Count = 1
@@ -141,9 +147,19 @@ class Model:
         return tuple(types[each % len(types)] for each in range(self.layers)) if types and has_some else None
 
     @property
+    def layers_in_group(self) -> int:
+        """The layers that are repeated together: one, or of a hybrid the linear layers and the one with full attention behind them."""
+        return self.full_attention_interval or 1 if self.family == "hybrid" else 1
+
+    @property
+    def layer_groups(self) -> int:
+        """The number of groups of layers, each of which is one layer of the op table, of plans and of pipelines; at least 1."""
+        return max(1, self.layers // self.layers_in_group)
+
+    @property
     def repeated_layers(self) -> int:
-        """The number of layers that are alike: all but the first dense ones; at least 1, which a rule asks for."""
-        return max(1, self.layers - self.dense_layers)
+        """The number of groups of layers that are alike: all but the first dense ones; at least 1, which a rule asks for."""
+        return max(1, self.layer_groups - self.dense_layers)
 
     @property
     def windowed_layers(self) -> int:

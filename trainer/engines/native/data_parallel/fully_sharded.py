@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ def shard_module(module: nn.Module, groups: RowGroups, compute: torch.dtype, red
     layers: Any = module.layers
     modules: Any = getattr(module, "mtp", {})
     for unit, layer in (*((each, each) for each in layers.values()), *((each, each.layer) for each in modules.values())):
-        for part in layer.children():
-            if all(getattr(each, "is_expert", False) for each in part.parameters()) and any(True for _ in part.parameters()):
-                fully_shard(part, mesh=_device_mesh(groups[True], device.type), mp_policy=policy)
+        for part in _expert_parts(layer):
+            fully_shard(part, mesh=_device_mesh(groups[True], device.type), mp_policy=policy)
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
     module.to_empty(device=device)
@@ -37,6 +37,16 @@ def shard_module(module: nn.Module, groups: RowGroups, compute: torch.dtype, red
         if isinstance(each, FSDPModule):
             each.set_gradient_divide_factor(1.0)  # the loss is the global batch's mean already
             each.set_force_sum_reduction_for_comms(True)
+
+
+def _expert_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules inside of a layer, or group of layers, all of whose parameters are experts that ranks share out."""
+    for part in module.children():
+        parameters = list(part.parameters())
+        if parameters and all(getattr(each, "is_expert", False) for each in parameters):
+            yield part
+        else:
+            yield from _expert_parts(part)
 
 
 def _device_mesh(groups: ShardGroups, device: str) -> DeviceMesh:

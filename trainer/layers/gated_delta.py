@@ -1,0 +1,320 @@
+"""The gated delta rule (arXiv:2412.06464) behind a short causal convolution, as linear attention of Qwen3-Next has it.
+
+A head has a state S [D, V]. A token first lets it decay, then replaces what its key reads by its value, and reads it by its query:
+S' = exp(g) S, S = S' + beta k (v - k^T S')^T, o = S^T q. Chunks of tokens are computed at once (section 3.3): within a chunk the rule is
+a triangular system, and only the states at the chunks' ends follow each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .dtypes import at_least_float32
+
+CHUNK = 64  # tokens; of flash-linear-attention and transformers
+UNIT_EPS = 1e-6  # added to the square of a query's or key's length
+
+# B batch, S sequence, K key heads, R value heads of each, D width of a key, V of a value, N chunks, L tokens of a chunk, W taps
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaInputs:
+    """The inputs of the rule: queries and keys [B, S, K D] and values [B, S, K R V] before their convolutions, the logits [B, S, K R] of
+    beta and of the decay, the taps [W, channels] of the convolutions, and of each value head the logarithm of its rate and what is added
+    to the logits of its decay, [K R]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    beta: Tensor
+    decay: Tensor
+    query_conv: Tensor
+    key_conv: Tensor
+    value_conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop over chunks would be unrolled
+def gated_delta(inputs: DeltaInputs, key_dim: int, chunk: int = CHUNK) -> Tensor:
+    """Return what the queries read, [B, S, K R V], for keys of `key_dim` elements; computed in float32."""
+    tensors = tuple(getattr(inputs, name) for name in DeltaInputs.__dataclass_fields__)
+    read: Tensor = _GatedDelta.apply(key_dim, chunk, *tensors)  # type: ignore[no-untyped-call]
+    return read
+
+
+class _GatedDelta(torch.autograd.Function):
+    """Saves its inputs alone: backward computes the convolutions, the chunks and their states again."""
+
+    @staticmethod
+    def forward(ctx: Any, key_dim: int, chunk: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.key_dim, ctx.chunk = key_dim, chunk
+        inputs = DeltaInputs(**dict(zip(DeltaInputs.__dataclass_fields__, tensors, strict=True)))
+        return _read(_prepare(inputs, key_dim, chunk), inputs.value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = DeltaInputs(**dict(zip(DeltaInputs.__dataclass_fields__, ctx.saved_tensors, strict=True)))
+        of_chunks = _chunk_gradients(_prepare(inputs, ctx.key_dim, ctx.chunk), at_least_float32(grad))
+        return None, None, *_input_gradients(inputs, of_chunks, ctx.key_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What the chunks are made of, in float32. A dim R of 1 stands for all value heads of a key head."""
+
+    query: Tensor  # [B, K, 1, N, L, D], of length D^-0.5
+    key: Tensor  # [B, K, 1, N, L, D], of length 1
+    value: Tensor  # [B, K, R, N, L, V]
+    beta: Tensor  # [B, K, R, N, L, 1]
+    total: Tensor  # [B, K, R, N, L]: g summed from the chunk's start
+    between: Tensor  # [B, K, R, N, L, L]: exp of g summed from behind the second token to the first; 0 where that is earlier
+    system: Tensor  # [B, K, R, N, L, L]: what a token's key reads of the chunk's earlier tokens, times beta
+    reads: Tensor  # [B, K, R, N, L, L]: what a token's query reads of the chunk's tokens
+    new_value: Tensor  # [B, K, R, N, L, V]: what tokens write where the state before the chunk is 0
+    old_key: Tensor  # [B, K, R, N, L, D]: with which they take off what they read of that state
+
+    @property
+    def ends(self) -> Tensor:
+        """By how much each chunk lets the state decay, [B, K, R, N, 1, 1]."""
+        return self.total[..., -1].exp()[..., None, None]
+
+    @property
+    def grown(self) -> Tensor:
+        """By how much the state before the chunk has decayed at each token, [B, K, R, N, L, 1]."""
+        return self.total.exp().unsqueeze(-1)
+
+    @property
+    def left(self) -> Tensor:
+        """By how much what each token writes decays up to the chunk's end, [B, K, R, N, L, 1]."""
+        return (self.total[..., -1:] - self.total).exp().unsqueeze(-1)
+
+
+def _prepare(inputs: DeltaInputs, key_dim: int, chunk: int) -> _Parts:
+    """Return what does not depend on the states."""
+    heads, value_heads = inputs.query.shape[-1] // key_dim, inputs.beta.shape[-1]
+    query, key = (
+        _chunks(_unit(_conv(x, taps), key_dim)[1].unsqueeze(3), chunk)
+        for x, taps in ((inputs.query, inputs.query_conv), (inputs.key, inputs.key_conv))
+    )
+    query.mul_(key_dim**-0.5)
+    value = _chunks(_by_key_head(F.silu(_conv(inputs.value, inputs.value_conv)), heads, value_heads), chunk)
+    beta = _chunks(_by_key_head(torch.sigmoid(at_least_float32(inputs.beta)), heads, value_heads), chunk)
+    total = _chunks(_by_key_head(_log_decay(inputs), heads, value_heads), chunk).squeeze(-1).cumsum(-1)
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).triu(1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(later, -torch.inf).exp_()
+    system = (key @ key.mT * between).mul_(beta).tril_(-1)
+    return _Parts(
+        query=query,
+        key=key,
+        value=value,
+        beta=beta,
+        total=total,
+        between=between,
+        system=system,
+        reads=query @ key.mT * between,
+        new_value=_solve(system, value * beta),
+        old_key=_solve(system, key * (beta * total.exp().unsqueeze(-1))),
+    )
+
+
+def _solve(system: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor:
+    """Return (1 + system)^-1 right, or that of the transposed system."""
+    matrix = system.mT if transposed else system
+    solved: Tensor = torch.linalg.solve_triangular(matrix, right, upper=transposed, unitriangular=True)
+    return solved
+
+
+def _read(parts: _Parts, like: Tensor) -> Tensor:
+    """Run through the chunks; return what the queries read, as a tensor [B, S, K R V] like another."""
+    query, key, value, ends = parts.query * parts.grown, parts.key * parts.left, parts.new_value, parts.ends
+    state = value.new_zeros(*value.shape[:3], key.shape[-1], value.shape[-1])
+    output = value.new_empty(value.shape)
+    for at in range(value.shape[3]):
+        written = value[:, :, :, at] - parts.old_key[:, :, :, at] @ state
+        output[:, :, :, at] = query[:, :, :, at] @ state + parts.reads[:, :, :, at] @ written
+        state = state * ends[:, :, :, at] + key[:, :, :, at].mT @ written
+    return _from_chunks(output, like.shape[1]).to(like.dtype)
+
+
+def _states(parts: _Parts, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the state [B, K, R, N, D, V] before each chunk, and what its tokens write, [B, K, R, N, L, V]; keys as they write at its
+    end."""
+    value, ends = parts.new_value, parts.ends
+    states = value.new_zeros(*value.shape[:4], key.shape[-1], value.shape[-1])
+    written = torch.empty_like(value)
+    for at in range(value.shape[3]):
+        new = value[:, :, :, at] - parts.old_key[:, :, :, at] @ states[:, :, :, at]
+        written[:, :, :, at] = new
+        if at + 1 < value.shape[3]:
+            states[:, :, :, at + 1] = states[:, :, :, at] * ends[:, :, :, at] + key[:, :, :, at].mT @ new
+    return states, written
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ChunkGradients:
+    """The gradients, by sequences again, of queries and keys of length 1, [B, S, K D], of values [B, S, K R V] behind their convolution, of
+    beta and of g [B, S, K R]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    beta: Tensor
+    log_decay: Tensor
+
+
+def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
+    """Return the gradients of what chunks are made of, from that of what the queries read, [B, S, K R V]."""
+    seq, chunk = grad.shape[1], parts.total.shape[-1]
+    grad = _chunks(_by_key_head(grad, parts.key.shape[1], parts.value.shape[1] * parts.value.shape[2]), chunk)
+    query, key = parts.query * parts.grown, parts.key * parts.left
+    states, written = _states(parts, key)
+    reads_grad = grad @ written.mT
+    new_grad = parts.reads.mT @ grad
+    query_grad, key_grad, old_grad = (torch.empty_like(query) for _ in range(3))
+    ends, ends_grad = parts.ends, torch.empty_like(parts.total[..., -1])
+    state_grad = torch.zeros_like(states[:, :, :, 0])
+    for at in reversed(range(grad.shape[3])):
+        state, own = states[:, :, :, at], grad[:, :, :, at]
+        new = new_grad[:, :, :, at].add_(key[:, :, :, at] @ state_grad)
+        query_grad[:, :, :, at] = own @ state.mT
+        key_grad[:, :, :, at] = written[:, :, :, at] @ state_grad.mT
+        old_grad[:, :, :, at] = -(new @ state.mT)
+        ends_grad[:, :, :, at] = (state_grad * state).sum((-1, -2))
+        state_grad = state_grad * ends[:, :, :, at] + query[:, :, :, at].mT @ own - parts.old_key[:, :, :, at].mT @ new
+    del grad, states, written, state, own, new  # views hold what they are of
+    key_side = (key_grad * key).sum(-1)
+    total_grad = (query_grad * query).sum(-1).sub_(key_side)
+    total_grad[..., -1] += key_side.sum(-1) + ends_grad * ends[..., 0, 0]
+    del query, key
+    # The triangular system: of X = (1 + A)^-1 Y the gradients are Y' = (1 + A)^-T X' and A' = -Y' X^T
+    new_grad = _solve(parts.system, new_grad, transposed=True)  # of beta v
+    old_grad = _solve(parts.system, old_grad, transposed=True)  # of beta exp(total) k
+    system_grad = (new_grad @ parts.new_value.mT).add_(old_grad @ parts.old_key.mT).neg_().tril_(-1)
+    weights = system_grad * parts.system
+    total_grad += weights.sum(-1) - weights.sum(-2)
+    del weights
+    weights = reads_grad * parts.reads
+    total_grad += weights.sum(-1) - weights.sum(-2)
+    del weights
+    pairs, read_pairs = system_grad.mul_(parts.between), reads_grad.mul_(parts.between)  # of beta_i k_i k_j, and of q_i k_j
+    by_row, grown = pairs @ parts.key, parts.grown
+    beta_grad = (by_row * parts.key).sum(-1) + (new_grad * parts.value).sum(-1)
+    of_old = (old_grad * parts.key).sum(-1) * grown.squeeze(-1)
+    beta_grad += of_old
+    total_grad += of_old * parts.beta.squeeze(-1)
+    key_grad.mul_(parts.left).add_(by_row.mul_(parts.beta)).add_(old_grad.mul_(parts.beta * grown))
+    key_grad += pairs.mul_(parts.beta).mT @ parts.key
+    key_grad += read_pairs.mT @ parts.query
+    query_grad.mul_(grown).add_(read_pairs @ parts.key)
+    new_grad.mul_(parts.beta)
+    del parts, pairs, read_pairs, by_row, old_grad, system_grad, reads_grad
+    return _ChunkGradients(
+        query=_from_chunks(query_grad.sum(2, keepdim=True), seq) * key_grad.shape[-1] ** -0.5,
+        key=_from_chunks(key_grad.sum(2, keepdim=True), seq),
+        value=_from_chunks(new_grad, seq),
+        beta=_from_chunks(beta_grad.unsqueeze(-1), seq),
+        log_decay=_from_chunks(total_grad.flip(-1).cumsum(-1).flip(-1).unsqueeze(-1), seq),
+    )
+
+
+def _input_gradients(inputs: DeltaInputs, grads: _ChunkGradients, key_dim: int) -> tuple[Tensor, ...]:
+    """Return the gradients of `inputs` from those of what chunks are made of."""
+    query_grads = _conv_gradients(
+        _unit_gradient(_conv(inputs.query, inputs.query_conv), grads.query, key_dim), inputs.query, inputs.query_conv
+    )
+    key_grads = _conv_gradients(_unit_gradient(_conv(inputs.key, inputs.key_conv), grads.key, key_dim), inputs.key, inputs.key_conv)
+    value_grad = _silu_slope(_conv(inputs.value, inputs.value_conv)).mul_(grads.value)
+    value_grads = _conv_gradients(value_grad, inputs.value, inputs.value_conv)
+    share = torch.sigmoid(at_least_float32(inputs.beta))
+    logit_grad = grads.log_decay * -at_least_float32(inputs.a_log).exp() * torch.sigmoid(_shifted(inputs))
+    return (
+        query_grads[0],
+        key_grads[0],
+        value_grads[0],
+        (grads.beta * share * (1 - share)).to(inputs.beta.dtype),
+        logit_grad.to(inputs.decay.dtype),
+        query_grads[1],
+        key_grads[1],
+        value_grads[1],
+        (grads.log_decay * _log_decay(inputs)).sum((0, 1)).to(inputs.a_log.dtype),
+        logit_grad.sum((0, 1)).to(inputs.dt_bias.dtype),
+    )
+
+
+def _log_decay(inputs: DeltaInputs) -> Tensor:
+    """Return g of each token and value head, [B, S, K R]."""
+    return -at_least_float32(inputs.a_log).exp() * F.softplus(_shifted(inputs))
+
+
+def _shifted(inputs: DeltaInputs) -> Tensor:
+    """Return the logits of the decay with what is added to them, [B, S, K R]."""
+    return at_least_float32(inputs.decay) + at_least_float32(inputs.dt_bias)
+
+
+def _conv(x: Tensor, taps: Tensor) -> Tensor:
+    return causal_conv(at_least_float32(x), at_least_float32(taps))
+
+
+def causal_conv(x: Tensor, taps: Tensor) -> Tensor:
+    """Return each channel of x [B, S, C] convolved with its taps [W, C], the last of which is of the token itself."""
+    output = x * taps[-1]
+    for back in range(1, min(len(taps), x.shape[1])):
+        output[:, back:] += x[:, :-back] * taps[-1 - back]
+    return output
+
+
+def _conv_gradients(grad: Tensor, x: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [B, S, C] and of its taps [W, C], from that of the convolution's result."""
+    wide, weights = at_least_float32(x), at_least_float32(taps)
+    x_grad, taps_grad = grad * weights[-1], torch.zeros_like(weights)
+    taps_grad[-1] = (grad * wide).sum((0, 1))
+    for back in range(1, min(len(weights), x.shape[1])):
+        x_grad[:, :-back] += grad[:, back:] * weights[-1 - back]
+        taps_grad[-1 - back] = (grad[:, back:] * wide[:, :-back]).sum((0, 1))
+    return x_grad.to(x.dtype), taps_grad.to(taps.dtype)
+
+
+def _unit(conv: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the inverse lengths [B, S, K, 1] of the activated heads of a convolution's result [B, S, K D], and the heads over them."""
+    active = torch.unflatten(F.silu(conv), -1, (-1, key_dim))
+    inverse = torch.rsqrt(active.square().sum(-1, keepdim=True) + UNIT_EPS)
+    return inverse, active * inverse
+
+
+def _unit_gradient(conv: Tensor, grad: Tensor, key_dim: int) -> Tensor:
+    """Return the gradient of a convolution's result [B, S, K D], from that of its heads of length 1."""
+    inverse, unit = _unit(conv, key_dim)
+    grad = grad.view_as(unit)
+    active = inverse * (grad - unit * (unit * grad).sum(-1, keepdim=True))
+    return active.flatten(2) * _silu_slope(conv)
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    share = torch.sigmoid(x)
+    return share * (1 + x * (1 - share))
+
+
+def _by_key_head(x: Tensor, heads: int, value_heads: int) -> Tensor:
+    """Return x [B, S, K R ...] as [B, S, K, R, ...]."""
+    return torch.unflatten(x, -1, (heads, value_heads // heads, -1))
+
+
+def _chunks(x: Tensor, chunk: int) -> Tensor:
+    """Return x [B, S, K, R, ...] in chunks, [B, K, R, N, L, ...]; behind the sequence there are zeros."""
+    x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -x.shape[1] % chunk))
+    return torch.unflatten(x, 1, (-1, chunk)).permute(0, 3, 4, 1, 2, 5).contiguous()
+
+
+def _from_chunks(x: Tensor, seq: int) -> Tensor:
+    """Return x [B, K, R, N, L, V] as [B, S, K R V], without what is behind the sequence, which would be saved with it."""
+    rows = x.permute(0, 3, 4, 1, 2, 5).flatten(1, 2).flatten(2)
+    return rows if rows.shape[1] == seq else rows[:, :seq].clone()

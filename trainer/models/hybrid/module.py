@@ -1,0 +1,116 @@
+"""Qwen3-Next in torch: groups of layers with linear attention by the gated delta rule (arXiv:2412.06464), and one with gated attention."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...layers.gated_delta import DeltaInputs, gated_delta
+from ...layers.group import Group
+from ...layers.output_gates import GatedNorm
+from ...layers.parameters_by_prefix import Parameters, sub_parameters
+from ...layers.tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_linears
+from ...layers.transformer.attention import Attention
+from ...layers.transformer.context_parallel import ContextParallel
+from ...layers.transformer.document_bounds import DocumentBounds
+from ...layers.transformer.transformer import LayerInputs
+from ...spec.run import Model, Run
+from ..moe.module import MoELayer, MoETransformer
+
+# B batch, S sequence, H hidden, K key heads, R value heads of each, D width of a key, V of a value; K as this rank has them
+
+LAYER_OUTPUTS = 3  # of a mixture's layer besides its hidden states
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention: queries, keys and values go through a short convolution and the gated delta rule; each head of what is read is
+    normed and gated. It is called as `Attention`; a rank has all tokens, and no documents apart."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        model: Model,
+        layer: int,
+        kernel: Literal["flash", "math"],
+        tp: TensorParallel | None,
+        *,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__()
+        assert model.linear_key_head_dim is not None
+        assert model.linear_value_head_dim is not None
+        self.key_dim, self.value_dim = model.linear_key_head_dim, model.linear_value_head_dim
+        self.query, self.key, self.value, self.gate, self.beta, self.decay = (
+            ColumnLinear(sub_parameters(parameters, part), tp) for part in ("query", "key", "value", "gate", "beta", "decay")
+        )
+        self.query_conv, self.key_conv, self.value_conv = (
+            nn.ParameterDict({"weight": parameters[f"{part}_conv.weight"]}) for part in ("query", "key", "value")
+        )
+        self.a_log, self.dt_bias = parameters["a_log"], parameters["dt_bias"]  # [K R]
+        self.gated_norm = GatedNorm(sub_parameters(parameters, "gated_norm"), model.norm_eps, tp)
+        self.out = RowLinear(sub_parameters(parameters, "out"), tp)
+
+    def forward(
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        mask: Tensor | None,
+        states: Tensor | None,
+        cp: ContextParallel | None = None,
+        band: Tensor | None = None,
+        bounds: DocumentBounds | None = None,
+    ) -> Tensor:
+        """x [B, S, H] -> [B, S, H]. It has no positions, no dropout and no mask: the rule is causal."""
+        assert cp is None
+        query, key, value, gate, beta, decay = column_linears(x, self.query, self.key, self.value, self.gate, self.beta, self.decay)
+        inputs = DeltaInputs(
+            query=query,
+            key=key,
+            value=value,
+            beta=beta,
+            decay=decay,
+            query_conv=self.query_conv["weight"],
+            key_conv=self.key_conv["weight"],
+            value_conv=self.value_conv["weight"],
+            a_log=self.a_log,
+            dt_bias=self.dt_bias,
+        )
+        read, gates = (torch.unflatten(each, -1, (-1, self.value_dim)) for each in (gated_delta(inputs, self.key_dim), gate))
+        output: Tensor = self.out(self.gated_norm(read, gates).flatten(2))
+        return output
+
+
+class LayerGroup(nn.ModuleList):
+    """Layers that are repeated together: those with linear attention, and one with full attention behind them."""
+
+    def __init__(self, parameters: Parameters, run: Run, group: int, tp: TensorParallel | None, ep: Group | None) -> None:
+        many = run.model.layers_in_group
+        classes: list[type[nn.Module]] = [*[GatedDeltaNet] * (many - 1), Attention]
+        super().__init__(
+            MoELayer(sub_parameters(parameters, str(at)), run, group * many + at, tp, ep, attention) for at, attention in enumerate(classes)
+        )
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor | None, ...]:
+        """Return the hidden states [B, S, H], and what each layer returns besides."""
+        others: list[Tensor | None] = []
+        for layer in self:
+            x, *outputs = layer(x, inputs)
+            others += outputs
+        return x, *others
+
+
+class HybridTransformer(MoETransformer):
+    """A mixture of experts whose layers are made in groups."""
+
+    def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
+        return LayerGroup(parameters, run, index, self.tp, self.ep)
+
+    def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        self.imbalances = []
+        for name, group in self.layers.items():
+            x, *outputs = self.run_layer(group, x, inputs)
+            for at in range(len(outputs) // LAYER_OUTPUTS):
+                self.take_outputs(f"layers.{name}.{at}", tuple(outputs[at * LAYER_OUTPUTS : (at + 1) * LAYER_OUTPUTS]))
+        return x
