@@ -108,7 +108,7 @@ class HybridTransformer(MoETransformer):
         return LayerGroup(parameters, run, index, self.tp, self.ep)
 
     def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        self.imbalances = []
+        self.router_losses = []
         for name, group in self.layers.items():
             x, *outputs = self.run_layer(group, x, inputs)
             for at in range(len(outputs) // LAYER_OUTPUTS):
