@@ -243,7 +243,7 @@ UNRUN: list[tuple[Keys, str]] = [
         "native does not run train.precision=fp8 with model.lora.rank=16: set train.precision=bf16"),
     (MOE | {"engine": "zero", "parallel.ep": 4, "parallel.zero": 3},
         "zero does not run parallel.zero=3 with parallel.ep=4: set engine=auto or parallel.zero=2"),
-    ({"model.family": "bert"},                         "zero does not run model.family=bert: it runs gpt, hf, llama, mla or moe"),
+    ({"model.family": "bert"},                         "zero does not run model.family=bert: it runs gpt, hf, hybrid, llama, mla or moe"),
 ]
 # fmt: on
 
