@@ -16,6 +16,7 @@ from .pages.printing import print_output
 from .verbs.calibrate import calibrate
 from .verbs.cp import cp
 from .verbs.doctor import doctor
+from .verbs.evaluate import evaluate
 from .verbs.exit_status import WRONG_ARGUMENTS, exit_with, status_of
 from .verbs.export import export
 from .verbs.fit import fit
@@ -92,6 +93,7 @@ VERBS: tuple[tuple[Callable[..., int], str], ...] = (
     (fit, "Plan, launch, train, log, resume."),
     (prove, "Compare training curves across layouts."),
     (report, "Show a run: planned against measured, and its curve."),
+    (evaluate, "Print the loss of a run's newest checkpoint on any data."),
     (export, "Write a run's newest checkpoint as a Hugging Face folder."),
     (generate, "Generate text from a run's newest checkpoint."),
     (calibrate, "Measure this machine or hosts, write a device and a cluster."),

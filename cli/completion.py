@@ -18,6 +18,7 @@ OPTIONS = {
     "fit": ("-m", "--config-dir", "--help"),
     "prove": ("--json", "--reasons", "--config-dir", "--help"),
     "report": ("--json", "--html", "--timeline", "--svg", "--trace", "--help"),
+    "evaluate": ("--step", "--sequences", "--json", "--help"),
     "export": ("--dtype", "--step", "--average", "--adapter", "--help"),
     "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--step", "--seed", "--tokenizer", "--help"),
     "calibrate": ("-o", "--name", "--devices", "--force", "--json", "--config-dir", "--help"),
@@ -26,7 +27,7 @@ OPTIONS = {
 
 PATH_OPTIONS = ("--config-dir", "--html")  # options whose values the shell completes itself
 CHOICES = {"--dtype": ("fp32", "bf16", "fp16")}
-FOLDER_VERBS = ("report", "export", "generate")  # verbs that take folders, which the shell completes itself
+FOLDER_VERBS = ("report", "evaluate", "export", "generate")  # verbs that take folders, which the shell completes itself
 
 
 def completions(shell: str, environment: Mapping[str, str]) -> str:

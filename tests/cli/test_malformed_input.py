@@ -220,6 +220,19 @@ def test_a_report_does_not_block_on_special_files(what: str, name: str, whole: P
 
 
 def test_every_verb_is_tested() -> None:
-    assert {"ls", "cp", "show", "plan", "search", "simulate", "fit", "prove", "report", "export", "generate", "calibrate", "doctor"} <= set(
-        VERBS
-    )
+    assert {
+        "ls",
+        "cp",
+        "show",
+        "plan",
+        "search",
+        "simulate",
+        "fit",
+        "prove",
+        "report",
+        "evaluate",
+        "export",
+        "generate",
+        "calibrate",
+        "doctor",
+    } <= set(VERBS)

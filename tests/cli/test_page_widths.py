@@ -54,6 +54,7 @@ PAGES = [
             "fit",
             "prove",
             "report",
+            "evaluate",
             "export",
             "generate",
             "calibrate",

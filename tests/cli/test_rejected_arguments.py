@@ -20,7 +20,7 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plann conf=quickstart", ["no verb plann: did you mean plan?"]),
     (
         "train conf=quickstart",
-        ["no verb train: known: calibrate, cp, doctor, export, fit, generate, ls, plan, prove, report, search, show, simulate"],
+        ["no verb train: known: calibrate, cp, doctor, evaluate, export, fit, generate, ls, plan, prove, report, search, show, simulate"],
     ),
     ("conf=quickstart train.seq=8", ["conf=quickstart comes after a verb: distrain plan conf=quickstart train.seq=8"]),
     ("plan conf=quickstart --jsn", ["no option --jsn: did you mean --json?"]),

@@ -422,7 +422,7 @@ def reference_with(module: Any, words: Words) -> dict[int, list[float]]:
 
 def distance_to(folder: Path, wanted: dict[int, list[float]]) -> float:
     held = reference_of(folder)
-    return max(abs(held[number] - row).max() for number, row in wanted.items())
+    return max(float(abs(held[number] - row).max()) for number, row in wanted.items())
 
 
 def test_the_reference_of_lora_is_the_base_and_of_an_adapter_the_base_with_it(

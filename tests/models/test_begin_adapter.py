@@ -133,7 +133,7 @@ def test_one_a_for_weights_side_by_side_is_read_for_each_of_them(name: str, tran
         add_as_peft(model, tmp_path / "adapter")
         ours, theirs = module.logits(tokens_of(run)), model(tokens_of(run)).logits
     assert (before - theirs).abs().max() > 0.05
-    assert (ours - theirs).abs().max() < 1e-5 * max(1, ours.abs().max())
+    assert (ours - theirs).abs().max() < 1e-5 * max(1.0, float(ours.abs().max()))
     some = with_lora(run, targets=targets[:1])
     with pytest.raises(Unreadable, match=r"(mixes|changes) .*"):
         read_additions(tmp_path / "adapter", some)
@@ -143,7 +143,7 @@ def test_experts_that_are_modules_are_read(tmp_path: Path) -> None:
     """As PEFT wrote them on transformers 4: an A and a B for each expert's matrix."""
     run, _ = published_with_lora(("model=tiny_moe", "model.layers=2", "model.lora.targets=[up,down]"), tmp_path / "published")
     model = run.model
-    ffn, sizes = model.expert_ffn or model.ffn, {}
+    ffn, sizes = model.expert_ffn or model.ffn or 0, dict[str, tuple[int, int]]()
     for layer in range(2):
         for expert in range(model.experts):
             name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
@@ -199,7 +199,7 @@ def test_an_adapter_that_peft_made_gives_its_logits(name: str, transformers: Any
     module = begun_module(run)
     with torch.no_grad():
         ours, theirs = module.logits(tokens_of(run)), model(tokens_of(run)).logits
-    assert (ours - theirs).abs().max() < 1e-5 * max(1, ours.abs().max())
+    assert (ours - theirs).abs().max() < 1e-5 * max(1.0, float(ours.abs().max()))
 
 
 # Layouts
@@ -243,7 +243,7 @@ def test_every_layout_begins_with_the_adapter(layout: str, adapters: dict[str, P
     module = begun_module(run)
     with torch.no_grad():
         found = load_model(load_saved_run(tmp_path / "run"), CPU).logits(tokens_of(run))
-        assert (module.logits(tokens_of(run)) - found).abs().max() < 1e-5 * max(1, found.abs().max())
+        assert (module.logits(tokens_of(run)) - found).abs().max() < 1e-5 * max(1.0, float(found.abs().max()))
 
 
 def test_a_run_resumes_without_its_adapter(adapters: dict[str, Path], ranks: RankPool, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_an_adapter_goes_with_a_quantized_base_as_with_the_plain_one(transformer
         add_as_peft(model, tmp_path / "adapter")
         ours, theirs = load_model(load_saved_run(tmp_path / "run"), CPU).logits(tokens_of(run)), model(tokens_of(run)).logits
     assert (before - theirs).abs().max() > 1e-3
-    assert (ours - theirs).abs().max() < 1e-5 * max(1, ours.abs().max())
+    assert (ours - theirs).abs().max() < 1e-5 * max(1.0, float(ours.abs().max()))
     begins = (f"model.lora.weights={tmp_path / 'adapter'}", *STILL)
     packed, plain = (
         ranks.train(tmp_path / f"on_{form}", *common, f"model.weights={tmp_path / form}", *begins).figures("loss")

@@ -82,7 +82,7 @@ def _whole(of: CheckedSet, corpus: Corpus, seq: int) -> Corpus:
     try:
         windows(whole, seq, "validation")
     except Unreadable:
-        says = f"data.validate.{of.name} has no token that counts as a label in train.seq={seq}"
+        says = f"{_key(of.name)} has no token that counts as a label in train.seq={seq}"
         raise data_error(says, "give it more text") from None
     return whole
 
@@ -92,7 +92,7 @@ def _remark_on_trained(name: str, paths: Sequence[Path], trained: set[Path], rem
     both = [path for path in paths if path.resolve() in trained]
     if both:
         more = f" and {len(both) - 1:,} more of its files train" if both[1:] else " trains"
-        remark(f"data.validate.{name}: {both[0]}{more} too, as data.path names it: its loss is no validation")
+        remark(f"{_key(name)}: {both[0]}{more} too, as data.path names it: its loss is no validation")
 
 
 def _problem_of_set(name: str, problem: Problem) -> Problem:
@@ -109,4 +109,9 @@ def _progress_with_key(name: str, progress: Progress) -> Progress:
 
 
 def _with_key(name: str, text: str) -> str:
-    return text.replace("data.path", f"data.validate.{name}")
+    return text.replace("data.path", _key(name))
+
+
+def _key(name: str) -> str:
+    """Return the key that names a set's files; without a name they are the data themselves."""
+    return f"data.validate.{name}" if name else "data.path"

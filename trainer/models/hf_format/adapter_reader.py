@@ -39,10 +39,11 @@ class Addition:
         found, experts = self.weight, self.weight.experts
         held = [self.opened.get_tensor(f"{key}.lora_{self.matrix}.weight").float() for key in found.keys]
         if self.matrix == "A":
-            every = [each.unflatten(0, (experts, -1)) if experts else each for each in held]  # [(E,) n R, I]
+            every = [torch.unflatten(each, 0, (experts, -1)) if experts else each for each in held]  # [(E,) n R, I]
             whole = every[0] if len(every) == 1 else torch.stack(every)
-            return (whole if found.rows is None else whole[..., found.rows, :]).mT
-        every = [each.unflatten(1, (-1, experts)).permute(2, 1, 0) if experts else each.mT for each in held]  # [(E,) n R, O]
+            a: Tensor = (whole if found.rows is None else whole[..., found.rows, :]).mT
+            return a
+        every = [torch.unflatten(each, 1, (-1, experts)).permute(2, 1, 0) if experts else each.mT for each in held]  # [(E,) n R, O]
         whole = every[0] if len(every) == 1 else torch.stack(every)
         return self._own_columns(whole if found.rows is None else whole[..., found.rows, :])
 
@@ -51,8 +52,8 @@ class Addition:
         columns = self.weight.columns
         if columns is None:
             return b
-        runs = b.unflatten(-1, (columns.runs, columns.width))
-        own = runs[..., columns.start : columns.stop]
+        runs = torch.unflatten(b, -1, (columns.runs, columns.width))
+        own: Tensor = runs[..., columns.start : columns.stop]
         if self.weight.rows is not None and runs.count_nonzero() != own.count_nonzero():
             says = f"{self.weight.keys[0].removeprefix(PREFIX)} of the adapter changes {self.weight.weight} and others with the same A"
             raise Unreadable([Problem(rule="weights", says=says, mend=f"set model.lora.targets to have them too, or {FREEZE}")])
