@@ -62,7 +62,7 @@ def _baseline(name: str) -> GpuCheck:
 
 
 def _untimed_check(name: str, function: str, **arguments: str) -> GpuCheck:
-    return GpuCheck(name=name, seconds=240, function=f"{ROOM}.{function}", arguments=arguments, alone=False)
+    return GpuCheck(name=name, seconds=300, function=f"{ROOM}.{function}", arguments=arguments, alone=False)
 
 
 MACHINE = "machine"
