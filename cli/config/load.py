@@ -17,7 +17,17 @@ from ..arguments.overrides import Overrides, sort_overrides, sweep_layouts
 from ..keys import library
 from ..keys.keys import config_keys
 from . import ask_transformers
-from .composition import RECIPE_NAME, Composer, apply_override, merge_hf_sizes, read_schedule, replace_length, resolve_weights_path, select_value, to_plain
+from .composition import (
+    RECIPE_NAME,
+    Composer,
+    apply_override,
+    merge_hf_sizes,
+    read_schedule,
+    replace_length,
+    resolve_weights_path,
+    select_value,
+    to_plain,
+)
 from .composition_problems import check_is_recipe, composition_problem, device_name_problems, improve_problem
 from .family_defaults import fill_in_family
 from .machine_values import auto_memory, fill_auto_device, fill_cpu_rates
