@@ -206,6 +206,13 @@ def test_a_file_that_calls_code_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "made").exists()
 
 
+def test_a_recipe_in_other_case_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("chk.yaml", "CHI.yaml", "CHKS.yaml"):
+        (tmp_path / name).write_text("defaults: [quickstart]\n")
+    assert command(["plan", f"conf={tmp_path}/CHK.yaml"]) == 2
+    assert capsys.readouterr().err == f"distrain: conf={tmp_path}/CHK.yaml: no such file: did you mean chk.yaml?\n"
+
+
 def test_the_message_names_a_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"\xff\xfe\x00")
