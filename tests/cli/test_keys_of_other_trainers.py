@@ -32,6 +32,7 @@ MESSAGES: list[tuple[str, str]] = [
         ("no key model.name_or_path: write model.weights=VALUE (a folder of Hugging Face weights, with model.hf for its config.json; "
          "without it weights are random)")),
     ("eval_strategy=no", "no key eval_strategy: write train.evaluate.every=0 (steps; 0: never)"),
+    ("optim=adamw_llama_x", "optim=adamw_llama_x names no optim: did you mean adamw_llama?"),
     ("optim=adamw_torch", "optim=adamw_torch names no optim: did you mean adamw?"),
     ("trainer.max_steps=100", "no key trainer.max_steps: write train.steps=100"),
     ("tensor-model-parallel-size=8", "no key tensor-model-parallel-size: write parallel.tp=8"),

@@ -158,12 +158,13 @@ FILES: list[tuple[str, list[str]]] = [
         ["FILE: model is chosen twice: keep one, or write `- override model: nano` where another recipe chooses it"],
     ),
     (
-        "defaults: [quickstart]\ntrain: {batch: '8', seq: 1:30, microbatch: 0x10}\noptim: {lr: '1e-3', warmup: 010}\n",
+        "defaults: [quickstart]\ntrain: {batch: '8', seq: 1:30, microbatch: 0x10}\noptim: {lr: '1e-3', warmup: 010, eps: 1:30.5}\n",
         [
             "train.batch='8' is text, not a whole number, at least 1: leave the quotes out",
             "train.seq=1:30 is not a whole number, at least 1 (tokens)",
             "train.microbatch=0x10 is not a whole number, at least 1 (sequences)",
             "optim.lr='1e-3' is text, not a number, above 0: leave the quotes out",
+            "optim.eps=1:30.5 is not a number, above 0",
             "optim.warmup=010 is not a whole number, at least 0 (steps)",
         ],
     ),
