@@ -92,7 +92,10 @@ COSTLY: list[tuple[str, Keys, str]] = [
 
 
 def test_a_cpu_whose_rates_are_measured_needs_no_published_run() -> None:
-    plan = make_plan(load_recipe("quickstart", ["cluster.device.peak={fp32: 1e11}", "device=cpu", "cluster.device.bandwidth=1e10"]))
+    link = "{bandwidth: 1e9, latency: 1e-6}"
+    words = ["device=cpu", "cluster.device.peak={fp32: 1e11}", "cluster.device.bandwidth=1e10", f"cluster.inside={link}"]
+    plan = make_plan(load_recipe("quickstart", words))
+    assert plan.throughput is not None
     assert "mfu" not in [each.rule for each in plan.warnings]
 
 
