@@ -74,7 +74,11 @@ def candidates(before: Sequence[str], word: str) -> list[str]:
 
 
 def _ls_words(word: str, config_dir: Path | None) -> list[str]:
-    """What `ls` takes: groups, or keys once a dot is typed."""
+    """What `ls` takes: groups, the options of one once its = is typed, or keys once a dot is."""
+    group, equals, _ = word.partition("=")
+    if equals:
+        known = (*library.groups(config_dir), "conf")
+        return [f"{group}={value}" for value in _values(group, config_dir)] if group in known else []
     groups = [*library.groups(config_dir), "recipes", "runs"]
     if "." not in word:
         return groups

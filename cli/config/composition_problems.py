@@ -65,6 +65,9 @@ def _missing_default(name: str, file: Path, config_dir: Path | None) -> Problem:
 
 def _hydra_problem(text: str, file: Path, primary: str) -> Problem:
     lines = text.replace(f"In '{primary}': ", "").replace(primary, file.stem).splitlines()
+    if twice := re.match(r"(?s).*Multiple values for (\S+)\. To override a value use 'override ([^']+)'", text):
+        mend = f"keep one, or write `- override {twice[2]}` where another recipe chooses it"
+        return Problem(rule="compose", says=f"{file}: {twice[1]} is chosen twice", mend=mend)
     first = next((line.strip() for line in lines if line.strip() and not line.rstrip().endswith(":")), lines[0])
     return Problem(rule="compose", says=f"{file} can't be composed", mend=first.rstrip("."))
 

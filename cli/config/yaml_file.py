@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import pickle
-from functools import lru_cache
+import re
+from functools import cache, lru_cache
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
-from yaml import AliasEvent, CollectionEndEvent, CollectionStartEvent, MarkedYAMLError, NodeEvent, YAMLError, parse
+from yaml import AliasEvent, CollectionEndEvent, CollectionStartEvent, MarkedYAMLError, NodeEvent, YAMLError, load, parse
 from yaml.reader import ReaderError
 
 from ...trainer.spec.problem import Problem, Unreadable
@@ -76,8 +79,6 @@ def _read(file: Path) -> DictConfig | ListConfig:
         config: DictConfig | ListConfig = pickle.loads(_parse_yaml(text, str(file)))
         return config
     except OSError as error:
-        if str(error).startswith("Invalid loaded object type"):  # OmegaConf's own
-            raise _unreadable_error(f"{file} holds one value", MAPPING) from None
         raise _unreadable_error(f"{file} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise _unreadable_error(f"{file} is not valid UTF-8") from None
@@ -90,6 +91,8 @@ def _read(file: Path) -> DictConfig | ListConfig:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{file}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(file)
+        if "'\\t'" in (error.problem or ""):
+            raise _unreadable_error(f"{where}: the line begins with a tab", "indent with spaces") from None
         raise _unreadable_error(f"{where}: {error.problem or 'this is not YAML'}") from None
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, AssertionError) as error:
         raise_if_interrupted(error)
@@ -103,7 +106,30 @@ def _parse_yaml(text: str, name: str) -> bytes:
 
     The result is pickled: each caller reads a copy of its own.
     """
-    return pickle.dumps(OmegaConf.load(NamedText(text, name)))
+    plain = load(NamedText(text, name), Loader=_yaml_loader())
+    if plain is not None and not isinstance(plain, list | dict | str):
+        raise _unreadable_error(f"{name} holds one value", MAPPING)
+    return pickle.dumps(OmegaConf.create({} if plain is None else plain))
+
+
+@cache
+def _yaml_loader() -> Any:
+    """Return OmegaConf's loader of YAML, but for numbers that YAML 1.1 does not write in decimal (0x10, 017, 1:30): they stay text."""
+    loader = get_yaml_loader()
+    loader.yaml_implicit_resolvers = {
+        first: [(tag, _decimal_pattern(tag, pattern)) for tag, pattern in rows] for first, rows in loader.yaml_implicit_resolvers.items()
+    }
+    return loader
+
+
+def _decimal_pattern(tag: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
+    """Return the pattern of a tag's text without numbers of bases 2, 8, 16 and 60."""
+    match tag.rpartition(":")[2]:
+        case "int":
+            return re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
+        case "float":
+            return re.compile(f"(?!.*:)(?:{pattern.pattern})", re.VERBOSE)
+    return pattern
 
 
 def _unreadable_error(says: str, mend: str = "") -> Unreadable:

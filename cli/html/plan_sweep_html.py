@@ -8,7 +8,7 @@ from ...trainer.plan.result import Plan
 from ...trainer.spec.numbers.as_text import plural, seconds_text
 from ...trainer.spec.problem import one_line
 from ..pages.plan_facts import mesh_text
-from ..pages.plan_sweep_page import COLUMNS, layout_name, plan_cells, sweep_notes
+from ..pages.plan_sweep_page import COLUMNS, fastest_layout, layout_name, plan_cells, sweep_notes
 from .markup import Markup, element, join
 from .page import details, page, paragraphs, section, table, tiles
 from .plan_html import plan_tiles
@@ -18,8 +18,7 @@ def sweep_html(plans: Sequence[tuple[Sequence[str], Plan]], commands: Sequence[s
     """Return the page of a sweep's layouts, each given as its overrides and its plan; `commands` plan each of them alone."""
     names = [layout_name(words, plan) for words, plan in plans]
     fitting = [at for at, (_, plan) in enumerate(plans) if plan.ok and plan.fits]
-    timed = [at for at in fitting if plans[at][1].time]
-    best = min(timed, key=lambda at: _seconds_of_a_token(plans[at][1]), default=None)
+    best = fastest_layout([plan for _, plan in plans])
     title = ", ".join(dict.fromkeys(one_line(plan.name) for _, plan in plans))
     says = f"{len(fitting):,} of {plural(len(plans), 'layout')} {'fits' if len(fitting) == 1 else 'fit'}"
     fastest = f"The fastest that fits: {names[best]}" if best is not None else ""
@@ -48,11 +47,6 @@ def _problems(names: Sequence[str], plans: Sequence[Plan]) -> Markup:
             having.setdefault(str(each), []).append(name)
     rows = ([says, join(element("div", name) for name in some)] for says, some in having.items())
     return table(("problem, and what would do", "layouts"), rows, wrapped=(0, 1)) if having else Markup("")
-
-
-def _seconds_of_a_token(plan: Plan) -> float:
-    """Layouts of a sweep may differ in their batch, so the one with the most tokens a second is the fastest."""
-    return 1 / plan.throughput.tokens_per_second if plan.throughput else float("inf")
 
 
 def _whole_run(plan: Plan) -> str:

@@ -56,11 +56,13 @@ def first_comment(file: Path) -> str:
 
 
 def suggest_option(name: str, names: Iterable[str]) -> str:
-    """Return a hint for an unknown name: names that begin with it, else names that contain it, else the closest one."""
+    """Return a hint for an unknown name: names that begin with it, else names that contain it, else the longest that it begins
+    with, else the closest one."""
     known = sorted(names)
     longer = [each for each in known if name and each.startswith(name)]
     containing = [each for each in known if len(name) > 1 and name.lower() in each] if not longer else []
-    for candidates in (longer, containing):
+    begins = [] if longer or containing else sorted((each for each in known if name.startswith(each)), key=len)[-1:]
+    for candidates in (longer, containing, begins):
         if 0 < len(candidates) < 6:
             return f"did you mean {' or '.join(candidates)}?"
     return suggest_name(name, known)

@@ -25,7 +25,7 @@ class Synonym:
     values: Mapping[str, str] | None = None
 
 
-TOP_LEVEL_ONLY = ("optimizer",)  # names that are also the last part of a key of ours, so they match only without a section
+TOP_LEVEL_ONLY = ("optimizer", "lr")  # names that are also the last part of a key of ours, so they match only without a section
 YES = {"true": "true", "false": "false"}
 OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "AdamW": "adamw", "muon": "muon"}
 MOMENTS = {
@@ -69,8 +69,14 @@ ROWS: tuple[Synonym, ...] = (
     _row("rampup_batch_size batch_size_rampup rampup", "train.rampup.batch",
          "START; INCREMENT is train.rampup.by, and train.rampup.until is in tokens: SAMPLES x train.seq", {}),
     _row("num_train_epochs epochs num_epochs max_epochs", "", "train.steps or train.tokens sets the length of a run"),
+    _row("packing sample_packing eval_sample_packing pad_to_sequence_len group_by_length", "",
+         "every sequence is filled: text without gaps, prompts with completions by whole ones"),
+    _row("dataloader_drop_last drop_last", "", "every batch is full"),
+    _row("early_stopping early_stopping_patience", "", "a run goes on to its length; Ctrl-C saves and stops it"),
     # optimizer
-    _row("learning_rate base_lr peak_lr max_lr", "optim.lr"),
+    _row("ema ema_decay use_ema ema_beta", "", "no average is kept in training; `distrain export --average` averages checkpoints"),
+    _row("label_smoothing_factor", "train.preference.label_smoothing", "of preferences alone", {}),
+    _row("learning_rate base_lr peak_lr max_lr lr train.lr training.lr optimizer.lr optimizer.params.lr", "optim.lr"),
     _row("lr_scheduler_type lr_scheduler lr_decay_style lr_schedule scheduler decay_type", "optim.schedule", "", DECAYS),
     _row("warmup_steps warmup_iters lr_warmup_iters lr_warmup_steps num_warmup_steps", "optim.warmup", "steps"),
     _row("warmup_ratio lr_warmup_fraction warmup_fraction", "optim.warmup", "in steps, not a share of train.steps", {}),
@@ -202,7 +208,8 @@ ROWS: tuple[Synonym, ...] = (
     _row("untie_embeddings_and_output_weights", "model.tied", "", {"true": "false", "false": "true"}),
     _row("disable_bias_linear add_bias_linear use_bias", "model.bias", "", {}),
     _row("attention_dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop dropout_rate", "model.dropout"),
-    _row("model_name_or_path pretrained_model_name_or_path base_model model_name pretrained init_from load_checkpoint_path",
+    _row("model_name_or_path name_or_path model_id pretrained_model_name_or_path base_model model_name pretrained init_from "
+         "load_checkpoint_path",
          "model.weights", "a folder of Hugging Face weights, with model.hf for its config.json; without it weights are random", {}),
     _row("lora_rank lora_r lora_dim", "model.lora.rank", "0: no LoRA"),
     _row("lora_alpha", "model.lora.alpha"),
@@ -228,7 +235,14 @@ ROWS: tuple[Synonym, ...] = (
          "data=pairs trains on completions and assistant turns alone"),
     _row("chat_template custom_chat_template", "", "it is that of data.tokenizer's folder: chat_template.jinja or tokenizer_config.json"),
     _row("num_workers dataloader_num_workers", "", "data is read ahead; there is no number of workers"),
+    _row("data_seed shuffle_seed", "train.seed", "it also sets the order of the data"),
     # log, checkpoints, validation
+    _row("save_strategy", "checkpoint.every", "steps; checkpoint=never saves nothing", {}),
+    _row("eval_strategy evaluation_strategy", "train.evaluate.every", "steps; 0: never", {"no": "0"}),
+    _row("push_to_hub hub_model_id hub_token", "", "`distrain export` writes a folder of Hugging Face, which you upload"),
+    _row("do_train do_eval do_predict", "", "`distrain fit` trains, and train.evaluate.every sets how often it validates"),
+    _row("ddp_backend distributed_backend", "", "NCCL between GPUs, gloo between CPUs"),
+    _row("local_rank", "", "distrain sets it for each process"),
     _row("output_dir out_dir save_dir dump_folder default_root_dir logging_dir run_dir checkpoints_path", "log.dir",
          "the run folder is log.dir/name"),
     _row("run_name experiment_name exp_name job_name", "name"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...trainer.rundir.run_summary import RUNS
 from ...trainer.spec.problem import Problem, Unreadable, one_line, suggest_name
+from ...trainer.system.regular_file import read_plain
 from ..keys import library
 from .text_layout import Style, page_width, stdout_style, wrap
 
@@ -28,7 +29,10 @@ def overview(config_dir: Path | None) -> str:
 
 
 def description(name: str, config_dir: Path | None) -> str:
-    """The options of the group `name`, then the keys of that name or section; raises Unreadable where there are none."""
+    """The options of the group `name`, then the keys of that name or section; of GROUP=NAME the option's file. Raises Unreadable where
+    there are none."""
+    if "=" in name:
+        return _file_text(_option_file(name, config_dir))
     files, keys = _options_and_keys(name, config_dir)
     options = [line.strip() for line in _lines(_descriptions(files))]
     rows = key_lines(keys, stdout_style())
@@ -56,6 +60,9 @@ def document(name: str | None, config_dir: Path | None) -> dict[str, Any]:
     if name is None:
         groups = {group: list(library.options(group, config_dir)) for group in library.groups(config_dir)}
         return {"version": 1, "recipes": _descriptions(library.recipes(config_dir)), "groups": groups}
+    if "=" in name:
+        file = _option_file(name, config_dir)
+        return {"version": 1, "options": _descriptions({name: file}), "keys": [], "text": _file_text(file)}
     files, keys = _options_and_keys(name, config_dir)
     return {"version": 1, "options": _descriptions(files), "keys": key_help.help_json(keys)}
 
@@ -80,6 +87,29 @@ def _options_and_keys(name: str, config_dir: Path | None) -> tuple[Mapping[str, 
     if not files and not keys:
         raise Unreadable([_unknown_name(name, groups)])
     return files, keys
+
+
+def _option_file(choice: str, config_dir: Path | None) -> Path:
+    """The file of the option that GROUP=NAME chooses, or of the recipe of conf=NAME; raises Unreadable where there is none."""
+    group, _, name = choice.partition("=")
+    groups = library.groups(config_dir)
+    if group not in (*groups, "conf"):
+        raise Unreadable([Problem(rule="group", says=f"no group {group}", mend=suggest_name(group, (*groups, "conf")))])
+    if group == "conf":
+        return library.recipe_path(name, config_dir)
+    options = library.options(group, config_dir)
+    if name not in options:
+        raise Unreadable([Problem(rule="option", says=f"{choice} names no {group}", mend=library.suggest_option(name, options))])
+    return options[name]
+
+
+def _file_text(file: Path) -> str:
+    """A file's text, without control characters; raises Unreadable where it can't be read."""
+    try:
+        text = read_plain(file, library.MOST_BYTES).decode("utf-8-sig", errors="replace")
+    except OSError as error:
+        raise Unreadable([Problem(rule="file", says=f"{file} can't be read: {error.strerror or error}")]) from None
+    return "\n".join(map(one_line, text.splitlines()))
 
 
 def _options_named(name: str, groups: tuple[str, ...], config_dir: Path | None) -> dict[str, Path]:

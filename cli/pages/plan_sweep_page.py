@@ -29,7 +29,28 @@ def sweep_text(plans: Sequence[tuple[Sequence[str], Plan]], style: Style) -> str
             lines += wrap(word)
             word = ""
         lines.append(style.paint(f"{word.ljust(wide)}  {line}" if wide else f"  {line}", colour))
-    return "\n".join([*lines, *(line for each in sweep_notes([plan for _, plan in plans]) for line in wrap(each))])
+    best = fastest_layout([plan for _, plan in plans])
+    fastest = [] if best is None or len(plans) == 1 else [f"fastest that fits: {layout_name(*plans[best])}"]
+    notes = [*fastest, *_problem_notes(plans), *sweep_notes([plan for _, plan in plans])]
+    return "\n".join([*lines, *(line for each in notes for line in wrap(each))])
+
+
+def fastest_layout(plans: Sequence[Plan]) -> int | None:
+    """The number of the plan that fits and has the most tokens a second, since layouts may differ in their batch; None: no such plan."""
+    speeds = {at: plan.throughput.tokens_per_second for at, plan in enumerate(plans) if plan.ok and plan.fits and plan.throughput}
+    return max(speeds, key=lambda at: speeds[at], default=None)
+
+
+def _problem_notes(plans: Sequence[tuple[Sequence[str], Plan]]) -> list[str]:
+    """Why layouts can't be run, by the rule that their verdict names: the first one's problem, and how many others have one."""
+    broken: dict[str, list[tuple[Sequence[str], Plan]]] = {}
+    for words, plan in plans:
+        if plan.problems and (plan.memory is None or plan.fits):
+            broken.setdefault(plan.problems[0].rule, []).append((words, plan))
+    return [
+        f"can't: {rule}: {layout_name(*first)}: {first[1].problems[0]}{f'; {len(others):,} more' if others else ''}"
+        for rule, (first, *others) in broken.items()
+    ]
 
 
 def sweep_notes(plans: Sequence[Plan]) -> list[str]:

@@ -12,20 +12,21 @@ from .common_options import ConfigDir
 
 
 def ls(
-    name: Annotated[str | None, typer.Argument(metavar="[GROUP|KEY|runs]", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[GROUP|GROUP=NAME|KEY|runs]", show_default=False)] = None,
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="After `runs`: the folder that holds them.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of lines.")] = False,
     config_dir: ConfigDir = None,
 ) -> int:
-    """List recipes and config groups; or describe a group or a key; or list the runs of a folder, newest first.
+    """List recipes and config groups; describe a group or a key; print an option; or list the runs of a folder, newest first.
 
-    Exit status: 0; 2 there is no such group, key or folder.
+    Exit status: 0; 2 there is no such group, option, key or folder.
 
     \b
     distrain ls              recipes and groups
     distrain ls model        the models that model=NAME takes, and keys model.KEY
+    distrain ls model=tiny   what the option holds: its file (of a recipe: conf=NAME)
     distrain ls train.clip   a key's values, its unit, its default, its meaning
     distrain ls runs         the runs in runs/: steps, losses, checkpoint, state
     distrain ls runs DIR     the runs in DIR, which is their log.dir
@@ -34,7 +35,7 @@ def ls(
     from ...trainer.spec.problem import Problem, Unreadable
     from ..pages import ls_page
 
-    if name and "/" in name and folder is None and Path(name).is_dir():
+    if name and "/" in name and "=" not in name and folder is None and Path(name).is_dir():
         name, folder = RUNS, Path(name)
     if name == RUNS:
         return print_output(_runs_output(folder, as_json=as_json))

@@ -27,6 +27,8 @@ from distrain.cli.keys import library
         (["plan", "conf=quickstart"], "parallel.mic", []),
         (["plan", "conf=quickstart"], "train.mic", ["train.microbatch=1"]),
         (["ls"], "mod", ["model"]),
+        (["ls"], "optim=ad", ["optim=adamw", "optim=adamw_gpt3", "optim=adamw_llama"]),
+        (["ls"], "train.steps=", []),
         (["ls", "model"], "", []),
         (["ls"], "ru", ["runs"]),
         (["ls"], "train.ev", ["train.evaluate", "train.evaluate.every", "train.evaluate.batches"]),

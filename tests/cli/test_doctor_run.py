@@ -150,6 +150,11 @@ def test_disk_space_is_needed_for_the_checkpoints_that_exist_at_once() -> None:
         assert f": {number} of 37.3 MiB" in checks(*words)["disk"].says
 
 
+def test_a_run_that_saves_nothing_needs_no_disk_space(disk: Path) -> None:
+    row = checks("checkpoint=never", f"log.dir={disk}/runs")["disk"]
+    assert (row.state, "and nothing is saved unless the run is stopped" in row.says) == ("ok", True), row
+
+
 def test_a_disk_too_small_for_one_checkpoint_is_a_problem_and_for_all_a_warning(disk: Path) -> None:
     assert checks(f"log.dir={disk}/runs")["disk"].state == "problem"
     small = ("model=tiny", "model.layers=1", "model.ffn=64", "train.seq=16", "checkpoint.every=100", f"log.dir={disk}")

@@ -168,7 +168,7 @@ def not_text(folder: Path) -> str:
 
 # fmt: off
 BAD = (
-    (empty,    "a.txt",   "{path} is empty: leave it out of data.path"),
+    (empty,    "a.txt",   "{path} is empty: name another"),
     (missing,  "a.txt",   "data.path={path}: no such file or folder"),
     (short,    "a.txt",   ("train has 10 tokens of data=text, fewer than one sequence and the token after it: train.seq=16: "
                            "set train.seq to at most 9")),

@@ -148,6 +148,12 @@ def test_plan_warns_of_files_that_fit_would_refuse(logs: Path, capsys: pytest.Ca
     assert "refused: model.heads was 4 when step 2 was saved, and is 2 now" in page
 
 
+def test_a_mistake_in_the_data_is_told_before_what_has_changed_since_the_checkpoint(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command([*without_repeats(*WORDS, f"log.dir={logs}", "train.steps=4", "data=text", "data.path=/nowhere.txt")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("distrain: data.path=/nowhere.txt: no such file or folder")
+
+
 def test_show_warns_of_a_launch_script_that_fit_would_refuse(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["show", "--launch", *without_repeats(*WORDS[1:], f"log.dir={logs}", "model.heads=2")]) == 0
     assert capsys.readouterr().err.startswith("distrain: warning: `fit` would refuse this here: model.heads was 4 ")

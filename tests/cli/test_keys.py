@@ -138,6 +138,21 @@ def test_ls_of_a_group_lists_its_options_and_then_its_keys(capsys: pytest.Captur
     assert keys.startswith("cluster.device.name  text; required\n")
 
 
+@pytest.mark.parametrize("choice", [f"{group}={next(iter(library.options(group, None)))}" for group in library.groups(None)])
+def test_ls_of_an_option_prints_its_file(choice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    group, _, name = choice.partition("=")
+    text = library.options(group, None)[name].read_text()
+    assert call(f"ls {choice}", capsys) == (0, text, "")
+    assert json.loads(call(f"ls {choice} --json", capsys)[1])["text"] + "\n" == text
+
+
+def test_ls_of_an_option_of_ones_own_prints_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("family: \x1b[31mgpt\n")
+    assert call(f"ls model=mine --config-dir {tmp_path}", capsys) == (0, "family: \\x1b[31mgpt\n", "")
+    assert call("ls conf=quickstart", capsys)[1] == library.recipes(None)["quickstart"].read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "line"),
     [

@@ -30,6 +30,43 @@ def own(tmp_path: Path) -> Path:
     return tmp_path / "own"
 
 
+# fmt: off
+LENGTHS = (  # the section train of a recipe from quickstart, what is typed, steps, tokens
+    ("{tokens: 1e6}",              "",                                None, 1e6),
+    ("{steps: 7}",                 "",                                7,    None),
+    ("{steps: null, tokens: 1e6}", "train.steps=9",                   9,    None),
+    ("{steps: 7}",                 "train.tokens=2e6",                None, 2e6),
+    ("{tokens: 1e6}",              "train.steps=9 train.tokens=null", 9,    None),
+    ("{tokens: 1e6}",              "train={steps:9}",                 9,    None),
+    ("{steps: 7}",                 "train=pretrain",                  7,    None),
+    ("{steps: 7, tokens: 1e6}",    "",                                7,    1e6),
+    ("{steps: 7}",                 "train.steps=9 train.tokens=2e6",  9,    2e6),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("section", "words", "steps", "tokens"), LENGTHS)
+def test_the_length_that_is_set_last_replaces_the_other_one(
+    section: str, words: str, steps: int | None, tokens: float | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"defaults: [quickstart, _self_]\ntrain: {section}\n")
+    train = load_recipe(str(file), words.split()).train
+    assert (train.steps, train.tokens) == (steps, tokens)
+
+
+def test_a_length_replaces_that_of_the_group_in_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    chosen = "".join(f"  - {group}\n" for group in ("model: nano", "cluster: local", "parallel: default", "train: default"))
+    file.write_text(f"defaults:\n{chosen}  - _self_\ntrain: {{tokens: 1e6}}\n")
+    assert load_recipe(str(file)).train.steps is None
+
+
+def test_checkpoint_never_saves_nothing() -> None:
+    checkpoint = load_recipe("quickstart", ["checkpoint=never"]).checkpoint
+    assert (checkpoint.every, checkpoint.final, checkpoint.resume) == (0, False, "never")
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_composes_and_its_yaml_reads_back_as_the_same_run(recipe: str, tmp_path: Path) -> None:
     run = load_recipe(recipe)

@@ -28,6 +28,9 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan conf=quickstart --config-dir", ["option '--config-dir' requires an argument"]),
     ("plan conf=quickstart --config-dir=/nowhere", ["--config-dir=/nowhere is not a folder: name one that exists"]),
     ("ls modle", ["no group modle: did you mean model?"]),
+    ("ls modle=tiny", ["no group modle: did you mean model?"]),
+    ("ls model=tinny", ["model=tinny names no model: did you mean tiny?"]),
+    ("ls conf=quikstart", ["no recipe quikstart: did you mean quickstart?"]),
     # conf=
     ("plan", ["conf=NAME is missing: write `distrain plan conf=NAME`; `distrain ls` lists the recipes"]),
     ("show train.seq=8", ["conf=NAME is missing: write `distrain show conf=NAME`; `distrain ls` lists the recipes"]),
@@ -134,7 +137,7 @@ TABLE: list[tuple[str, list[str]]] = [
 
 FILES: list[tuple[str, list[str]]] = [
     ("name: x\nmodel: [1\n", ["FILE, line 3, column 1: expected ',' or ']', but got '<stream end>'"]),
-    ("name: x\n\tmodel: y\n", ["FILE, line 2, column 1: found character '\\t' that cannot start any token"]),
+    ("name: x\n\tmodel: y\n", ["FILE, line 2, column 1: the line begins with a tab: indent with spaces"]),
     ("name: x\nname: y\n", ["FILE, line 2, column 1: found duplicate key name"]),
     ("- name\n", ["FILE holds a list: a recipe must be a mapping of keys"]),
     ("42\n", ["FILE holds one value: a recipe must be a mapping of keys"]),
@@ -150,6 +153,21 @@ FILES: list[tuple[str, list[str]]] = [
     ("defaults: [quikstart]\n", ["FILE: its defaults name recipe quikstart, which does not exist: did you mean quickstart?"]),
     ("defaults: [model: tinny]\n", ["FILE: its defaults name model tinny, which does not exist: did you mean tiny?"]),
     ("defaults: [modle: tiny]\n", ["FILE: its defaults name group modle, which does not exist: did you mean model?"]),
+    (
+        "defaults: [quickstart, model: nano]\n",
+        ["FILE: model is chosen twice: keep one, or write `- override model: nano` where another recipe chooses it"],
+    ),
+    (
+        "defaults: [quickstart]\ntrain: {batch: '8', seq: 1:30, microbatch: 0x10}\noptim: {lr: '1e-3', warmup: 010, eps: 1:30.5}\n",
+        [
+            "train.batch='8' is text, not a whole number, at least 1: leave the quotes out",
+            "train.seq=1:30 is not a whole number, at least 1 (tokens)",
+            "train.microbatch=0x10 is not a whole number, at least 1 (sequences)",
+            "optim.lr='1e-3' is text, not a number, above 0: leave the quotes out",
+            "optim.eps=1:30.5 is not a number, above 0",
+            "optim.warmup=010 is not a whole number, at least 0 (steps)",
+        ],
+    ),
     ("defaults: [quickstart]\nhydra: {}\n", ["FILE: no key hydra: leave it out"]),
     ("defaults: [quickstart]\nmodle: tiny\n", ["no key modle: did you mean model?"]),
     ("defaults: [quickstart]\ntrain: {batch: ${train.batch}}\n", ["FILE, line 2, column 17: expected ',' or '}', but got '{'"]),
@@ -187,6 +205,13 @@ def test_a_file_that_calls_code_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert command(["plan", f"conf={file}"]) == 2
     assert "could not determine a constructor for the tag" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
+
+
+def test_a_recipe_in_other_case_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("chk.yaml", "CHI.yaml", "CHKS.yaml"):
+        (tmp_path / name).write_text("defaults: [quickstart]\n")
+    assert command(["plan", f"conf={tmp_path}/CHK.yaml"]) == 2
+    assert capsys.readouterr().err == f"distrain: conf={tmp_path}/CHK.yaml: no such file: did you mean chk.yaml?\n"
 
 
 def test_the_message_names_a_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,6 +199,10 @@ def test_a_sweep_prints_a_line_for_each_layout(capsys: pytest.CaptureFixture[str
     status, out, err = run_command(["plan", "conf=gpt3_175b", "-m", "parallel.tp=8,7", "parallel.recompute=full,none"], capsys)
     head, *lines = out.splitlines()
     assert (status, err) == (1, "")
+    lines, notes = lines[:4], lines[4:]
+    assert notes[0] == "fastest that fits: tp=8 recompute=none"
+    assert notes[1].startswith("can't: world: tp=7 recompute=full: parallel.dp=8 x tp 7 x ")
+    assert notes[-1].endswith("; 1 more")
     assert head.split() == ["layout", "verdict", "memory", "step", "tokens/s", "MFU"]
     assert [line.split()[:2] for line in lines] == [[f"tp={tp}", f"recompute={how}"] for tp in (8, 7) for how in ("full", "none")]
     assert "can't: " in lines[2]
@@ -207,7 +211,11 @@ def test_a_sweep_prints_a_line_for_each_layout(capsys: pytest.CaptureFixture[str
 def test_a_sweep_that_fits_exits_0_and_prints_its_readings(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run_command(["plan", "conf=gpt3_175b", "-m", "cluster=128x8,256x8", "parallel.dp=auto"], capsys)
     assert status == 0
-    assert out.splitlines()[-2:] == ["cluster=128x8: 128 nodes x 8 GPUs = 1024 GPUs", "cluster=256x8: 256 nodes x 8 GPUs = 2048 GPUs"]
+    assert out.splitlines()[-3:] == [
+        "fastest that fits: cluster=256x8",
+        "cluster=128x8: 128 nodes x 8 GPUs = 1024 GPUs",
+        "cluster=256x8: 256 nodes x 8 GPUs = 2048 GPUs",
+    ]
 
 
 def test_long_overrides_of_a_layout_have_a_line_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

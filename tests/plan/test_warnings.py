@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.valid_run import BASE, HF, MOE, Keys, fixed_run, gpt
 from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.estimate import Estimator
@@ -88,6 +89,14 @@ COSTLY: list[tuple[str, Keys, str]] = [
         "an MFU of "),
 ]
 # fmt: on
+
+
+def test_a_cpu_whose_rates_are_measured_needs_no_published_run() -> None:
+    link = "{bandwidth: 1e9, latency: 1e-6}"
+    words = ["device=cpu", "cluster.device.peak={fp32: 1e11}", "cluster.device.bandwidth=1e10", f"cluster.inside={link}"]
+    plan = make_plan(load_recipe("quickstart", words))
+    assert plan.throughput is not None
+    assert "mfu" not in [each.rule for each in plan.warnings]
 
 
 @pytest.mark.parametrize(("rule", "keys", "says"), COSTLY, ids=[f"{rule}: {says}" for rule, _, says in COSTLY])

@@ -65,13 +65,13 @@ def prepare_files(run: Run, progress: Callable[[str], None]) -> FileCheck:
 
 
 def _with_resume(run: Run, check: FileCheck) -> FileCheck:
-    """Add whether the run can resume from its folder's newest checkpoint."""
+    """Add whether the run can resume from its folder's newest checkpoint; what changed since follows once the files are right."""
     from ..rundir.files import run_folder
     from ..rundir.resume import check_resume
 
     folder = run_folder(run)
     resume = check_resume(run, folder, data_key=check.data.key if check.data else None)
-    problems = (*check.problems, *resume.problems, *_metrics_problems(folder))
+    problems = (*(check.problems or resume.problems), *_metrics_problems(folder))
     return replace(check, problems=problems, remarks=(*check.remarks, *resume.remarks))
 
 

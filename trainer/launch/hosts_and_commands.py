@@ -108,7 +108,7 @@ def available_hosts(run: Run) -> tuple[Host, ...]:
 
 
 def nodes_problem(run: Run) -> Problem | None:
-    """Return the problem of launch=local for GPUs in several nodes; None if there is none. Nodes of CPUs may be one machine's processes."""
+    """Return the problem of launch=local for GPUs in several nodes; None for any other run. CPU nodes may be processes here."""
     cluster = run.cluster
     if run.launch.name != "local" or cluster.nodes == 1 or cluster.device.kind != "cuda":
         return None

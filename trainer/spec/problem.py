@@ -50,9 +50,10 @@ def shorten(text: str) -> str:
 
 
 def suggest_name(word: str, known: Iterable[str]) -> str:
-    """Return a hint for a misspelt name: the closest known name, else all known names."""
+    """Return a hint for a misspelt name: the one in other case, the closest known name, else all known names."""
     names = sorted(known)
-    close = get_close_matches(word, names, n=1, cutoff=0.6)
+    same = [each for each in names if each.casefold() == word.casefold()]
+    close = same or get_close_matches(word, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]}?"
     return f"known: {', '.join(names)}" if names else "nothing is known here"

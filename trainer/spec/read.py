@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from .keys.units import unit_of
-from .numbers.bounded import LEAST_FLOAT, MOST, MOST_FLOAT
+from .numbers.bounded import LEAST_FLOAT, MOST, MOST_FLOAT, MOST_LAYERS
 from .numbers.quantity import count_readings, dimension_of, parse_quantity, suggest_quantity
 from .problem import Problem, Unreadable, suggest_name
 from .run import Run
@@ -80,7 +81,8 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
         return msgspec.convert(_as_integers(value), hint)
     except msgspec.ValidationError:
         inside = list(_item_problems(value, hint, key)) if isinstance(value, Mapping) else []
-        problems += inside or [_range_problem(value, hint, key) or _suffix_problem(value, hint, key) or _type_problem(value, hint, key)]
+        found = _range_problem(value, hint, key) or _quotes_problem(value, hint, key) or _suffix_problem(value, hint, key)
+        problems += inside or [found or _type_problem(value, hint, key)]
         return None
 
 
@@ -140,6 +142,13 @@ def _suffix_problem(value: Any, hint: Any, key: str) -> Problem | None:
     return Problem(rule="type", says=f"{key}={value} is not a number", mend=f"write {' or '.join(readings)}")
 
 
+def _quotes_problem(value: Any, hint: Any, key: str) -> Problem | None:
+    """Return the problem of a number in quotes; None for any other value."""
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value) or not _accepts(float(value), hint):
+        return None
+    return Problem(rule="type", says=f"{key}='{value}' is text, not {type_text(hint)}", mend="leave the quotes out")
+
+
 def _range_problem(value: Any, hint: Any, key: str) -> Problem | None:
     """Return the problem of a number that is too large or too small to compute with; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value) or value <= 0:
@@ -147,10 +156,15 @@ def _range_problem(value: Any, hint: Any, key: str) -> Problem | None:
     metas = [meta for kind in _choices(hint) for meta in get_args(kind)[1:] if isinstance(meta, msgspec.Meta)]
     for meta in metas:
         if meta.le in FAR and value > meta.le:
-            return Problem(rule="type", says=f"{key}={value_text(value)} is too large", mend=f"at most {meta.le:.0e}".replace("e+", "e"))
+            return Problem(rule="type", says=f"{key}={value_text(value)} is too large", mend=f"at most {_power(meta.le)}")
         if meta.ge == LEAST_FLOAT and value < meta.ge:
             return Problem(rule="type", says=f"{key}={value_text(value)} is too small", mend=f"at least {meta.ge:g}")
     return None
+
+
+def _power(bound: float) -> str:
+    """Return a bound with one digit: 1e18."""
+    return re.sub(r"e\+0*", "e", f"{bound:.0e}")
 
 
 def _may_repeat(hint: Any) -> bool:
@@ -223,10 +237,11 @@ def _accepts(value: Any, hint: Any) -> bool:
     return True
 
 
+_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 _TRUTH = {**dict.fromkeys(("yes", "on", "1", "y", "t"), "true"), **dict.fromkeys(("no", "off", "0", "n", "f"), "false")}
 _NOUNS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null", dict: "a mapping"}
 _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
-FAR = (MOST, 2**63 - 1, MOST_FLOAT)  # bounds that messages leave out
+FAR = (MOST, 2**63 - 1, MOST_FLOAT, MOST_LAYERS)  # bounds that messages leave out
 
 
 def type_text(hint: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from ..numbers.bounded import Below1, Count, Natural, NotNegative, Positive, PositiveShare
+from ..numbers.bounded import Below1, Count, LayerCount, Natural, NotNegative, Positive, PositiveShare
 from .initial_weights import InitialWeights
 from .lora import PEFT_TARGETS, Lora
 from .mtp import Mtp
@@ -23,7 +23,7 @@ class Model:
     """A model's shape; every size is a count of elements along a logical dim."""
 
     family: str
-    layers: Count
+    layers: LayerCount
     hidden: Count
     heads: Count
     vocab: Count

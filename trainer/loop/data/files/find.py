@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sysconfig
 from collections import Counter
@@ -29,6 +30,7 @@ _MACHINE_FILES = (
     "python-config",
 )  # modules that differ between machines with the same Python version
 
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")  # s3://, https://
 
 Remark = Callable[[str], object]
 
@@ -65,13 +67,17 @@ def find_files(words: Sequence[str], search: FileSearch, remark: Remark, problem
 
     A remark counts the files of a folder or a pattern that are skipped.
     """
-    return [_files_of_word(word, search, remark, problems) for word in words]
+    mend = "leave it out of data.path" if len(words) > 1 else "name another"
+    return [_files_of_word(word, search, remark, problems, of_empty=mend) for word in words]
 
 
-def _files_of_word(word: str, search: FileSearch, remark: Remark, problems: list[Problem]) -> list[DataFile]:
-    """Return the files of one path; append to `problems`."""
+def _files_of_word(word: str, search: FileSearch, remark: Remark, problems: list[Problem], *, of_empty: str) -> list[DataFile]:
+    """Return the files of one path; append to `problems`. `of_empty` is the mend of an empty file."""
     try:
-        return list(_find(word, search, remark))
+        files = list(_find(word, search, remark))
+        if not files[0].size:  # of a folder or a pattern none is empty
+            raise data_error(f"{files[0].path} is empty", of_empty)
+        return files
     except Unreadable as error:
         problems += error.problems
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown ~USER, a zero byte
@@ -86,24 +92,19 @@ def _find(word: str, search: FileSearch, remark: Remark) -> list[DataFile]:
     if path.is_dir():
         return _folder_files(word, path, search, remark)
     if path.is_file():
-        return [_single_file(path)]
+        return [_file(path.name, path)]
     if path.exists():
         raise data_error(f"data.path={word} is a pipe or a device, not a file", "write its contents to a file and name that")
     if path.is_symlink():
         raise data_error(f"data.path={word} is a link to {os.readlink(path)}, which does not exist")
+    if _REMOTE.match(word):
+        raise data_error(f"data.path={word}: remote paths are not read", "copy the files to a folder, or mount them there")
     if has_magic(word):
         return _pattern_files(word, path, search, remark)
     if ".bin" in search.suffixes and path.with_name(f"{path.name}.bin").exists():  # Megatron names a .bin and .idx pair without suffixes
-        return [_single_file(path.with_name(f"{path.name}.bin"))]
+        bin_path = path.with_name(f"{path.name}.bin")
+        return [_file(bin_path.name, bin_path)]
     raise data_error(f"data.path={word}: no such file or folder", _similar_name(path))
-
-
-def _single_file(path: Path) -> DataFile:
-    """Return a file that the user named directly; raises Unreadable if it is empty."""
-    file = _file(path.name, path)
-    if not file.size:
-        raise data_error(f"{file.path} is empty", "leave it out of data.path")
-    return file
 
 
 def _folder_files(word: str, path: Path, search: FileSearch, remark: Remark) -> list[DataFile]:
