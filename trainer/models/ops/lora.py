@@ -41,8 +41,8 @@ def _layer_ops(op: Op, run: Run) -> Iterator[Op]:
 
 
 def _added_ops(weight: Weight, product: Product) -> tuple[Op, Op]:
-    """Return the products of A and of B beside that of a weight. Every rank of the tensor axis has all rows of experts, and, of an A whose B
-    is split, or of a B whose A is, the part of the gradient that its own columns or rows make."""
+    """Return the products of A and of B beside that of a weight. Every rank of the tensor axis has all rows of experts, and, of an A whose
+    B is split, or of a B whose A is, the part of the gradient that its own columns or rows make."""
     name, groups, inner = weight.name.removesuffix(".weight"), product.groups, product.inner
     outer: Dims = weight.dims[len(groups + inner) :]
     rows = tuple("tokens" if dim == "seq" else dim for dim in product.rows) if groups else product.rows
