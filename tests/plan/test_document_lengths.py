@@ -195,6 +195,17 @@ def test_ranks_of_experts_wait_at_every_micro_batch() -> None:
     assert together.wait > 1.5 * apart.wait
 
 
+def test_a_stage_of_two_waits_for_half_of_the_layers() -> None:
+    run = load_recipe("llama3_8b_1node", [*DOCUMENTS, "parallel.pp=2", "train.microbatch=1", "engine=native", "parallel.zero=0"])
+    documents, context = make_plan(run).documents, CostContext(run)
+    layout = layout_of_run(context, run.parallel, 1)
+    seen = SeenKeys((650 + 2.5 * 1000) / 3.5)
+    longer = slowest_replica(DocumentLengths((100, 100, 100, 20000), packed=False), run.train.seq, layout.micros, 4, seen) - 1
+    core = run.model.layers / 2 * layout_blocks(context, layout).layer.core
+    assert documents
+    assert documents.wait == pytest.approx(longer * layout.micros * core)
+
+
 def test_recomputation_runs_attention_again() -> None:
     once, again = (core_of(cpu_run(f"parallel.recompute={each}")) for each in ("none", "full"))
     assert again / once == pytest.approx(4.5 / 3.5)

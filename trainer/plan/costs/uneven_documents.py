@@ -108,7 +108,9 @@ def _drawn_sums(loads: list[float], many: int) -> list[float]:
 def _expected_most(loads: list[float], ranks: int) -> float:
     """Return the expected largest of `ranks` values, each of which is one of the loads."""
     count, ordered = len(loads), sorted(loads)
-    below = [float(at / count) ** float(ranks) for at in range(count + 1)]  # the probability that all are among so many of the least
+    below: list[float] = [
+        float(at / count) ** float(ranks) for at in range(count + 1)
+    ]  # the probability that all are among so many of the least
     return sum([each * (upto - less) for each, less, upto in zip(ordered, below, below[1:], strict=False)])
 
 
