@@ -36,7 +36,8 @@ def main() -> None:
     """Time each kind so many times in turn and print a table."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     torch.set_num_threads(1)
-    windows, times = {kind: text_windows(kind) for kind in KINDS}, {kind: [] for kind in KINDS}  # type: dict, dict[tuple[int, ...], list[float]]
+    windows = {kind: text_windows(kind) for kind in KINDS}
+    times: dict[tuple[int, ...], list[float]] = {kind: [] for kind in KINDS}
     seconds = []
     for _ in range(rounds):
         seconds.append(plain_seconds())
@@ -57,7 +58,7 @@ def plain_seconds() -> float:
     gradient, times = torch.randn(ROWS // KEYS, HEADS, KEYS, HEAD_DIM), []
     for _ in range(5):
         began = process_time()
-        torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).backward(gradient)
+        torch.autograd.backward(torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True), gradient)
         times.append(process_time() - began)
     return median(times)
 
@@ -91,10 +92,10 @@ def attention_seconds(documents: torch.Tensor) -> float:
     query, key, value = (torch.randn(1, SEQ, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
     gradient = torch.randn(1, SEQ, HEADS, HEAD_DIM)
     bounds = [document_bounds(each[None]) for each in documents]
-    document_attention(query, key, value, bounds[0]).backward(gradient)  # warms up
+    torch.autograd.backward(document_attention(query, key, value, bounds[0]), gradient)  # warms up
     began = process_time()
     for each in bounds:
-        document_attention(query, key, value, each).backward(gradient)
+        torch.autograd.backward(document_attention(query, key, value, each), gradient)
     return (process_time() - began) / len(bounds)
 
 

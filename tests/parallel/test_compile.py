@@ -14,6 +14,7 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.inductor_settings import INDUCTOR
 from distrain.tests.fakes.rank_pool import RankPool
+from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.metric_rows import read_step_rows
 
 PROGRAM = Path(__file__).parents[1] / "rank_programs" / "compiled_layers.py"
@@ -69,3 +70,41 @@ def test_an_engine_trains_compiled_layers(layout: str, ranks: RankPool, tmp_path
     losses = [row["loss"] for row in read_step_rows(tmp_path / "quickstart")]
     assert losses == pytest.approx(ranks.train(tmp_path / "plain", "quickstart", *words).figures("loss"), abs=1e-5, rel=0)
     assert len(losses) == 3
+
+
+MIXTURE = (
+    *("data=synthetic", "model=tiny_moe", "model.top_k=4", "model.layers=2", "train.seq=32", "train.batch=8", "train.microbatch=1"),
+    *("cluster.gpus=1", "parallel.zero=0", "engine=native", "train.compile=true", "train.evaluate.every=0", "log.every=1"),
+    *("train.steps=2", "optim.warmup=1", "checkpoint.final=false"),
+)
+LORA = ("model.lora={rank: 4, alpha: 8}",)
+
+
+def planned_bytes(*words: str) -> int:
+    memory = make_plan(load_recipe("quickstart", [*MIXTURE, *words])).memory
+    assert memory is not None
+    return memory.stages[0].bytes.activations + memory.stages[0].bytes.logits
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the compiler is found on Linux")
+def test_a_compiled_mixture_keeps_what_is_planned(tmp_path: Path) -> None:
+    """Experts read how many rows each has, where the graph breaks; gated activations are compiled."""
+    words = (*LORA, "model.layers=1")
+    command = [sys.executable, "-m", "distrain", "fit", "conf=quickstart", *MIXTURE, *words, f"log.dir={tmp_path}"]
+    done = subprocess.run(command, env={**os.environ, **INDUCTOR}, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads((tmp_path / "quickstart" / "measured.json").read_text())["memory"]["activations"] == planned_bytes(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (("model.layers=4", *LORA), 1_727_872),
+        (("model.layers=4",), 1_736_064),
+        (("model.layers=4", "model.lora={rank: 4, alpha: 8, targets: [query,key,value,out]}"), 1_179_008),
+        (("model=tiny_gpt_oss", "model.top_k=4"), 945_504),
+    ],
+)
+def test_plans_of_compiled_mixtures_are_what_runs_on_a_cpu_kept(words: tuple[str, ...], kept: int) -> None:
+    """As the first test measures it, without the labels' counts of 8 bytes that gpt-oss's auxiliary loss keeps."""
+    assert planned_bytes(*words) == kept

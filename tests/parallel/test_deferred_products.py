@@ -26,6 +26,7 @@ BASE = (
 )
 LLAMA, MOE = ("model=tiny_llama", "model.kv_heads=2", "model.vocab=257"), ("model=tiny_moe", "model.top_k=4", "model.expert_bias=true")
 HYBRID = ("model=tiny_hybrid", "model.top_k=4")
+MLA, LORA = ("model=tiny_mla", "model.top_k=4", "model.q_lora_rank=0"), "model.lora={rank: 4, alpha: 8}"
 # fmt: off
 ROWS = {  # the model, ranks, the layout; bytes of ends of experts and of scales, which are a number each
     "zb_h1":            (LLAMA, 2, "pp: 2, schedule: zb_h1", 0),
@@ -37,6 +38,9 @@ ROWS = {  # the model, ranks, the layout; bytes of ends of experts and of scales
     "experts":          (MOE, 4, "pp: 2, ep: 2, zero: 3, schedule: zb_h1, recompute: full", 64),
     "linear attention": (HYBRID, 4, "pp: 2, tp: 2, schedule: zb_h1, recompute: full", 128),
     "further tokens":   ((*LLAMA, "model.layers=2", "model.mtp.layers=2"), 2, "pp: 2, schedule: zb_h1", 0),
+    "LoRA":             ((*LLAMA, LORA), 2, "pp: 2, schedule: zb_h1", 0),
+    "LoRA, sequence":   ((*LLAMA, LORA), 4, "pp: 2, tp: 2, sequence: true, schedule: zb_h1", 0),
+    "LoRA of experts":  ((*MLA, LORA), 2, "pp: 2, schedule: zb_h1", 64),
     "fp8":              ((*LLAMA, "train.precision=fp8"), 4, "pp: 2, tp: 2, sequence: true, schedule: zb_h1", 200),
 }
 # fmt: on

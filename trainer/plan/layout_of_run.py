@@ -117,8 +117,8 @@ def stage_partition(context: CostContext, parallel: Parallel) -> LayerPartition:
 def activation_form(run: Run, parallel: Parallel, engine: EngineRow | None) -> ActivationForm:
     """Whose saved activations are counted: those of our modules where an engine here runs them, else the papers'.
 
-    A compiled layer saves what the papers count (min-cut partitioning, traced on fake CUDA tensors). Where its graph breaks it is counted
-    as if it were not compiled.
+    A compiled layer saves what the papers count (min-cut partitioning, traced on fake CUDA tensors). A mixture's, whose graph breaks, is
+    counted as if it were not compiled, but for gated activations (local_tensors.py).
     """
     family = family_of(run.model)
     if engine is None or not engine.engine_class or not family.states_saved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from ...models.ops.op_table import Op
 from ...models.ops.shared_ops import LOG_SUMS
@@ -57,10 +58,11 @@ def uneven_parts(run: Run, split: BlockSplit, device: DeviceRates | None) -> flo
         return 1.0
     wasted, degree = wasted_keys(device), split.degree("cp")
     if is_number(degree):
-        longer = slowest_part(lengths, run.train.seq, degree, wasted)
+        longer: Any = slowest_part(lengths, run.train.seq, degree, wasted)
     else:
         import numpy
 
         numbers, places = numpy.unique(degree, return_inverse=True)
         longer = numpy.array([slowest_part(lengths, run.train.seq, int(each), wasted) for each in numbers])[places]
-    return 1 + (longer - 1) / split.microbatch**0.5
+    share: float = 1 + (longer - 1) / split.microbatch**0.5
+    return share

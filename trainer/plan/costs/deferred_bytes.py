@@ -16,9 +16,10 @@ def deferred_bytes(op: Op, local: LocalTensors) -> int:
         return 0
     if all(weight.frozen or weight.name.endswith("bias") for weight in op.weights):
         return 0
-    rows, outer = local.count(product.rows, without="tp"), sum(map(local.count, product.outers))
+    style = tp.split_style(op)
+    rows, outer = local.count(product.rows, without="tp" if style else ""), sum(map(local.count, product.outers))
     width = 1 if op.in_fp8 else local.activation
-    is_shard = local.sequence and tp.split_style(op) == "column"  # of the input, which is gathered again, and cast then
+    is_shard = local.sequence and style == "column"  # of the input, which is gathered again, and cast then
     inputs = 0 if op.shares_input else local.count((*product.rows, *product.inner)) * (local.activation if is_shard else width)
     inputs *= "one" not in product.outers[0]  # of a gate of shared experts it is theirs, which their products hold
     return inputs + width * rows * outer

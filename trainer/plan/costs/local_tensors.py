@@ -62,7 +62,7 @@ class LocalTensors:
 
     def __init__(self, table: OpTable, split: BlockSplit, *, vocab_multiple: int, activation: int, form: ActivationForm) -> None:
         """`activation` is the bytes of an element of an activation."""
-        self.activation, self.form, self.sequence = activation, form, split.sequence
+        self.activation, self.form, self.sequence, self.fused = activation, form, split.sequence, split.fused
         self.axes = [AXES[name] for name, _ in split.degrees]
         vocab = round_up(table.sizes["vocab"], vocab_multiple * split.degree("tp"))
         self.sizes = {**table.sizes, "batch": split.microbatch, "vocab": vocab}
@@ -125,11 +125,18 @@ def _saved_tensors(op: Op, local: LocalTensors) -> Iterable[Tensor]:
             if op.in_fp8 and local.sequence and tp.split_style(op) == "column":  # what came, this rank's part, which backward gathers again
                 kept, *others = saves  # that of shared experts is the router's
                 return others if op.name == "shared" else [replace(kept, width=None), *others]
-            return saves
+            return _gate_saves(op, saves) if local.fused else saves
         case "megatron":
             return op.saves_megatron
         case _:
             return _compiled_saves(op, local)
+
+
+def _gate_saves(op: Op, saves: list[Tensor]) -> Iterable[Tensor]:
+    """Return what an op saves where the compiler makes one kernel of a gated activation, though the layer is several graphs: backward
+    computes the activated gate again."""
+    is_activation = op.product is None and op.name.endswith(".act")
+    return op.saves_megatron if is_activation and len(op.saves_megatron) < len(saves) else saves
 
 
 def _compiled_saves(op: Op, local: LocalTensors) -> Iterator[Tensor]:

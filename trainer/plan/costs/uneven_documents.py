@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from functools import cache
 from itertools import accumulate, pairwise
+from math import sqrt
 from typing import NamedTuple
 
 from ...spec.derived.document_pairs import DocumentLengths, seen_pairs
@@ -65,7 +66,7 @@ def slowest_replica(lengths: DocumentLengths, seq: int, sequences: int, ranks: i
     mean = sum(loads) / len(loads)
     if sequences <= SUMMED:
         return _expected_most(_drawn_sums(loads, sequences), ranks) / (sequences * mean)
-    deviation = (sum((each - mean) ** 2 for each in loads) / len(loads) / sequences) ** 0.5
+    deviation = sqrt(sum((each - mean) ** 2 for each in loads) / len(loads) / sequences)
     return min(mean + deviation * _normal_most(ranks), max(loads)) / mean
 
 
@@ -107,7 +108,10 @@ def _drawn_sums(loads: list[float], many: int) -> list[float]:
 def _expected_most(loads: list[float], ranks: int) -> float:
     """Return the expected largest of `ranks` values, each of which is one of the loads."""
     count, ordered = len(loads), sorted(loads)
-    return sum(each * ((at + 1) ** ranks - at**ranks) / count**ranks for at, each in enumerate(ordered))
+    below: list[float] = [
+        float(at / count) ** float(ranks) for at in range(count + 1)
+    ]  # the probability that all are among so many of the least
+    return sum([each * (upto - less) for each, less, upto in zip(ordered, below, below[1:], strict=False)])
 
 
 def _normal_most(ranks: int) -> float:
