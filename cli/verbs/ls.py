@@ -26,7 +26,7 @@ def ls(
     \b
     distrain ls              recipes and groups
     distrain ls model        the models that model=NAME takes, and keys model.KEY
-    distrain ls model=tiny   what the option holds: its file (of a recipe: conf=NAME)
+    distrain ls model=tiny   the file of an option; conf=NAME: of a recipe
     distrain ls train.clip   a key's values, its unit, its default, its meaning
     distrain ls runs         the runs in runs/: steps, losses, checkpoint, state
     distrain ls runs DIR     the runs in DIR, which is their log.dir
