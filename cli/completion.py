@@ -19,7 +19,7 @@ OPTIONS = {
     "prove": ("--json", "--reasons", "--config-dir", "--help"),
     "report": ("--json", "--html", "--timeline", "--svg", "--trace", "--help"),
     "export": ("--dtype", "--step", "--average", "--adapter", "--help"),
-    "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--step", "--seed", "--tokenizer", "--help"),
+    "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--chat", "--step", "--seed", "--tokenizer", "--help"),
     "calibrate": ("-o", "--name", "--devices", "--force", "--json", "--config-dir", "--help"),
     "doctor": ("--config-dir", "--help"),
 }
