@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distrain.cli.app import command
-from distrain.cli.verbs.fit_run import closing_text
 from distrain.tests.data.test_chat_template import CHATML, STRICT, write_folder
 from distrain.tests.data.test_chats import say
 from distrain.trainer.loop.data.tokenize.tokenizer import load_tokenizer
 from distrain.trainer.loop.offline.chat_prompt import chat_prompt
 from distrain.trainer.loop.offline.generate import Sampling, generate
-from distrain.trainer.loop.offline.load_run import load_saved_run
 from distrain.trainer.spec.problem import Unreadable
 
 if TYPE_CHECKING:
