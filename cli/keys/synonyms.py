@@ -26,6 +26,7 @@ class Synonym:
 
 
 TOP_LEVEL_ONLY = ("optimizer",)  # names that are also the last part of a key of ours, so they match only without a section
+EPOCHS = "num_train_epochs"  # whose problem says how many steps they are, where the data are here
 YES = {"true": "true", "false": "false"}
 OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "AdamW": "adamw", "muon": "muon"}
 MOMENTS = {"fp32": "fp32", "bf16": "bf16", "float32": "fp32", "bfloat16": "bf16", "torch.float32": "fp32", "torch.bfloat16": "bf16"}
@@ -60,7 +61,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("max_tokens train_tokens total_tokens num_tokens", "train.tokens"),
     _row("rampup_batch_size batch_size_rampup rampup", "train.rampup.batch",
          "START; INCREMENT is train.rampup.by, and train.rampup.until is in tokens: SAMPLES x train.seq", {}),
-    _row("num_train_epochs epochs num_epochs max_epochs", "", "train.steps or train.tokens sets the length of a run"),
+    _row(f"{EPOCHS} epochs num_epochs max_epochs", "", "train.steps or train.tokens sets the length of a run"),
     # optimizer
     _row("learning_rate base_lr peak_lr max_lr", "optim.lr"),
     _row("lr_scheduler_type lr_scheduler lr_decay_style lr_schedule scheduler decay_type", "optim.schedule", "", DECAYS),
