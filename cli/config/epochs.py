@@ -42,10 +42,10 @@ def _value_of(key: str, config: Mapping[str, Any], overrides: Sequence[str]) -> 
         name, equals, value = each.lstrip("+-").partition("=")
         if equals and name == key:
             return value
-    value = config
+    found: Any = config
     for name in key.split("."):
-        value = value[name]
-    return value
+        found = found[name]
+    return found
 
 
 def _without(config: Mapping[str, Any], key: str) -> dict[str, Any]:

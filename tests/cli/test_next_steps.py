@@ -12,9 +12,9 @@ from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Run
 
 REPORT, TOUR = "report runs/a", "plan conf=megatron_1t_6x8x64"
-LORA = {"model.lora.rank": 4}
-WEIGHTS = {"model.weights": "/w"}
-PAIRS = {"data.name": "pairs", "data.path": "a.jsonl"}
+LORA: dict[str, object] = {"model.lora.rank": 4}
+WEIGHTS: dict[str, object] = {"model.weights": "/w"}
+PAIRS: dict[str, object] = {"data.name": "pairs", "data.path": "a.jsonl"}
 # fmt: off
 ROWS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "the library": ({}, ("generate runs/a --prompt 'def '", REPORT, TOUR)),

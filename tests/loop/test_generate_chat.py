@@ -12,7 +12,7 @@ import pytest
 from distrain.cli.app import command
 from distrain.tests.data.test_chat_template import CHATML, STRICT, write_folder
 from distrain.tests.data.test_chats import say
-from distrain.trainer.loop.data.tokenize.tokenizer import load_tokenizer
+from distrain.trainer.loop.data.tokenize.tokenizer import VocabularyTokenizer, load_tokenizer
 from distrain.trainer.loop.offline.chat_prompt import chat_prompt
 from distrain.trainer.loop.offline.generate import Sampling, generate
 from distrain.trainer.spec.problem import Unreadable
@@ -76,4 +76,5 @@ def test_an_answer_ends_with_the_end_token_or_what_closes_a_turn(template: str, 
     tokenizer = load_tokenizer(str(tmp_path), None)
     found = chat_prompt("hi", str(tmp_path), tokenizer)
     assert found.text.endswith(("<|im_start|>assistant\n", "[INST] hi [/INST]"))
+    assert isinstance(tokenizer, VocabularyTokenizer)
     assert {tokenizer.rules.id_to_token(each) for each in found.ends} == ends
