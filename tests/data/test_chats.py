@@ -14,6 +14,7 @@ from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.loop.data.samples.corpus import Corpus
+from distrain.trainer.loop.data.samples.tokens import MappedExamples
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
 
@@ -166,12 +167,26 @@ def test_the_last_turn_alone_can_be_the_label(template: str, tmp_path: Path) -> 
     assert [text.removesuffix("\n") for text in labelled(tmp_path, corpus)] == ["d<|im_end|>", "f<|im_end|>"]
 
 
+@pytest.mark.parametrize(("turn", "rest"), [(1, "d"), (3, "b")])
 @pytest.mark.parametrize("template", [MARKED, CHATML])
-def test_a_turn_of_weight_0_is_no_label(template: str, tmp_path: Path) -> None:
+def test_a_turn_of_weight_0_is_no_label(template: str, turn: int, rest: str, tmp_path: Path) -> None:
     chat = say("a", "b", "c", "d")
-    chat[1]["weight"] = 0
+    chat[turn]["weight"] = 0
     corpus = open_chats(write_folder(tmp_path, template), chat)
-    assert [text.removesuffix("\n") for text in labelled(tmp_path, corpus)] == ["d<|im_end|>"]
+    assert [text.removesuffix("\n") for text in labelled(tmp_path, corpus)] == [f"{rest}<|im_end|>"]
+
+
+def test_every_range_of_positions_knows_its_turns() -> None:
+    none: Any = np.zeros(0, np.int64)
+    turns = np.array([[0, 3, 7, 9], [1, 5, 8, 12]])
+    tokens = MappedExamples(files=(), starts=none, bounds=np.array([0, 12]), counts=none, completions=none, turns=turns)
+    inside = np.zeros(12, bool)
+    for begin, end in turns.T:
+        inside[begin:end] = True
+    for begin in range(12):
+        for end in range(begin + 1, 13):
+            assert tokens.in_completion(begin, end - begin).tolist() == inside[begin:end].tolist()
+            assert tokens.has_turn(np.array([begin]), np.array([end])).tolist() == [bool(inside[begin + 1 : end].any())]
 
 
 def test_other_turns_use_another_cache(tmp_path: Path) -> None:
