@@ -40,12 +40,13 @@ def windows(pairs: list[str]) -> int:
 
 @pytest.mark.parametrize(("word", "epochs", "text"), [("train.epochs=3", 3, "3 epochs"), ("num_train_epochs=0.5", 0.5, "0.5 epochs"),
     ("++train.num-epochs=1", 1, "1 epoch")])  # fmt: skip
-def test_epochs_are_refused_with_their_steps(word: str, epochs: float, text: str, pairs: list[str]) -> None:
+def test_epochs_are_refused_with_their_steps(word: str, epochs: float, text: str, pairs: list[str], tmp_path: Path) -> None:
+    """Also of data that no cache holds yet."""
     count = windows(pairs)
     key = word.lstrip("+").partition("=")[0]
     steps = ceil(epochs * count / 7)
     wanted = f"no key {key}: set train.steps={steps}, which is {text} of 300 examples, {count * 64:,} tokens each with padding"
-    assert refusal(*pairs, word) == wanted
+    assert refusal(*pairs[:2], f"data.cache={tmp_path}", *pairs[3:], word) == wanted
 
 
 def test_epochs_of_a_recipe_are_refused_so_too(pairs: list[str], tmp_path: Path) -> None:

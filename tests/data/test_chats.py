@@ -224,6 +224,15 @@ def test_a_prompt_beside_messages_is_not_read(tmp_path: Path) -> None:
     assert labelled(tmp_path, open_lines(folder, {"prompt": "hi", "messages": say("hi", "yo")})) == ["yo<|im_end|>\n"]
 
 
+def test_a_folder_of_json_files_is_read_where_they_hold_chats(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, CHATML)
+    (folder / "in").mkdir()
+    (folder / "in" / "config.json").write_text('{"model_type": "llama"}\n')
+    (folder / "in" / "b.json").write_text(json.dumps({"conversations": [{"from": "gpt", "value": "b"}]}) + "\n")
+    corpus = open_lines(folder, {"messages": say("a", "c")}, name="in/a.json", path=str(folder / "in"))
+    assert labelled(tmp_path, corpus) == ["c<|im_end|>\n", "b<|im_end|>\n"]
+
+
 def test_files_of_both_kinds_are_read_side_by_side(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, CHATML)
     (folder / "b.jsonl").write_text(json.dumps({"prompt": "p", "completion": "c"}) + "\n")
