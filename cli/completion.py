@@ -20,7 +20,7 @@ OPTIONS = {
     "report": ("--json", "--html", "--timeline", "--svg", "--trace", "--help"),
     "evaluate": ("--step", "--sequences", "--json", "--help"),
     "export": ("--dtype", "--step", "--average", "--adapter", "--help"),
-    "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--step", "--seed", "--tokenizer", "--help"),
+    "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--chat", "--step", "--seed", "--tokenizer", "--help"),
     "calibrate": ("-o", "--name", "--devices", "--force", "--json", "--config-dir", "--help"),
     "doctor": ("--config-dir", "--help"),
 }

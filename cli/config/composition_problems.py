@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ DEFAULTS_ENTRY = {  # the key that chooses an option of a section in a recipe's 
     **{section: section for section in (*REQUIRED_SECTIONS, "optim", "data", "log", "checkpoint", "launch")},
     "cluster.device": "override /device@cluster.device",
 }
+LORA_TARGETS, ALL_TARGETS = "model.lora.targets", ("all-linear", "all", ["all-linear"], ["all"])  # PEFT's and torchtune's words
 COMPARED_SIZES = ("family", "layers", "hidden", "heads", "vocab")
 
 
@@ -96,6 +98,8 @@ def improve_problem(problem: Problem, config: Mapping[str, Any]) -> Problem:
     if problem.rule == "unknown":
         key = problem.says.removeprefix("no key ")
         return synonyms.synonym_problem(key, _value_at(config, key)) or problem
+    if problem.rule == "type" and _value_at(config, LORA_TARGETS) in ALL_TARGETS and problem.says.startswith(f"{LORA_TARGETS}="):
+        return replace(problem, mend=f"leave it out: {LORA_TARGETS}=null, the default, is all linear layers but routers")
     section, _, value = problem.says.partition(" is not a mapping of ")[0].partition("=")
     if problem.rule == "type" and value and " is not a mapping of " in problem.says and isinstance(_value_at(config, section), str):
         says = f"{section}={value} is not a mapping of keys"

@@ -30,6 +30,7 @@ from .composition import (
     to_plain,
 )
 from .composition_problems import check_is_recipe, composition_problem, device_name_problems, improve_problem
+from .epochs import with_steps
 from .family_defaults import fill_in_family
 from .machine_values import auto_memory, fill_auto_device, fill_cpu_rates
 from .yaml_file import read_config
@@ -124,9 +125,10 @@ class Loader:
         try:
             run = checked_run(config)
         except Unreadable as error:
-            raise Unreadable([*problems, *(each for each in error.problems if each.rule != "missing" or not problems)]) from None
+            found = [*problems, *(each for each in error.problems if each.rule != "missing" or not problems)]
+            raise Unreadable(with_steps(found, config, overrides)) from None
         if problems:
-            raise Unreadable(problems)
+            raise Unreadable(with_steps(problems, config, overrides))
         return run
 
     def compose(self, conf: str, overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:

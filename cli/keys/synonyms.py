@@ -26,6 +26,7 @@ class Synonym:
 
 
 TOP_LEVEL_ONLY = ("optimizer", "lr")  # names that are also the last part of a key of ours, so they match only without a section
+EPOCHS = "num_train_epochs"  # whose problem says how many steps they are, where the data are here
 YES = {"true": "true", "false": "false"}
 OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "AdamW": "adamw", "muon": "muon"}
 MOMENTS = {
@@ -68,7 +69,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("max_tokens train_tokens total_tokens num_tokens", "train.tokens"),
     _row("rampup_batch_size batch_size_rampup rampup", "train.rampup.batch",
          "START; INCREMENT is train.rampup.by, and train.rampup.until is in tokens: SAMPLES x train.seq", {}),
-    _row("num_train_epochs epochs num_epochs max_epochs", "", "train.steps or train.tokens sets the length of a run"),
+    _row(f"{EPOCHS} epochs num_epochs max_epochs", "", "train.steps or train.tokens sets the length of a run"),
     _row("packing sample_packing eval_sample_packing pad_to_sequence_len group_by_length", "",
          "every sequence is filled: text without gaps, prompts with completions by whole ones"),
     _row("dataloader_drop_last drop_last", "", "every batch is full"),
@@ -211,7 +212,8 @@ ROWS: tuple[Synonym, ...] = (
     _row("model_name_or_path name_or_path model_id pretrained_model_name_or_path base_model model_name pretrained init_from "
          "load_checkpoint_path",
          "model.weights", "a folder of Hugging Face weights, with model.hf for its config.json; without it weights are random", {}),
-    _row("lora_rank lora_r lora_dim", "model.lora.rank", "0: no LoRA"),
+    _row("lora_rank lora_r lora_dim lora.r", "model.lora.rank", "0: no LoRA"),
+    _row("lora_dropout lora.dropout lora.lora_dropout", "", "LoRA has no dropout here: leave it out; model.dropout is that of the layers"),
     _row("lora_alpha", "model.lora.alpha"),
     _row("adapter_name_or_path lora_path adapter_path lora_weights lora_checkpoint lora_adapter adapter_checkpoint", "model.lora.weights",
          "a folder with adapter_config.json and adapter_model.safetensors", {}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from shlex import quote
 
 from ...trainer.launch import train_run
 from ...trainer.launch.admission import StartCheck, check_start, start_warnings
@@ -22,6 +21,7 @@ from ...trainer.spec.run import Run
 from ...trainer.system.open_files import needed_files, raise_limit
 from ..arguments.command_name import command_name
 from ..pages.hosts_page import run_preflight_and_show
+from ..pages.next_steps import next_commands
 from ..pages.plan_facts import verdict
 from ..pages.printing import print_error, print_line, print_live_line, print_problems
 from .exit_status import FAILED, OK
@@ -92,13 +92,8 @@ def closing_text(run: Run) -> str:
     from ..pages.text_layout import stdout_style, wrap
 
     folder = run_folder(run)
-    name = relative_folder(folder)
     saved, _ = newest_checkpoint(folder)
-    commands = (
-        f"report {quote(name)}",
-        *([f"generate {quote(name)} --prompt 'def '"] if saved is not None else []),
-        "plan conf=megatron_1t_6x8x64",
-    )
+    commands = next_commands(run, relative_folder(folder), has_checkpoint=saved is not None)
     trained = replace(read_measured_run(folder), saving=())  # each save has had its line
     incidents = [line for each in incident_lines(trained) for line in wrap(each)]
     return "\n".join(

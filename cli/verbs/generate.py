@@ -18,6 +18,7 @@ def generate(
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The number of new tokens, at most.")] = 200,
     temperature: Annotated[float, typer.Option("--temperature", metavar="T", min=0, help="0 always takes the most likely token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", min=1, help="Sample from the K most likely tokens only.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a question, in the tokenizer's chat template.")] = False,
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="The step of the checkpoint, not the newest.")] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 0,
     tokenizer: Annotated[str | None, typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json, instead of the run's.")] = None,
@@ -27,6 +28,7 @@ def generate(
     \b
     distrain generate runs/quickstart --prompt "def main("
     distrain generate runs/quickstart --prompt "import " --tokens 400 --top-k 20
+    distrain generate runs/finetune_llama --chat --prompt "Who are you?"
     """
     from ...trainer.rundir.files import find_run_folder
     from ...trainer.spec.problem import Problem, Unreadable
@@ -46,5 +48,6 @@ def generate(
         "seed": seed,
         "step": step,
         "tokenizer": tokenizer,
+        "chat": chat,
     }
     return run_child("distrain.trainer.loop.offline.generate", [str(find_run_folder(run_dir)), "-"], json.dumps(options))

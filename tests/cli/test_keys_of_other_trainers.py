@@ -41,6 +41,18 @@ MESSAGES: list[tuple[str, str]] = [
     ("output_dir=out", "no key output_dir: write log.dir=out (the run folder is log.dir/name)"),
     ("num_train_epochs=3",
         "no key num_train_epochs: train.steps or train.tokens sets the length of a run"),
+    ("model.lora.r=4", "no key model.lora.r: write model.lora.rank=4 (0: no LoRA)"),
+    ("model.lora.dropout=0.1",
+        "no key model.lora.dropout: LoRA has no dropout here: leave it out; model.dropout is that of the layers"),
+    ("model.lora.targets=all-linear",
+        ("model.lora.targets=all-linear is not a list, each one of query, key, value, out, gate, up, down, q_proj, k_proj, v_proj, o_proj, "
+        "gate_proj, up_proj, down_proj, q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj: leave it out: model.lora.targets=null, the "
+        "default, is all linear layers but routers")),
+    ("model.lora.targets=[all]",
+        ("model.lora.targets=[all] is not a list, each one of query, key, value, out, gate, up, down, q_proj, k_proj, v_proj, o_proj, "
+        "gate_proj, up_proj, down_proj, q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj: leave it out: model.lora.targets=null, the "
+        "default, is all linear layers but routers")),
+    ("assistant_only_loss=true", "no key assistant_only_loss: data=pairs trains on completions and assistant turns alone"),
     ("bf16=true", "no key bf16: write train.precision=bf16"),
     ("bf16=false", "no key bf16: write train.precision=VALUE"),
     ("mixed_precision=bf16", "no key mixed_precision: write train.precision=bf16"),

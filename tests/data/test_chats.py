@@ -14,6 +14,7 @@ from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.loop.data.samples.corpus import Corpus
+from distrain.trainer.loop.data.samples.tokens import MappedExamples
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
 
@@ -107,12 +108,14 @@ def test_marked_turns_are_those_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trims", [True, False])
 def test_places_are_those_of_white_space_too(trims: bool, tmp_path: Path) -> None:
-    """A post-processor of byte-level BPE, as Llama 3's, takes white space out of the places that it reports."""
-    folder = write_folder(tmp_path, MARKED)
+    """A post-processor of byte-level BPE, as Llama 3's, takes spaces out of the places that it reports."""
+    template = "{% for m in messages %}{{ m.role + ': ' }}{% generation %}{{ m.content }}{% endgeneration %}{{ ' ' }}{% endfor %}"
+    folder = write_folder(tmp_path, template, "</s>")
     rules = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     rules.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trims)
     rules.save(str(folder / "tokenizer.json"))
-    assert labelled(tmp_path, open_chats(folder, say(" a ", "\n\nb "))) == ["\n\nb <|im_end|>"]
+    (found,) = labelled(tmp_path, open_chats(folder, [{"role": "assistant", "content": each} for each in (" a ", "  b")]))
+    assert found == " a |  b|</s>"
 
 
 # fmt: off
@@ -164,12 +167,26 @@ def test_the_last_turn_alone_can_be_the_label(template: str, tmp_path: Path) -> 
     assert [text.removesuffix("\n") for text in labelled(tmp_path, corpus)] == ["d<|im_end|>", "f<|im_end|>"]
 
 
+@pytest.mark.parametrize(("turn", "rest"), [(1, "d"), (3, "b")])
 @pytest.mark.parametrize("template", [MARKED, CHATML])
-def test_a_turn_of_weight_0_is_no_label(template: str, tmp_path: Path) -> None:
+def test_a_turn_of_weight_0_is_no_label(template: str, turn: int, rest: str, tmp_path: Path) -> None:
     chat = say("a", "b", "c", "d")
-    chat[1]["weight"] = 0
+    chat[turn]["weight"] = 0
     corpus = open_chats(write_folder(tmp_path, template), chat)
-    assert [text.removesuffix("\n") for text in labelled(tmp_path, corpus)] == ["d<|im_end|>"]
+    assert [text.removesuffix("\n") for text in labelled(tmp_path, corpus)] == [f"{rest}<|im_end|>"]
+
+
+def test_every_range_of_positions_knows_its_turns() -> None:
+    none: Any = np.zeros(0, np.int64)
+    turns = np.array([[0, 3, 7, 9], [1, 5, 8, 12]])
+    tokens = MappedExamples(files=(), starts=none, bounds=np.array([0, 12]), counts=none, completions=none, turns=turns)
+    inside = np.zeros(12, bool)
+    for begin, end in turns.T:
+        inside[begin:end] = True
+    for begin in range(12):
+        for end in range(begin + 1, 13):
+            assert tokens.in_completion(begin, end - begin).tolist() == inside[begin:end].tolist()
+            assert tokens.has_turn(np.array([begin]), np.array([end])).tolist() == [bool(inside[begin + 1 : end].any())]
 
 
 def test_other_turns_use_another_cache(tmp_path: Path) -> None:
@@ -205,6 +222,15 @@ def test_a_prompt_beside_messages_is_not_read(tmp_path: Path) -> None:
     """As in UltraChat, whose lines have their first question a second time."""
     folder = write_folder(tmp_path, CHATML)
     assert labelled(tmp_path, open_lines(folder, {"prompt": "hi", "messages": say("hi", "yo")})) == ["yo<|im_end|>\n"]
+
+
+def test_a_folder_of_json_files_is_read_where_they_hold_chats(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, CHATML)
+    (folder / "in").mkdir()
+    (folder / "in" / "config.json").write_text('{"model_type": "llama"}\n')
+    (folder / "in" / "b.json").write_text(json.dumps({"conversations": [{"from": "gpt", "value": "b"}]}) + "\n")
+    corpus = open_lines(folder, {"messages": say("a", "c")}, name="in/a.json", path=str(folder / "in"))
+    assert labelled(tmp_path, corpus) == ["c<|im_end|>\n", "b<|im_end|>\n"]
 
 
 def test_files_of_both_kinds_are_read_side_by_side(tmp_path: Path) -> None:

@@ -118,7 +118,9 @@ def test_several_processes_tokenize_alike(processes: int, tmp_path: Path, monkey
     monkeypatch.setattr(source_reader, "_ONE_PROCESS", (1 << 30, 1 << 30) if processes == 1 else (0, 0))
     monkeypatch.setattr(source_reader, "cpu_count", lambda: processes)
     monkeypatch.setattr(text_files, "SHARE", 100)  # turns of about two lines
-    assert read_windows(open_pairs(write_pairs(tmp_path / "a.jsonl", ROWS))) == WINDOWS
+    corpus = open_pairs(write_pairs(tmp_path / "a.jsonl", ROWS))
+    assert read_windows(corpus) == WINDOWS
+    assert corpus.examples[0].empty == 1
 
 
 def test_each_source_of_a_blend_is_packed_alone(tmp_path: Path) -> None:

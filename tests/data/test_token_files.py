@@ -38,6 +38,14 @@ def test_a_nanogpt_file_is_mapped_as_it_is(tmp_path: Path) -> None:
     assert split_tokens(corpus, "validation") == list(range(270, 300))
 
 
+def test_the_example_of_the_docs_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    corpus = small_corpus(tmp_path, 50257, name="tokens", path=str(tmp_path / "train.npy"), end=50256, documents=True)
+    assert documents(corpus) == [[464, 3290, 318, 50256], [40, 716, 50256]]
+
+
 def test_an_end_token_bounds_the_documents_of_a_nanogpt_file(tmp_path: Path) -> None:
     np.array([1, 2, 9, 3, 9, 9, 4], np.uint16).tofile(tmp_path / "a.bin")
     assert documents(small_corpus(tmp_path, 10, name="tokens", path=str(tmp_path / "a.bin"), end=9)) == [[1, 2, 9], [3, 9], [9], [4]]

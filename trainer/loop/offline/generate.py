@@ -20,6 +20,7 @@ from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from ..data.tokenize.detokenize import detokenizer
 from ..data.tokenize.tokenizer import Tokenizer, load_tokenizer
+from .chat_prompt import chat_prompt
 from .exit_status import run_verb, write_problem, write_stdout
 from .load_run import load_model, load_saved_run
 
@@ -39,6 +40,7 @@ class Sampling:
     seed: int
     tokenizer: str | None  # None: the run's
     step: int | None = None  # of the checkpoint; None: the newest
+    chat: bool = False  # the prompt is a user's turn, rendered by the tokenizer's chat template, and the answer alone is printed
 
 
 def main() -> int:
@@ -49,25 +51,34 @@ def main() -> int:
 
 
 def generate(folder: Path, wanted: Sampling) -> None:
-    """Print the prompt and the generated text, token by token; raises Unreadable, LoadFailed."""
+    """Print the prompt and the generated text, of a chat the answer alone, token by token; raises Unreadable, LoadFailed."""
     found = load_saved_run(folder, step=wanted.step)
     run = found.run
     for remark in found.remarks:
         write_problem(remark)
     tokenizer = _tokenizer(run, wanted)
-    prompt = _prompt(run, wanted.prompt, tokenizer)
+    text, ends = wanted.prompt, frozenset({tokenizer.end})
+    if wanted.chat:
+        text, ends = chat_prompt(_shown_text(text), wanted.tokenizer or run.data.tokenizer, tokenizer)
+    prompt = _prompt(run, text, tokenizer)
     device = torch.device("cuda" if run.cluster.device.kind == "cuda" and torch.cuda.is_available() else "cpu")
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is planned anew for each length, and every token has its own
     module = load_model(found, device)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    write_stdout(wanted.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
+    if not wanted.chat:
+        write_stdout(_shown_text(wanted.prompt))
     decoder = detokenizer(tokenizer)
     for token in generate_tokens(module, prompt, _context(run), wanted, size=tokenizer.size):
-        if token == tokenizer.end:
+        if token in ends:
             break
         write_stdout(decoder.decode(token))
     write_stdout(f"{decoder.flush()}\n")
+
+
+def _shown_text(words: str) -> str:
+    """Return words of the command line, the bytes of which may be no UTF-8, as text."""
+    return words.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def generate_tokens(module: Transformer | CausalLM, prompt: Tensor, context: int, wanted: Sampling, *, size: int) -> Iterator[int]:

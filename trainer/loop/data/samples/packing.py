@@ -79,8 +79,7 @@ def has_label(tokens: MappedExamples, examples: Indices, length: int) -> NDArray
     begins = tokens.bounds[documents]
     ends = begins + cut_sizes(tokens, examples, length)
     if tokens.turns is not None:
-        of_chats: NDArray[np.bool_] = tokens.has_turn(begins, ends).all(1)
-        return of_chats
+        return np.asarray(tokens.has_turn(begins, ends).all(1))
     has: NDArray[np.bool_] = (np.maximum(tokens.completions[documents], begins + 1) < ends).all(1)
     return has
 

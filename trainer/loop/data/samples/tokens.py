@@ -90,4 +90,6 @@ class MappedExamples(MappedTokens):
         if not len(stops):
             return np.zeros(begins.shape, bool)
         turn = np.searchsorted(stops, begins + 1, "right")
-        return (turn < len(stops)) & (np.maximum(starts[np.minimum(turn, len(stops) - 1)], begins + 1) < ends)
+        first = np.maximum(starts[np.minimum(turn, len(stops) - 1)], begins + 1)
+        has: NDArray[np.bool_] = (turn < len(stops)) & (first < ends)
+        return has

@@ -230,7 +230,8 @@ def _tokenize_chat(chat: Chat, tokenizer: Tokenizer, end_text: bytes) -> _Tokeni
     labels = [(int(np.searchsorted(ends, turn.begin, "right")), int(np.searchsorted(begins, turn.end))) for turn in chat.turns]
     closing = _end_ids(tokenizer, not _ends_with(chat.text.encode(), end_text))
     if len(closing) and labels and chat.ends_with_label:
-        labels[-1] = (labels[-1][0], len(ids) + len(closing))
+        begin = labels.pop()[0] if labels[-1][1] == len(ids) else len(ids)
+        labels.append((begin, len(ids) + len(closing)))
     return _Tokenized(np.concatenate([ids, closing]), labels, is_empty=False)
 
 
