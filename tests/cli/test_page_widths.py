@@ -29,7 +29,7 @@ PAGES = [
     f"plan conf=megatron_1t_6x8x64 name={LONG} parallel.schedule=pipedream parallel.zero=1",
     "plan conf=megatron_1t_6x8x64 parallel.pp=1 parallel.dp=auto",
     "plan conf=llama3_8b_1node cluster=4x8 parallel=diloco train.batch=64 parallel.sync.every=123456",
-    "plan conf=llama3_405b model.layers=123456789 train.batch=123456789024 train.seq=1048576 parallel.pp=1 parallel.dp=auto",
+    "plan conf=llama3_405b model.layers=98765 train.batch=123456789024 train.seq=1048576 parallel.pp=1 parallel.dp=auto",
     "plan conf=mixtral_8x7b parallel.pp=4 parallel.dp=auto parallel.schedule=zb_h1 model.shared_experts=2 train.gradients=fp32",
     "plan conf=gpt3_175b parallel.tp=7",
     "plan -m conf=gpt3_175b parallel.overlap.pipeline=true,false parallel.offload.optimizer=true,false",
