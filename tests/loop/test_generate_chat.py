@@ -78,3 +78,15 @@ def test_an_answer_ends_with_the_end_token_or_what_closes_a_turn(template: str, 
     assert found.text.endswith(("<|im_start|>assistant\n", "[INST] hi [/INST]"))
     assert isinstance(tokenizer, VocabularyTokenizer)
     assert {tokenizer.rules.id_to_token(each) for each in found.ends} == ends
+
+
+@pytest.mark.parametrize("layout", ["parallel.pp=2", "parallel.cp=2"])
+def test_layouts_change_no_loss_of_chats(layout: str, answering_run: Path, ranks: RankPool, tmp_path: Path) -> None:
+    data = answering_run.parent
+    words = (f"data.path={data / 'a.jsonl'}", f"data.tokenizer={data}", f"data.cache={data / 'cache'}", "train.steps=4", "log.every=1")
+    one, other = (
+        ranks.train(tmp_path / name, *SMALL, "model.layers=2", *words, *more).figures("loss")
+        for name, more in (("one", ("cluster.gpus=1",)), ("other", (layout,)))
+    )
+    assert len(one) == 4
+    assert other == pytest.approx(one, abs=5e-6, rel=0)
