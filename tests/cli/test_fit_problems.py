@@ -46,7 +46,7 @@ REFUSED = (
                                            ("launch=local starts every rank on one machine, and the cluster has 4 nodes of 8 GPUs: "
                                             "set launch=deepspeed launch.hostfile=FILE, or launch=deepspeed launch.runner=slurm "
                                             "in a Slurm job")),
-    ("model=bert_large",                   "engine zero does not run model.family=bert: it runs gpt, hf, llama, mla or moe"),
+    ("model=bert_large",                   "engine zero does not run model.family=bert: it runs gpt, hf, hybrid, llama, mla or moe"),
     ("train.precision=fp4",                ("engine zero does not run train.precision=fp4: "
                                             "set train.precision=fp32 or train.precision=bf16")),
     ("train.precision=fp16",               ("train.precision=fp16 does not run on a CPU: DeepSpeed accepts it only on the few that "

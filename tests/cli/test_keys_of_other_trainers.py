@@ -39,7 +39,7 @@ MESSAGES: list[tuple[str, str]] = [
     ("zero_optimization.stage=2", "no key zero_optimization.stage: write parallel.zero=2 (0 to 3)"),
     ("fsdp=full_shard", "no key fsdp: write parallel.zero=3 (3 shards weights, gradients and the optimizer)"),
     ("output_dir=out", "no key output_dir: write log.dir=out (the run folder is log.dir/name)"),
-    ("num_train_epochs=3",
+    ("num_train_epochs=3 data=text",
         "no key num_train_epochs: train.steps or train.tokens sets the length of a run"),
     ("model.lora.r=4", "no key model.lora.r: write model.lora.rank=4 (0: no LoRA)"),
     ("model.lora.dropout=0.1",
