@@ -29,7 +29,7 @@ from statistics import median
 from tempfile import mkdtemp
 
 from ..trainer.system.child_process import end_child
-from .faults_drawn import FILE_DAMAGES, SIGNALS, Fault, draw_faults
+from .drawn_faults import FILE_DAMAGES, SIGNALS, Fault, draw_faults
 from .faults_runs import (
     Disk,
     FitProcess,

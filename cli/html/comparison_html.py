@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ...trainer.rundir.measured import MeasuredRun
+from ...trainer.rundir.measured_run import MeasuredRun
 from ...trainer.spec.numbers.as_text import plural
 from ...trainer.spec.problem import one_line
 from ..drawings.curve_drawing import DrawnCurve, curve_drawing, line_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured
+from ...trainer.rundir.measured_run import MeasuredRun, PlannedMeasured
 from ...trainer.spec.numbers.as_text import plural, seconds_text, share_text
 from ...trainer.spec.problem import one_line
 from ..drawings.curve_drawing import DrawnCurve, curve_drawing, line_of

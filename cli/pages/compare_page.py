@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured, read_measured_run
+from ...trainer.rundir.measured_run import MeasuredRun, PlannedMeasured, read_measured_run
 from ...trainer.spec.problem import one_line
 from ...trainer.spec.read import value_text
 from .loss_chart import SHARED_CELL, Points, comparison_chart

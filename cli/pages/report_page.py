@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured, SlowDevice
+from ...trainer.rundir.measured_run import MeasuredRun, PlannedMeasured, SlowDevice
 from ...trainer.rundir.saves_and_restarts import RestartReason, SavesInAll
 from ...trainer.spec.numbers.as_text import count_text, plural, seconds_range_text, seconds_text, share_text, size_text
 from ...trainer.spec.problem import one_line

@@ -16,7 +16,7 @@ from .exit_status import FAILED, OK
 
 if TYPE_CHECKING:
     from ...trainer.launch.hosts_and_commands import RunHosts
-    from ...trainer.machine.checks import MachineCheck
+    from ...trainer.machine.doctor_checks import MachineCheck
     from ...trainer.spec.run import Run
 
 # The run that is trained on two ranks and in one process, as overrides of the quickstart.
@@ -71,7 +71,7 @@ def doctor(
 def _machine_checks() -> Iterator[MachineCheck]:
     """Check this machine for any run, the quick checks first; engines only where the packages are installed."""
     from ...trainer.launch.doctor_smoke_test import engine_checks
-    from ...trainer.machine.checks import compiler_check, space_checks, version_checks
+    from ...trainer.machine.doctor_checks import compiler_check, space_checks, version_checks
     from ..config.load import load_recipe
     from ..keys.library import distrain_version
 
@@ -88,7 +88,7 @@ def _check_run(arguments: Sequence[str], config_dir: Path | None) -> bool:
     """Print the checks of a recipe's run, of its hosts first; return whether a problem would stop it. Raises Unreadable."""
     from ...trainer.launch.doctor_run_checks import checks_of_run
     from ...trainer.launch.hosts_and_commands import resolve_hosts
-    from ...trainer.machine.checks import version_checks
+    from ...trainer.machine.doctor_checks import version_checks
     from ...trainer.machine.facts import measure_once
     from ...trainer.plan.plan import make_plan
     from ..config.load import load_recipe

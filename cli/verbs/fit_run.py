@@ -86,7 +86,7 @@ def _check(read: Callable[[], Run]) -> tuple[Run, Plan, StartCheck] | None:
 
 def closing_text(run: Run) -> str:
     """The text at the end of a run that has trained: incidents, planned against measured figures, and what to try next."""
-    from ...trainer.rundir.measured import read_measured_run
+    from ...trainer.rundir.measured_run import read_measured_run
     from ...trainer.rundir.run_summary import newest_checkpoint
     from ..pages.report_page import incident_lines, planned_measured_table
     from ..pages.text_layout import stdout_style, wrap

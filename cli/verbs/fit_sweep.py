@@ -20,7 +20,7 @@ from ...trainer.machine import facts as machine
 from ...trainer.plan.plan import make_plan
 from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.rundir.files import run_folder
-from ...trainer.rundir.measured import read_measured_run
+from ...trainer.rundir.measured_run import read_measured_run
 from ...trainer.spec.changed_run import with_changes
 from ...trainer.spec.numbers.as_text import count_text, plural
 from ...trainer.spec.problem import Problem, Unreadable, one_line

@@ -42,7 +42,7 @@ def report(
     distrain report runs/base runs/wide --html runs.html
     distrain report runs/quickstart --timeline --svg step.svg
     """
-    from ...trainer.rundir.measured import read_measured_run
+    from ...trainer.rundir.measured_run import read_measured_run
 
     _check_timeline_options(timeline, svg, trace, html)
     folders = _run_folders(run_dirs)
@@ -78,7 +78,7 @@ def _check_timeline_options(timeline: bool, svg: str | None, trace: str | None, 
 
 def _text(run_dirs: Sequence[Path], folders: Sequence[Path]) -> str:
     """The page of one run, or of several side by side."""
-    from ...trainer.rundir.measured import read_measured_run
+    from ...trainer.rundir.measured_run import read_measured_run
     from ..pages.text_layout import stdout_style
 
     if len(folders) > 1:
@@ -101,7 +101,7 @@ def _html(html: str, run_dirs: Sequence[Path], folders: Sequence[Path]) -> str:
     """The HTML page of one run, or of several side by side."""
     import shlex
 
-    from ...trainer.rundir.measured import read_measured_run
+    from ...trainer.rundir.measured_run import read_measured_run
     from ..recipe_files.config_text import run_config_text
 
     command = shlex.join(["distrain", "report", *map(str, run_dirs), "--html", html])

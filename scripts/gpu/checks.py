@@ -67,11 +67,11 @@ def _untimed_check(name: str, function: str, **arguments: str) -> GpuCheck:
 
 MACHINE = "machine"
 CHECKS = (
-    GpuCheck(name=MACHINE, seconds=60, function=f"{ROOM}.ceilings:measure_ceilings"),
+    GpuCheck(name=MACHINE, seconds=60, function=f"{ROOM}.torch_rates:measure_ceilings"),
     GpuCheck(name="kernels", seconds=60, function=f"{ROOM}.kernel_rates:compare_kernels"),
-    _untimed_check("families", "losses:train_families"),
-    _untimed_check("precisions", "losses:compare_precisions"),
-    _untimed_check("zero", "losses:train_zero_stages"),
+    _untimed_check("families", "loss_checks:train_families"),
+    _untimed_check("precisions", "loss_checks:compare_precisions"),
+    _untimed_check("zero", "loss_checks:train_zero_stages"),
     _untimed_check("resume", "resume:kill_and_resume"),
     _untimed_check("two ranks", "two_ranks.prove_two_ranks:prove_two_ranks"),
     _untimed_check("two ranks bf16", "two_ranks.prove_two_ranks:prove_two_ranks", precision="bf16"),

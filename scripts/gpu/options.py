@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 
-from ...trainer.rundir.measured import read_measured_run
+from ...trainer.rundir.measured_run import read_measured_run
 from ...trainer.rundir.timeline_files import FOLDER, RankTimeline
 from .check_context import CheckContext
 from .finding import CheckBroken, Finding
 from .fit_runs import RECIPE, FinishedFit, FitRun, fit_each
+from .loss_checks import TINY
 from .loss_differences import most_apart
-from .losses import TINY
 
 WORDS = (*TINY, "model=tiny_llama", "engine=native", "train.steps=6")
 PLAIN, MOMENTS, TIMELINE = "plain", "moments in bf16", "timeline"  # options

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...trainer.rundir.measured import read_measured_run
+from ...trainer.rundir.measured_run import read_measured_run
 from .check_context import CheckContext
 from .finding import Finding
 from .fit_runs import FitRun, fit

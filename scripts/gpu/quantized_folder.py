@@ -17,8 +17,8 @@ from ...trainer.system.child_process import module_arguments, start_child
 from .check_context import CheckContext
 from .finding import CheckBroken, Finding
 from .fit_runs import RECIPE, FitRun, fit, fit_together
+from .loss_checks import FIVE, FLOAT32_LOSS
 from .loss_differences import most_apart
-from .losses import FIVE, FLOAT32_LOSS
 
 FOLDERS = ("plain_folder", "quantized_folder")
 WORDS = (*FIVE, "model=tiny_llama", "train.precision=fp32")

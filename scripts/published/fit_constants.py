@@ -40,7 +40,7 @@ MODULES: dict[str, tuple[Any, str]] = {
     "cast": (roofline, "CAST_BYTES"),
     "depth": (roofline, "TILE_DEPTH"),
     "grouped": (op_seconds, "GROUPED"),
-    "head_dim": (op_seconds, "HEAD_DIM"),
+    "head_dim": (op_seconds, "HEAD_DIM_EXPONENT"),
     "overlap": (pass_seconds, "OVERLAP_LOSS"),
     "waits": (pass_seconds, "HOST_WAITS"),
     "contention": (dp, "CONTENTION"),

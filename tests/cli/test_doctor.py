@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distrain.trainer.launch.doctor_smoke_test import loss_check
-from distrain.trainer.machine.checks import DISK, SHARED_MEMORY, compiler_check, disk_check, shared_memory_check
+from distrain.trainer.machine.doctor_checks import DISK, SHARED_MEMORY, compiler_check, disk_check, shared_memory_check
 
 
 def test_a_machine_that_can_train_has_no_problem_and_exits_0(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from distrain.cli.pages.text_layout import DEFAULT_WIDTH, MAX_WIDTH, MIN_WIDTH, 
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.preflight.checks import HostState
 from distrain.trainer.launch.preflight.preflight import PreflightReport
-from distrain.trainer.machine.checks import MachineCheck
-from distrain.trainer.rundir.measured import MeasuredRun, PlannedMeasured
+from distrain.trainer.machine.doctor_checks import MachineCheck
+from distrain.trainer.rundir.measured_run import MeasuredRun, PlannedMeasured
 
 WIDTHS = (MIN_WIDTH, DEFAULT_WIDTH, 100, MAX_WIDTH)
 DRAWN = (MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH)

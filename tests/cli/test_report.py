@@ -17,7 +17,7 @@ from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.cli.verbs.fit_run import closing_text
 from distrain.tests.fakes.run_command import run_command
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.rundir.measured import read_measured_run
+from distrain.trainer.rundir.measured_run import read_measured_run
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Run
 

@@ -18,7 +18,7 @@ from distrain.cli.pages.loss_chart import HEIGHT, LABEL_WIDTH, SHARED_CELL, comp
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.tests.fakes.run_command import run_command
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.rundir.measured import read_measured_run
+from distrain.trainer.rundir.measured_run import read_measured_run
 from distrain.trainer.spec.run import Run
 
 SMALL = ("model.hidden=32", "model.heads=2", "model.ffn=64", "model.layers=1", "train.seq=16", "train.batch=4", "train.microbatch=2")

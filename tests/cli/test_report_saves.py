@@ -18,7 +18,7 @@ from distrain.cli.verbs.fit_run import closing_text
 from distrain.cli.verbs.report import report_document
 from distrain.tests.fakes.html_page import SVG, HtmlPage, text_of
 from distrain.trainer.prove.checks.curve import read_curve
-from distrain.trainer.rundir.measured import read_measured_run
+from distrain.trainer.rundir.measured_run import read_measured_run
 from distrain.trainer.rundir.run_summary import run_summary
 
 Rows = Sequence[dict[str, Any]]

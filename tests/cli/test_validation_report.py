@@ -17,7 +17,7 @@ from distrain.cli.pages.loss_chart import run_chart
 from distrain.cli.pages.report_page import headline, history_sentences
 from distrain.cli.pages.text_layout import Style
 from distrain.trainer.prove.checks.curve import Curve, evaluation_difference, read_curve
-from distrain.trainer.rundir.measured import read_measured_run
+from distrain.trainer.rundir.measured_run import read_measured_run
 from distrain.trainer.rundir.metric_rows import main_validation_loss, validation_key, validation_losses
 from distrain.trainer.rundir.run_summary import run_summary
 

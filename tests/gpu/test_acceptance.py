@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.scripts.gpu import acceptance, calibration, fit_runs, losses, options, quantized_folder
+from distrain.scripts.gpu import acceptance, calibration, fit_runs, loss_checks, options, quantized_folder
 from distrain.scripts.gpu.__main__ import row_lines
 from distrain.scripts.gpu.acceptance import Report, carry_out, read_report
 from distrain.scripts.gpu.check_context import CheckContext
@@ -233,27 +233,27 @@ LOSSES = [5.5, 5.4, 5.3]
 @pytest.mark.parametrize(
     ("check", "changed", "found"),
     [
-        (losses.compare_precisions, {}, []),
-        (losses.compare_precisions, {"precision.cpu": [5.5, 5.4, 5.3003]}, ["float32 is 3.0e-04 nats from the CPU's"]),
-        (losses.compare_precisions, {"precision.bf16": [5.5, 5.6, 5.3]}, ["bf16 is 3.7 % from float32"]),
-        (losses.compare_precisions, {"precision.bf16": [nan, 5.4, 5.3]}, ["bf16 is nan % from float32"]),
-        (losses.train_zero_stages, {}, []),
-        (losses.train_zero_stages, {"fp32.zero3": [5.5, 5.4, 5.31]}, ["fp32 zero3 is 1.0e-02 nats from fp32 zero0"]),
-        (losses.train_zero_stages, {"fp16.zero1": [5.5, 5.4, 5.5]}, ["fp16 zero1 is 2.0e-01 nats from bf16 zero1"]),
+        (loss_checks.compare_precisions, {}, []),
+        (loss_checks.compare_precisions, {"precision.cpu": [5.5, 5.4, 5.3003]}, ["float32 is 3.0e-04 nats from the CPU's"]),
+        (loss_checks.compare_precisions, {"precision.bf16": [5.5, 5.6, 5.3]}, ["bf16 is 3.7 % from float32"]),
+        (loss_checks.compare_precisions, {"precision.bf16": [nan, 5.4, 5.3]}, ["bf16 is nan % from float32"]),
+        (loss_checks.train_zero_stages, {}, []),
+        (loss_checks.train_zero_stages, {"fp32.zero3": [5.5, 5.4, 5.31]}, ["fp32 zero3 is 1.0e-02 nats from fp32 zero0"]),
+        (loss_checks.train_zero_stages, {"fp16.zero1": [5.5, 5.4, 5.5]}, ["fp16 zero1 is 2.0e-01 nats from bf16 zero1"]),
         (
-            losses.train_zero_stages,
+            loss_checks.train_zero_stages,
             {"bf16.native.offload": [5.5, 5.4, 5.5]},
             ["bf16 native offload is 2.0e-01 nats from bf16 zero1"],
         ),
-        (losses.train_families, {}, []),
-        (losses.train_families, {"family.moe": [5.3, 5.4, 5.3]}, ["moe: losses 5.3000 5.4000 5.3000"]),
-        (losses.train_families, {"family.hf": [5.3, inf, 5.2]}, ["hf: losses 5.3000 inf 5.2000"]),
+        (loss_checks.train_families, {}, []),
+        (loss_checks.train_families, {"family.moe": [5.3, 5.4, 5.3]}, ["moe: losses 5.3000 5.4000 5.3000"]),
+        (loss_checks.train_families, {"family.hf": [5.3, inf, 5.2]}, ["hf: losses 5.3000 inf 5.2000"]),
         (
-            losses.train_families,
+            loss_checks.train_families,
             {"family.moe": "family.moe: no", "family.hf": [5.3, inf, 5.2]},
             ["family.moe: no", "hf: losses 5.3000 inf 5.2000"],
         ),
-        (losses.train_zero_stages, {"fp16.zero1": "fp16.zero1: no"}, ["fp16.zero1: no"]),
+        (loss_checks.train_zero_stages, {"fp16.zero1": "fp16.zero1: no"}, ["fp16.zero1: no"]),
     ],
 )
 def test_losses_that_differ_are_named(
@@ -387,7 +387,7 @@ def test_without_what_others_are_compared_with_a_check_is_broken(tmp_path: Path,
     with pytest.raises(CheckBroken, match=r"option\.plain: no"):
         options.compare_same_curves(CheckContext(folder=tmp_path, on_gpu=True))
     with pytest.raises(CheckBroken, match=r"bf16 zero1 did not train: bf16\.zero1: no"):
-        losses.train_zero_stages(CheckContext(folder=tmp_path, on_gpu=True))
+        loss_checks.train_zero_stages(CheckContext(folder=tmp_path, on_gpu=True))
 
 
 def test_a_run_that_fails_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

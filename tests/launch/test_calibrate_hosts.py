@@ -41,7 +41,7 @@ from distrain.cli.app import main
 main()
 """
 SHAPED = 5e6  # bytes/s of the slow link
-PROGRAM = "trainer.machine.host_program"
+PROGRAM = "trainer.machine.calibrate_host"
 
 
 class Calibrated(NamedTuple):

@@ -153,7 +153,7 @@ def test_an_ssh_that_can_not_be_started_ends_the_others(ssh: FakeCommands) -> No
 def test_the_upload_of_a_controller_that_dies_is_rolled_back(ssh: FakeCommands, tmp_path: Path) -> None:
     token, host = tmp_path / "run" / "launch" / "ticket", upload.Connection("h0")
     host.identify()
-    host.upload(tmp_path / "run", {"launch/ticket": "secret"})
+    host.upload(tmp_path / "run", {"launch/join_token": "secret"})
     assert token.read_text() == "secret"
     assert host.ssh.process.stdin is not None
     host.ssh.process.stdin.close()

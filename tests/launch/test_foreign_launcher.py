@@ -50,7 +50,7 @@ def test_output_and_messages_of_a_rank_started_by_hand_are_on_the_terminal(tmp_p
 
 
 def test_a_rank_of_ours_inside_a_slurm_allocation_is_unaffected(tmp_path: Path) -> None:
-    shown, log = run_rank(tmp_path, RANK="3", SLURM_PROCID="0", DISTRAIN_LIFELINE_FD="0")
+    shown, log = run_rank(tmp_path, RANK="3", SLURM_PROCID="0", DISTRAIN_PARENT_WATCH_FD="0")
     assert (sorted(shown), log) == (sorted([*MESSAGES, "noise", "more of it"]), [])
 
 

@@ -234,7 +234,7 @@ def test_goodput_counts_the_seconds_of_steps_that_are_kept(tmp_path: Path) -> No
     tally.note_first_step(40)  # 20 s of them are lost
     tally._began = (40, now - 60.0)
     tally.note_end(outcome_at(step=99, last_step_at=now, status=0))
-    assert tally.summary() == "goodput 70.0 %: 140 s of 200 s in steps that count; 1 restart, 10 steps done again"
+    assert tally.write_summary() == "goodput 70.0 %: 140 s of 200 s in steps that count; 1 restart, 10 steps done again"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[0] == {"restart": 1, "step": 40, "lost_steps": 10, "says": "rank 0 was killed by SIGKILL"}
     assert rows[1]["goodput"] == pytest.approx(0.7, abs=1e-3)
@@ -252,7 +252,7 @@ def test_each_restart_has_a_row_with_its_reason_and_its_hosts(tmp_path: Path) ->
     tally.note_first_step(40)
     tally.note_end(failed)
     tally.note_restart(failed)
-    tally.summary()
+    tally.write_summary()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[:3] == [
         {"restart": 1, "step": 40, "lost_steps": 10, "says": failed.says, "hosts": "on a, c: spare c for b (it can't be reached)"},

@@ -24,8 +24,8 @@ from distrain.trainer.launch.measure_hosts import HostProbes
 from distrain.trainer.launch.preflight.checks import HostState, device_kind
 from distrain.trainer.machine.all_reduce import SHORT_BYTES
 from distrain.trainer.machine.cache import LayerRates
+from distrain.trainer.machine.calibrate_host import MARK
 from distrain.trainer.machine.cluster_measurement import ClusterMeasurement, cluster_measurement
-from distrain.trainer.machine.host_program import MARK
 from distrain.trainer.machine.link_probe import link_phases
 from distrain.trainer.machine.measurement import AllReduceTimes, DeviceMeasurement, ProductRates
 from distrain.trainer.spec.problem import Problem

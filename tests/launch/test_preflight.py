@@ -17,8 +17,8 @@ from distrain.cli.pages.hosts_page import preflight_lines
 from distrain.tests.fakes.deadline import DEADLINE, wait_for
 from distrain.tests.fakes.path_commands import SSH, FakeCommands
 from distrain.trainer.launch.hosts.hostfile import Host
-from distrain.trainer.launch.preflight import host_probe
 from distrain.trainer.launch.preflight import preflight as rounds
+from distrain.trainer.launch.preflight import preflight_host
 from distrain.trainer.launch.preflight.checks import HostRequirements, HostState, host_notes, host_problems
 from distrain.trainer.launch.preflight.preflight import run_preflight
 from distrain.trainer.launch.preflight.spares import choose_hosts
@@ -57,7 +57,7 @@ def requirements(folder: Path, **more: Any) -> HostRequirements:
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The answer of a host without problems: this machine, with 8 GPUs."""
-    said = host_probe.host_facts({"kind": "cpu", "folder": str(tmp_path_factory.mktemp("run")), "note": "note"})
+    said = preflight_host.host_facts({"kind": "cpu", "folder": str(tmp_path_factory.mktemp("run")), "note": "note"})
     return said | {"cards": [[index, 0, 80 * GIB] for index in range(8)], "folder": {"free": 100 * GIB}, "cores": 4}
 
 
@@ -85,10 +85,10 @@ def test_hosts_without_problems_pass(answer: dict[str, Any]) -> None:
 # fmt: off
 LACKS: dict[str, tuple[Callable[[dict[str, Any]], object], str, dict[str, Any]]] = {
     "a package": (lambda facts: facts["versions"].update(deepspeed=""),
-                  f"h0 has no deepspeed: install deepspeed {host_probe.package_versions()['deepspeed']} there", {}),
+                  f"h0 has no deepspeed: install deepspeed {preflight_host.package_versions()['deepspeed']} there", {}),
     "distrain": (lambda facts: facts["versions"].update(distrain="", code=""), "h0 has no distrain: install ", {}),
     "another torch": (lambda facts: facts["versions"].update(torch="2.0.0"),
-                      f"h0 has torch 2.0.0, this machine {host_probe.package_versions()['torch']}: install the same on all hosts", {}),
+                      f"h0 has torch 2.0.0, this machine {preflight_host.package_versions()['torch']}: install the same on all hosts", {}),
     "another Python": (lambda facts: facts["versions"].update(python="3.8.1"),
                        f"h0 has python 3.8, this machine {sys.version_info[0]}.{sys.version_info[1]}: install the same", {}),
     "other files": (lambda facts: facts["versions"].update(code="00000000"),
@@ -146,7 +146,7 @@ def test_minor_findings_are_notes(answer: dict[str, Any]) -> None:
 
 # Spares: h0 and h1 are a run's hosts, h2 is its spare
 
-TORCH = f"has torch 2.0.0, this machine {host_probe.package_versions()['torch']}"
+TORCH = f"has torch 2.0.0, this machine {preflight_host.package_versions()['torch']}"
 # fmt: off
 CHOICES: dict[str, tuple[str, str, str, dict[str, str], dict[str, str]]] = {
     # hosts with another torch; pairs without a link; pairs without a shared folder; who is left out, and which spare is useless, and why

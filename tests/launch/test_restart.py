@@ -167,8 +167,8 @@ def test_a_disk_that_is_full_at_a_restart_does_not_hide_the_fault(attempts: Atte
 
 def test_a_run_goes_on_where_goodput_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    assert GoodputMeter(folder=tmp_path).summary().startswith("goodput 0")
-    assert GoodputMeter(folder=tmp_path / "gone").summary().startswith("goodput 0")
+    assert GoodputMeter(folder=tmp_path).write_summary().startswith("goodput 0")
+    assert GoodputMeter(folder=tmp_path / "gone").write_summary().startswith("goodput 0")
 
 
 def test_a_run_folder_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_a_step_over_the_limits_is_counted_and_remembered() -> None:
     row = anomalies.add_step(spike, 21)
     assert row == {"skipped": True, "samples": (320, 335), "spike": 43.6, "norm_spike": 18.9}
     anomalies.raise_if_too_many(spike, 21)
-    assert [each[-1] for each in anomalies.record().values()] == [5.0, 4.0]
+    assert [each[-1] for each in anomalies.recent_figures().values()] == [5.0, 4.0]
     anomalies.add_step(spike, 22)
     says = r"step 22: the loss or the norm of the gradients is more than 6 deviations above recent ones, and it, like the one before it, "
     with pytest.raises(TooManySkippedSteps, match=rf"{says}was skipped \(train.skip=1\): .* or a higher train.skip_spikes"):
@@ -233,7 +233,7 @@ def test_engine_native_alone_skips_spikes(words: tuple[str, ...], engine: str | 
 
 
 def test_nothing_is_kept_where_no_spike_is_skipped() -> None:
-    assert spiky()[0].record() == {}
+    assert spiky()[0].recent_figures() == {}
 
 
 # Spike scores, without ranks

@@ -23,7 +23,7 @@ from distrain.trainer.loop.state.save_pauses import SavePauses
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.checkpoints import MANIFEST, checkpoint_steps
 from distrain.trainer.rundir.files import write_launch_files
-from distrain.trainer.rundir.measured import read_measured_run
+from distrain.trainer.rundir.measured_run import read_measured_run
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import PoolJob, RankPool

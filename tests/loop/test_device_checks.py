@@ -20,7 +20,7 @@ from distrain.trainer.launch.restart import run_attempts
 from distrain.trainer.loop.devices.checksum import checksum, combined
 from distrain.trainer.loop.devices.device_work import CPU, one_thread, read_device, run_work
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.rundir.measured import read_measured_run
+from distrain.trainer.rundir.measured_run import read_measured_run
 
 ARGUMENTS = (
     "quickstart", "model=tiny", "model.layers=2", "data=synthetic", "train.batch=12", "train.seq=16", "train.microbatch=1",

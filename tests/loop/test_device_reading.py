@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from distrain.trainer.loop.devices.device_reading import DeviceReading, differing_devices, slow_devices, step_share, wrong_devices
-from distrain.trainer.loop.devices.replicas import Departure, all_agree, first_departure, totals
+from distrain.trainer.loop.devices.weight_copies import Departure, all_agree, first_departure, totals
 
 
 def readings(bits: Sequence[int | None] = (), seconds: Sequence[float] = (), kinds: str = "") -> list[DeviceReading]:

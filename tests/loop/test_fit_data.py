@@ -14,7 +14,7 @@ from distrain.tests.fakes.one_process import reference_curve
 from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.loop.data.validation_sets import prepare_validation_sets
 from distrain.trainer.models.build import build_model
-from distrain.trainer.rundir.measured import read_measured_run
+from distrain.trainer.rundir.measured_run import read_measured_run
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import PoolJob, RankPool

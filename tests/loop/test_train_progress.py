@@ -106,7 +106,7 @@ def test_a_row_averages_steps_of_one_batch() -> None:
     meter = ThroughputMeter(run, make_plan(run), World(rank=0, size=1, device=torch.device("cpu")))
     for seconds, batch in ((9.0, 2), (1.0, 2), (3.0, 8), (5.0, 8)):
         meter.add_step(seconds, {"forward": seconds / 2}, batch)
-    row = meter.row()
+    row = meter.take_row()
     assert (row["batch"], row["seconds"], row["tokens_per_second"], row["seconds_forward"]) == (8, 4.0, 8 * 16 / 4.0, 2.0)
     meter.add_step(1.0, {}, 8)
-    assert meter.row()["seconds"] == 1.0
+    assert meter.take_row()["seconds"] == 1.0

@@ -21,7 +21,7 @@ from distrain.tests.fakes.hf_models import NEOX, OPT, SIZES, STEPS, words, write
 from distrain.tests.fakes.rank_pool import PoolJob, RankPool
 from distrain.trainer.models.hf.inspect_config import inspect_config
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.rundir.measured import read_measured_run
+from distrain.trainer.rundir.measured_run import read_measured_run
 from distrain.trainer.spec.problem import Unreadable
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers, which has these models, is not installed")

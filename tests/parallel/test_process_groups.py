@@ -82,8 +82,8 @@ def test_near_ties_are_counted_by_the_first_rank_of_each_tensor_group() -> None:
         part.near_ties = [torch.tensor(2), torch.tensor(5)]
         with grid_of(mesh, rank) as grid:
             engine = CountingEngine(run, [RankPart(module=part, weight_shards={})], grid)
-            assert engine._near_ties() == (7 if mesh.coordinates(rank)["tp"] == 0 else 0)
-            assert engine._near_ties() == 0
+            assert engine._sum_near_ties() == (7 if mesh.coordinates(rank)["tp"] == 0 else 0)
+            assert engine._sum_near_ties() == 0
 
 
 @pytest.mark.parametrize(

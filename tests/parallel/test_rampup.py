@@ -28,7 +28,7 @@ from distrain.trainer.loop.data.samples.batches import Batches  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
-from distrain.trainer.rundir.measured import read_measured_run  # noqa: E402
+from distrain.trainer.rundir.measured_run import read_measured_run  # noqa: E402
 from distrain.trainer.rundir.timeline_report import read_timeline_report  # noqa: E402
 from distrain.trainer.spec.derived.batch_levels import run_at_batch  # noqa: E402
 from distrain.trainer.spec.run import Run  # noqa: E402

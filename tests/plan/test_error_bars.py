@@ -21,7 +21,7 @@ from distrain.trainer.plan.error_bars import MEMORY_BARS, STEP_BARS, BarRule, Pl
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.plan.search.answer import find_layouts
-from distrain.trainer.rundir.measured import read_measured_run
+from distrain.trainer.rundir.measured_run import read_measured_run
 from distrain.trainer.spec.run import Run
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "published" / "cases.json"

@@ -19,7 +19,7 @@ from distrain.cli.verbs.prove_run import Printer, prove_recipe
 from distrain.tests.fakes.rank_pool import RankPool, choose_program
 from distrain.trainer.layers.dropout import Dropout
 from distrain.trainer.layers.recompute import recompute
-from distrain.trainer.loop.trace.reference import ReferenceReader
+from distrain.trainer.loop.trace.recorded_tensors import RecordedTensorReader
 from distrain.trainer.loop.trace.tensor_recorder import TRACED_MODULES, Recorder, is_traced
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.prove.first_departure import (
@@ -299,7 +299,7 @@ def test_every_traced_tensor_of_every_rank_is_compared(traced: TraceLayout) -> N
 def test_gradients_of_a_reference_are_those_of_the_mean_loss(ranks: RankPool, tmp_path: Path) -> None:
     """Over the samples of a step, the gradients of the logits times the head's inputs are the gradient of the head's weight."""
     _run(ranks, tmp_path, (*GPT, "model.tied=false", "cluster.gpus=1"), tmp_path / "reference", None)
-    reader = ReferenceReader(tmp_path / "reference")
+    reader = RecordedTensorReader(tmp_path / "reference")
     logits, inputs = (reader.samples(0, kind, name, range(4)) for kind, name in (("output_gradient", "head"), ("output", "norm")))  # type: ignore[arg-type]
     by_weight = torch.einsum("bsh,bsv->hv", inputs, logits)
     assert torch.allclose(by_weight, reader.weight(0, "gradient", "head.weight"), atol=1e-8)

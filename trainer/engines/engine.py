@@ -271,15 +271,15 @@ class Engine(ABC):
                 for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
                     gradient.copy_(part.view_as(gradient))
 
-    def _near_ties(self) -> int | None:
+    def _sum_near_ties(self) -> int | None:
         """Return the near ties of the step just done on all ranks; None where no module counts them."""
-        total = self._own_near_ties()
+        total = self._take_own_near_ties()
         if total is None:
             return None
         dist.all_reduce(total)
         return int(total)
 
-    def _own_near_ties(self) -> Tensor | None:
+    def _take_own_near_ties(self) -> Tensor | None:
         """Return the near ties of the step just done that this rank counts, and count anew; None where no module counts them."""
         modules: list[Any] = [each.module for each in self.parts]
         counters: list[list[Tensor]] = [each.near_ties for each in modules if hasattr(each, "near_ties")]
@@ -292,7 +292,7 @@ class Engine(ABC):
             total.zero_()  # all ranks of a tensor-parallel group route the same tokens
         return total
 
-    def _losses(self, total: Tensor) -> Tensor:
+    def _take_losses(self, total: Tensor) -> Tensor:
         """Return the sum of a step's losses on this rank and behind it, where modules predict further tokens, that of theirs, or the sums
         of a batch of preferences (PairResults): float32, and counts the latter anew."""
         held = [each for part in self.parts for each in take_further_losses(part.module)]
@@ -306,21 +306,21 @@ class Engine(ABC):
         found = [each.sums for part in self.parts for each in take_pair_results(part.module)]
         return sum(found, torch.zeros(FIGURES, dtype=torch.float64, device=self.grid.world.device))
 
-    def _own_figures(self) -> Tensor:
+    def _take_own_figures(self) -> Tensor:
         """Return what this rank counts of a step beside loss and norm, float64: near ties and losses of further tokens, where the model has
         them, and the sums of preferences, each counted by one rank of a tensor-parallel group. Counts them anew."""
-        ties, device = self._own_near_ties(), self.grid.world.device
-        further = self._losses(torch.zeros((), device=device))[1:] * (not self.grid.coordinate("tp"))
+        ties, device = self._take_own_near_ties(), self.grid.world.device
+        further = self._take_losses(torch.zeros((), device=device))[1:] * (not self.grid.coordinate("tp"))
         return torch.cat([torch.zeros(0, device=device) if ties is None else ties.view(1), further]).double()
 
     def _named_figures(self, sums: Sequence[float], label_count: int) -> dict[str, Any]:
-        """Return the fields of a StepResult with the sums of all ranks' `_own_figures`."""
+        """Return the fields of a StepResult with the sums of all ranks' `_take_own_figures`."""
         further = further_losses(self.run)
         ties = int(sums[0]) if len(sums) > further else None
         return {"near_ties": ties, **self._named_means([each / label_count for each in sums[len(sums) - further :]])}
 
     def _named_means(self, means: Sequence[float]) -> dict[str, Any]:
-        """Return the fields of a StepResult with the means over the global batch of what `_losses` has behind the loss."""
+        """Return the fields of a StepResult with the means over the global batch of what `_take_losses` has behind the loss."""
         if self.run.data.has_preferences:
             return {"preferences": PreferenceFigures(*means)}
         return {"mtp_loss": means[0]} if means else {}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..machine import facts as machine
-from ..machine.checks import MachineCheck, compiler_check
+from ..machine.doctor_checks import MachineCheck, compiler_check
 from ..plan.result import Plan
 from ..rundir.absolute_paths import relative_folder
 from ..rundir.files import run_folder

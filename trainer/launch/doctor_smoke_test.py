@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..machine.checks import MachineCheck
+from ..machine.doctor_checks import MachineCheck
 from ..rundir.files import run_folder
 from ..spec.run import Run
 from ..system.run_child import capture_child

@@ -60,7 +60,7 @@ class GoodputMeter:
         hosts = change.removeprefix(", ")
         self._pending.append({RESTART_KEY: self.restarts, "says": outcome.says, **({"hosts": hosts} if hosts else {})})
 
-    def summary(self) -> str:
+    def write_summary(self) -> str:
         """Write the run's goodput to metrics.jsonl, and return it as a line."""
         whole = time.monotonic() - self._since
         if self._failed is not None:  # no later attempt shows how much of it was lost

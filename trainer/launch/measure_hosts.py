@@ -1,4 +1,4 @@
-"""Measures the devices of several hosts and the links between them: a program on each host (`machine/host_program.py`), over ssh.
+"""Measures the devices of several hosts and the links between them: a program on each host (`machine/calibrate_host.py`), over ssh.
 
 All hosts reach a stage before any goes on: they measure their devices at the same time, and then the links. Where one fails, all end.
 """
@@ -19,8 +19,8 @@ from threading import Lock, Thread
 from types import MappingProxyType
 from typing import Any
 
+from ..machine.calibrate_host import MARK
 from ..machine.cluster_measurement import ClusterMeasurement, cluster_measurement
-from ..machine.host_program import MARK
 from ..machine.measurement import PATIENCE, DeviceMeasurement, Kind
 from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem
@@ -30,7 +30,7 @@ from .hosts.ssh import Ssh, SshInterrupted, run_concurrently
 from .preflight.checks import HostRequirements, HostState, device_kind
 from .preflight.preflight import LINK_VARIABLES, check_hosts
 
-MODULE = "distrain.trainer.machine.host_program"
+MODULE = "distrain.trainer.machine.calibrate_host"
 FABRIC_VARIABLES = (*LINK_VARIABLES, "FI_", "UCX_", "IB_")  # prefixes of this shell's variables that hosts get too
 HOST_SECONDS = 5.0  # beyond the time limit, after which a program ends by itself
 OTHERS_SECONDS = 1.0  # after a host's failure, for others to say that they failed as well

@@ -79,7 +79,7 @@ def run_attempts(
                 outcome = _outcome_between_attempts(run, outcome, folder, requests)
                 break
         if run.launch.restarts:
-            show(goodput.summary())
+            show(goodput.write_summary())
     if outcome.status > 128:
         outcome = replace(outcome, says=f"{outcome.says}; {_what_remains(run, folder)}")
     return outcome

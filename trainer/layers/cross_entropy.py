@@ -56,7 +56,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.first = tp.group.rank * logits.shape[1] if tp else 0
         ctx.width = max(0, min(vocab - ctx.first, logits.shape[1]))  # of this rank's logits, those that are not padding
         ctx.z_loss, ctx.keep_logits = z_loss, keep_logits
-        log_sum, label_logit = _row_statistics(logits, labels - ctx.first, ctx.width, tp)
+        log_sum, label_logit = _log_sums_and_label_logits(logits, labels - ctx.first, ctx.width, tp)
         ctx.save_for_backward(logits, labels, log_sum)
         return torch.where(labels == IGNORED, 0.0, log_sum - label_logit)
 
@@ -110,7 +110,7 @@ def chunk_statistics(logits: Tensor, local: Tensor, width: int) -> loss_kernels.
     return largest, total, label_logit
 
 
-def _row_statistics(logits: Tensor, local: Tensor, width: int, tp: TensorParallel | None) -> tuple[Tensor, Tensor]:
+def _log_sums_and_label_logits(logits: Tensor, local: Tensor, width: int, tp: TensorParallel | None) -> tuple[Tensor, Tensor]:
     """Return (log-sum-exp over the whole vocabulary, the label's logit) of each row [R]; `local` are labels counted from this rank's
     first token."""
     found: loss_kernels.RowStatistics | None = None

@@ -61,7 +61,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed
     """Return x W + b for x [..., I] and weight [I, O] (transposed: [O, I]); its weight's gradient may be deferred."""
     gradients = open_weight_gradients(weight) if torch.is_grad_enabled() else None
     if gradients is not None:
-        output: Tensor = _PutOffProduct.apply(x, weight, bias, transposed, gradients)  # type: ignore[no-untyped-call]
+        output: Tensor = _DeferredProduct.apply(x, weight, bias, transposed, gradients)  # type: ignore[no-untyped-call]
         return output
     return _affine(x, weight.mT if transposed else weight, bias)
 
@@ -72,7 +72,7 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
 
 
-class _PutOffProduct(torch.autograd.Function):
+class _DeferredProduct(torch.autograd.Function):
     """x W + b, whose backward computes the gradients of x and b, and defers that of W."""
 
     @staticmethod

@@ -83,7 +83,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
                 saver.finish()  # a check that finds a fault names the checkpoints since the one before
                 devices.check(done)
             if saves:
-                saver.save(setup.start.after(run, done), anomalies.record(), devices.checked)
+                saver.save(setup.start.after(run, done), anomalies.recent_figures(), devices.checked)
             if stopping and not is_last:
                 saver.finish(at_end=True)
                 if saver.newest < done:

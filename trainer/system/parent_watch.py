@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Mapping
 
-PARENT_WATCH_VARIABLE = "DISTRAIN_LIFELINE_FD"
+PARENT_WATCH_VARIABLE = "DISTRAIN_PARENT_WATCH_FD"
 PDEATHSIG = 1  # prctl(2)
 
 

@@ -69,7 +69,8 @@ class PipeEngine(DeepSpeedAdapter):
         modules: list[Any] = [each.module for each in self.parts]
         for each in modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale / self.micros * getattr(self.stepper, "loss_scale", 1.0)
-        losses = self._losses(self.engine.train_step(PipelineStep(read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter)))
+        step = PipelineStep(read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter)
+        losses = self._take_losses(self.engine.train_step(step))
         if self.grid.coordinate("tp"):  # all ranks of a tensor-parallel group compute the same loss
             losses.zero_()
         with self._record_span("sync"):
@@ -80,7 +81,7 @@ class PipeEngine(DeepSpeedAdapter):
             loss=means[0],
             grad_norm=float(norm),
             skipped=self.skipped_steps > skipped,
-            near_ties=self._near_ties(),
+            near_ties=self._sum_near_ties(),
             **self._named_means(means[1:]),
         )
 

@@ -141,7 +141,7 @@ class ZeroEngine(DeepSpeedAdapter):
                 self.engine.clip_fp32_gradients = partial(clip, self.module.parameters(), norm, self.run.train.clip)
             with self._measure_time("step", "step"), self._optimizer_step(skip=not finite):
                 self.engine.step()
-        losses = self._losses(total)
+        losses = self._take_losses(total)
         if group := self.grid.group("data"):
             with self._record_span("sync"):
                 dist.all_reduce(losses, group=group.handle)
@@ -151,7 +151,7 @@ class ZeroEngine(DeepSpeedAdapter):
             loss=means[0],
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=self.skipped_steps > skipped,
-            near_ties=self._near_ties(),
+            near_ties=self._sum_near_ties(),
             **self._named_means(means[1:]),
         )
 

@@ -136,7 +136,7 @@ class DelayedEngine(NativeEngine, PassHooks):
     def _send_result(self, step: OpenStep, total: Tensor) -> None:
         """Begin to sum a step's figures over all ranks: its loss, the mean square of its updates' gradients, its other figures."""
         own = torch.zeros((), dtype=torch.float64, device=total.device)
-        figures = [own if self.grid.coordinate("tp") else total.double(), step.squares / self._updates, *self._own_figures()]
+        figures = [own if self.grid.coordinate("tp") else total.double(), step.squares / self._updates, *self._take_own_figures()]
         step.sums = torch.stack(figures)
         step.work = dist.all_reduce(step.sums, group=self._all, async_op=True)
 

@@ -100,7 +100,7 @@ class NativeEngine(Engine):
     ) -> StepResult | None:
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         total = self._run_passes(read_microbatch, label_count, byte_counter)
-        return self._take_step(total, self._own_figures(), lr, label_count)
+        return self._take_step(total, self._take_own_figures(), lr, label_count)
 
     def _run_passes(self, read_microbatch: ReadMicrobatch, label_count: int, byte_counter: ByteCounter | None) -> Tensor:
         """Run a step's forwards and backwards, and the sums of gradients up to the data axis's. Return the sum of this rank's losses."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-JOIN_TOKEN_FILE = "launch/ticket"  # in RUN_DIR
+JOIN_TOKEN_FILE = "launch/join_token"  # in RUN_DIR
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from ...machine.facts import CPU_RANKS_PER_CORE
 from ...spec.numbers.as_text import size_text
 from ...spec.problem import Problem
 from ..hosts.hostfile import Host
-from . import host_probe
+from . import preflight_host
 
 ELEMENTS = 4 << 20  # float32 values of the timed all-reduce: 16 MiB
 CLOCK_DRIFT = 2.0  # least difference of two clocks, in seconds, that a note reports
@@ -77,7 +77,7 @@ def unreachable_problem(name: str, why: str, python: str) -> Problem:
 
 def host_problems(seen: Sequence[HostState], needs: HostRequirements) -> Iterator[Problem]:
     """Yield all that prevents the run, from the first two rounds."""
-    own = host_probe.package_versions()
+    own = preflight_host.package_versions()
     for each in seen:
         yield from own_problems(each, needs, own)
     for one, other in _same_machines(seen):
@@ -112,7 +112,7 @@ def _version_problems(each: HostState, own: Mapping[str, str]) -> Iterator[Probl
     assert each.facts is not None
     theirs = each.facts["versions"]
     mend = "install the same on all hosts"
-    for name in ("python", *host_probe.PACKAGES):
+    for name in ("python", *preflight_host.PACKAGES):
         mine, there = own[name], theirs[name]
         if name == "python":  # the patch version may differ
             mine, there = (".".join(word.split(".")[:2]) for word in (mine, there))

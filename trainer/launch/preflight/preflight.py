@@ -23,7 +23,7 @@ from ...system.stop_requests import StopRequests, collect_stop_requests
 from ..hosts.hostfile import Host
 from ..hosts.shell_safe import SAFE_CHARACTERS, require_shell_safe
 from ..hosts.ssh import Ssh, SshInterrupted, run_concurrently
-from . import host_probe
+from . import preflight_host
 from .checks import ELEMENTS, HostRequirements, HostState, all_reduce_problems, device_kind, host_notes, host_problems, unreachable_problem
 from .spares import choose_hosts, reasons_against
 
@@ -100,7 +100,7 @@ def _place_spares(
 def joining_problems(used: Sequence[Host], joining: Sequence[Host], needs: HostRequirements, stop_requests: StopRequests) -> dict[str, str]:
     """Ask the hosts of a run and some that are to join them; return why some of these can't, by name."""
     seen, _ = check_hosts([*used, *joining], needs, stop_requests)
-    own = host_probe.package_versions()
+    own = preflight_host.package_versions()
     kept, problems = seen[: len(used)], dict[str, str]()
     for each in seen[len(used) :]:
         if not each.is_asked:
@@ -139,7 +139,7 @@ class HostAnswer:
 
 @dataclass(frozen=True)
 class HostCalls:
-    """Concurrent calls of ssh, each running `host_probe.py` on a host, until a stop is requested."""
+    """Concurrent calls of ssh, each running `preflight_host.py` on a host, until a stop is requested."""
 
     python: str
     stop_requests: StopRequests = field(default_factory=list)
@@ -177,7 +177,7 @@ def _answer_of(ssh: Ssh, program: str, began: float, clock: float) -> HostAnswer
 
 def _program(order: dict[str, Any]) -> str:
     """The text for `python -`: the probe, without the folder it starts in on its path, and the order for it."""
-    source = Path(host_probe.__file__).read_text(encoding="utf-8")
+    source = Path(preflight_host.__file__).read_text(encoding="utf-8")
     return (
         "import sys\n"
         "sys.path[:] = [each for each in sys.path if each]\n"
@@ -190,8 +190,8 @@ def _program(order: dict[str, Any]) -> str:
 def _parse_answer(out: str, err: str, status: int) -> dict[str, Any] | str:
     for line in out.splitlines():
         with suppress(ValueError):  # a line that was cut off
-            if line.startswith(host_probe.MARK):
-                answer: dict[str, Any] = json.loads(line.removeprefix(host_probe.MARK))
+            if line.startswith(preflight_host.MARK):
+                answer: dict[str, Any] = json.loads(line.removeprefix(preflight_host.MARK))
                 return answer
     lines = [line.strip() for line in err.splitlines() if line.strip()]
     return lines[-1] if lines else f"ended with {status} and no message"

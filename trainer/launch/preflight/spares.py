@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..hosts.hostfile import Host
-from . import host_probe
+from . import preflight_host
 from .checks import HostRequirements, HostState, broken_pairs, own_problems
 
 
@@ -25,7 +25,7 @@ class HostChoice:
 
 def choose_hosts(hosts: Sequence[HostState], spares: Sequence[HostState], needs: HostRequirements) -> HostChoice:
     """Choose from what the hosts and spares of a run answered: all hosts that are usable together, and for each other the next spare."""
-    own = host_probe.package_versions()
+    own = preflight_host.package_versions()
     left_out = _left_out(hosts, spares, needs, own)
     used, useless = [each for each in hosts if each.name not in left_out], dict[str, str]()
     for spare in spares:

@@ -9,8 +9,8 @@ from .find import CheckpointSearch, SavedCheckpoint, find_newest, open_checkpoin
 from .load import CheckpointReader, LoadFailed, read_slices
 from .publish import latest_checkpoint, remove_leftovers
 from .save import SaveResult, save_shards
-from .save_failure import Gather, SaveFailed, gather_alone, gather_over
 from .slices import Shard, Slice, block_slice, whole_slice
+from .work_on_all_ranks import Gather, SaveFailed, gather_alone, gather_over
 
 __all__ = [
     "BackgroundWriter",

@@ -11,8 +11,8 @@ from typing import Any
 from ...launch.rank.channel import PROGRESS_INTERVAL, OnProgress
 from .host_copy import HostCopy
 from .save import SaveResult, save_shards
-from .save_failure import SaveFailed
 from .slices import Shard
+from .work_on_all_ranks import SaveFailed
 
 
 class BackgroundWriter:

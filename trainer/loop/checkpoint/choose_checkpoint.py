@@ -13,8 +13,8 @@ from ...spec.problem import Problem, Unreadable
 from .find import CheckpointSearch, SavedCheckpoint, find_newest
 from .load import shape_text
 from .publish import latest_checkpoint, point_latest, remove_leftovers
-from .save_failure import Gather, gather_alone
 from .slices import Sizes
+from .work_on_all_ranks import Gather, gather_alone
 
 
 def choose_checkpoint(

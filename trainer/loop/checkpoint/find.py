@@ -13,8 +13,8 @@ from ...launch.rank.channel import OnProgress, ignore_text
 from ...rundir.checkpoints import BrokenCheckpoint, checkpoint_steps, size_problem, step_path
 from ...system.cpu import cpu_count
 from .manifest import Manifest, read_manifest
-from .save_failure import Gather, gather_alone
 from .shard_file import ShardFile, file_sha256
+from .work_on_all_ranks import Gather, gather_alone
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from ...rundir.checkpoints import checkpoint_steps, step_path
 from .find import verification_fault
 from .publish import remove_checkpoint
-from .save_failure import fault_text
 from .slices import Shard
+from .work_on_all_ranks import fault_text
 
 
 def needed_bytes(shards: Iterable[Shard]) -> int:

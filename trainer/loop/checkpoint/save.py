@@ -30,10 +30,10 @@ from .publish import (
     write_synced,
 )
 from .retention import free_bytes, frees_enough, needed_bytes, prune_checkpoints, remove_oldest
-from .save_failure import Gather, SaveFailed, fault_text, gather_alone, run_on_all_ranks
 from .save_timers import SaveTimers, slowest_parts
 from .shard_file import ShardFile, write_shards
 from .slices import Shard, Slice
+from .work_on_all_ranks import Gather, SaveFailed, fault_text, gather_alone, run_on_all_ranks
 
 MAX_FILE_BYTES = 4 << 30  # after which a rank starts another file: files are hashed in parallel
 

@@ -16,7 +16,7 @@ from ..failures.failure import AllRanksFailed
 from ..state.training_setup import TrainingSetup
 from .device_reading import DeviceReading, differing_devices, slow_devices, step_share, wrong_devices
 from .device_work import read_device
-from .replicas import all_agree, first_departure, promises_equal_copies, steps_alone, totals, weight_checksums
+from .weight_copies import all_agree, first_departure, promises_equal_copies, steps_alone, totals, weight_checksums
 
 PHASE = "check"
 

@@ -33,7 +33,7 @@ class Anomalies:
         self._losses = RecentValues(LOSS_SPREAD, LEAST_LOSS, recent.get("losses", ()))
         self._norms = RecentValues(NORM_SPREAD, LEAST_NORM, recent.get("norms", ()))
 
-    def record(self) -> dict[str, list[float]]:
+    def recent_figures(self) -> dict[str, list[float]]:
         """Return what a checkpoint keeps, so that a run that resumes skips the same steps; nothing where none is skipped as a spike."""
         return {"losses": self._losses.values(), "norms": self._norms.values()} if self.run.train.skip_spikes else {}
 

@@ -56,7 +56,7 @@ class TimelineWindow:
             return ""
         timeline, self._recorder = self._timeline(self._recorder), None
         problems = [""] * self.world.size
-        dist.all_gather_object(problems, write_problem(self.folder, timeline), group=self.host)
+        dist.all_gather_object(problems, write_timeline(self.folder, timeline), group=self.host)
         return next(filter(None, problems), "") if self.world.is_rank0 else ""
 
     def _timeline(self, recorder: SpanRecorder) -> RankTimeline:
@@ -93,7 +93,7 @@ def _on_common_clock(step: TimedStep, clock: CommonClock) -> TimedStep:
     return TimedStep(step.step, at(step.start), at(step.end), round(step.cpu, PLACES), spans)
 
 
-def write_problem(folder: Path, timeline: RankTimeline) -> str:
+def write_timeline(folder: Path, timeline: RankTimeline) -> str:
     """Write a rank's file. Return why it could not be written, else ""."""
     try:
         write_rank_timeline(folder, timeline)

@@ -29,7 +29,7 @@ def step_row(progress: TrainProgress, result: StepResult, lr: float, meter: Thro
         row["mtp_loss"] = finite_or_none(result.mtp_loss)
     if result.preferences is not None:
         row |= preference_row(result.preferences)
-    return row | meter.row()
+    return row | meter.take_row()
 
 
 def preference_row(figures: PreferenceFigures, *, of: str = "", name: str = "") -> dict[str, Any]:

@@ -40,7 +40,7 @@ class ThroughputMeter:
         for part, each in parts.items():
             self._parts[part] = self._parts.get(part, 0.0) + each
 
-    def row(self) -> dict[str, Any]:
+    def take_row(self) -> dict[str, Any]:
         """Return the averages since the last row, and start new ones. Where no step was measured since, they are those of the last row."""
         if not self._seconds:
             return self._figures

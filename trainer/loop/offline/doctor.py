@@ -28,7 +28,7 @@ from ...spec.sections.lr_schedule import learning_rate
 from ...system.cpu import cpu_count
 from ..data.prepare import cache_folder, prepare_corpus
 from ..data.samples.batches import Batches
-from .exit_status import run_verb
+from .verb_process import run_verb
 
 RENDEZVOUS_WAIT = 15.0  # seconds in which two processes must rendezvous
 

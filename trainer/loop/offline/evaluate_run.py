@@ -24,8 +24,8 @@ from ..data.prepare import cache_folder, prepare_corpus
 from ..data.samples.batches import Batches
 from ..data.samples.corpus import Corpus
 from ..data.validation_sets import evaluates_held_out, prepare_validation_sets
-from .exit_status import run_verb, write_problem, write_stdout
 from .load_run import load_model, load_saved_run
+from .verb_process import run_verb, write_problem, write_stdout
 
 MOST_EXPONENT = 700.0  # of a perplexity that a float holds
 HELD_OUT = "validation"  # what the text is called that data.validation holds out

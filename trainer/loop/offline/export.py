@@ -24,13 +24,13 @@ from ...spec.run import Run
 from ...spec.sections.mtp import Mtp
 from ...system.memory import free_memory
 from ..checkpoint.shard_positions import weight_shapes
-from .exit_status import run_verb
 from .export_checks import check_export, check_logits
 from .export_folder import check_exportable, load_exported_run, new_folder, print_result
 from .export_tokenizer import run_tokenizer, write_tokenizer
 from .load_run import SavedRun, load_model
-from .progress_line import show_progress
 from .saved_weights import finite_in, saved_weights
+from .show_progress import show_progress
+from .verb_process import run_verb
 
 CPU = torch.device("cpu")
 

@@ -27,11 +27,11 @@ from ...spec.run import Run
 from ...spec.sections.lora import Lora
 from ...system.memory import free_memory
 from ..checkpoint.shard_positions import weight_shapes
-from .exit_status import run_verb
 from .export_checks import CHECK_BYTES, CPU, compare_logits, random_sequences, silent_transformers
 from .export_folder import check_exportable, load_exported_run, new_folder, print_result, refusal
 from .load_run import SavedRun, load_model
 from .saved_weights import finite_in
+from .verb_process import run_verb
 
 MERGE = "leave out --adapter: then the additions are merged into the weights"
 

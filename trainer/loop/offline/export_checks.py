@@ -29,8 +29,8 @@ from ...spec.sections.mtp import Mtp
 from ..checkpoint.shard_positions import weight_shapes
 from .export_folder import refusal
 from .load_run import SavedRun
-from .progress_line import show_progress
 from .saved_weights import saved_weights
+from .show_progress import show_progress
 
 if TYPE_CHECKING:
     from ...layers.transformer.transformer import Transformer

@@ -16,8 +16,8 @@ from ...models.families import FAMILIES, family_of, is_made_by_transformers
 from ...models.hf_format.model_type import hf_model_type
 from ...models.ops.lora import without_lora
 from ...spec.problem import Problem, Unreadable
-from .exit_status import write_stdout
 from .load_run import SavedRun, check_weights, load_saved_run
+from .verb_process import write_stdout
 
 
 def load_exported_run(folder: Path, *, step: int | None, average: int = 1) -> SavedRun:

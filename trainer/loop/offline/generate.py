@@ -21,8 +21,8 @@ from ...spec.run import Run
 from ..data.tokenize.detokenize import detokenizer
 from ..data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from .chat_prompt import chat_prompt
-from .exit_status import run_verb, write_problem, write_stdout
 from .load_run import load_model, load_saved_run
+from .verb_process import run_verb, write_problem, write_stdout
 
 if TYPE_CHECKING:
     from ...layers.transformer.transformer import Transformer

@@ -18,7 +18,7 @@ from ...prove.first_departure import TensorDifference, TensorKind
 from ...spec.run import Run
 from ...spec.sections.lr_schedule import learning_rate
 from ..checkpoint.shard_positions import read_range, slice_values
-from .reference import ReferenceReader
+from .recorded_tensors import RecordedTensorReader
 
 # B batch, S sequence, H hidden, V vocabulary, A heads
 
@@ -31,7 +31,7 @@ class ReferenceComparison:
 
     def __init__(self, run: Run, grid: Grid, folder: Path, reference: Path) -> None:
         self._run, self._grid = run, grid
-        self._reader = ReferenceReader(reference)
+        self._reader = RecordedTensorReader(reference)
         self._file = folder / "departure" / f"{grid.world.rank}.json"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._differences: list[TensorDifference] = []

@@ -24,7 +24,7 @@ from ...plan.axes.weight_slices import WeightShard
 from ...prove.checks.excluded_weights import zero_gradient_pattern
 from ...prove.first_departure import LAYER_PARTS, MODEL_PARTS, TensorKind
 from ...spec.run import Run
-from .reference import ReferenceWriter
+from .recorded_tensors import RecordedTensorWriter
 from .tensor_comparison import ReferenceComparison, is_comparable
 
 TRACED_MODULES = re.compile(rf"{'|'.join(MODEL_PARTS)}|norm|head|layers\.\d+(\.({'|'.join(map(re.escape, filter(None, LAYER_PARTS)))}))?")
@@ -99,8 +99,8 @@ class Trace:
         self.steps = frozenset(steps)
         self.last = max(self.steps)
         one_process = grid.world.size == 1
-        self._sink: ReferenceWriter | ReferenceComparison
-        self._sink = ReferenceWriter(run, reference) if one_process else ReferenceComparison(run, grid, folder, reference)
+        self._sink: RecordedTensorWriter | ReferenceComparison
+        self._sink = RecordedTensorWriter(run, reference) if one_process else ReferenceComparison(run, grid, folder, reference)
         self._left_out = zero_gradient_pattern(run)
         self._recorder = Recorder([each.module for each in engine.parts], self._add_module)
 

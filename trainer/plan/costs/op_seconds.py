@@ -16,7 +16,7 @@ SOFTMAX_KERNELS, SOFTMAX_MOVES = 4, 16
 # Of our products in fp8 (trainer/layers/fp8.py): kernels of a pass that are not compiled, counted on fake CUDA tensors; bytes that these
 # move for those of compiled ones, 9 an element for 5; bytes an element of an operand that is copied the other way round.
 CAST_KERNELS, EAGER_CAST, TURN_BYTES = 25, 1.8, 2
-HEAD_DIM = 0.28  # fused attention of heads smaller than 128 elements loses rate with this power of their size
+HEAD_DIM_EXPONENT = 0.28  # fused attention of heads smaller than 128 elements loses rate with this power of their size
 
 
 class OpSeconds(NamedTuple):
@@ -176,4 +176,4 @@ def attention_seconds(flops: float, head_dim: int, keys: float, backward: float,
 
 def head_dim_share(head_dim: int) -> float:
     """The share of its rate at 128 elements that fused attention reaches with heads of `head_dim` elements."""
-    return float(min(1.0, (head_dim / 128) ** HEAD_DIM))
+    return float(min(1.0, (head_dim / 128) ** HEAD_DIM_EXPONENT))

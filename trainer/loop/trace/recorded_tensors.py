@@ -25,7 +25,7 @@ from ...spec.run import Run
 # B batch, S sequence
 
 
-class ReferenceWriter:
+class RecordedTensorWriter:
     """Writes all tensors that one process computes; a micro-batch is written when the next one begins."""
 
     def __init__(self, run: Run, folder: Path) -> None:
@@ -68,7 +68,7 @@ class ReferenceWriter:
         self._tensors = {}
 
 
-class ReferenceReader:
+class RecordedTensorReader:
     """Reads a reference; raises KeyError for a tensor that it lacks, FileNotFoundError for a step that was not traced."""
 
     def __init__(self, folder: Path) -> None:

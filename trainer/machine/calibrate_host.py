@@ -1,4 +1,4 @@
-"""The program that measures one host for `distrain calibrate`, started over ssh: python -m distrain.trainer.machine.host_program.
+"""The program that measures one host for `distrain calibrate`, started over ssh: python -m distrain.trainer.machine.calibrate_host.
 
 stdin has lines of JSON: the request, then an answer to each stage that this program has reached; the end of stdin, as when ssh or the
 controller has ended, kills this program with all its processes. stdout has lines of JSON behind MARK, since a login shell may print too:
