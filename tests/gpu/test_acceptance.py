@@ -263,7 +263,7 @@ def test_losses_that_differ_are_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    train_by(changed, losses, tmp_path, monkeypatch)
+    train_by(changed, loss_checks, tmp_path, monkeypatch)
     assert list(check(CheckContext(folder=tmp_path, on_gpu=True)).departures) == found
 
 
@@ -382,7 +382,7 @@ def test_moments_that_take_as_many_bytes_are_named(tmp_path: Path, monkeypatch: 
 
 
 def test_without_what_others_are_compared_with_a_check_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((options, "option.plain"), (losses, "bf16.zero1")):
+    for module, name in ((options, "option.plain"), (loss_checks, "bf16.zero1")):
         train_by({name: f"{name}: no"}, module, tmp_path, monkeypatch)
     with pytest.raises(CheckBroken, match=r"option\.plain: no"):
         options.compare_same_curves(CheckContext(folder=tmp_path, on_gpu=True))
