@@ -139,11 +139,13 @@ def _stage_totals(case: Case, context: CostContext, layout: Layout, cost: Layout
     framework = framework_of(case["framework"] or "")
     papers, eager = layout, framework.saves == "torch" and not case["compile"]
     if eager and case["recompute"] not in RECOMPUTED_SHARE:
-        layout = layout._replace(form="torch")
+        layout = layout._replace(form="torch", fused=False)
         cost = layout_cost(context, layout)
     products = 0
     if case["recompute"] == "selective-op":
-        layout = layout._replace(form="torch" if eager else layout.form, parallel=replace(layout.parallel, recompute="full"))
+        form = "torch" if eager else layout.form
+        full = replace(layout.parallel, recompute="full")
+        layout = layout._replace(form=form, fused=layout.fused and not eager, parallel=full)
         cost = layout_cost(context, layout)
         products = _second_products(context, layout)
     loss, layer = _logit_bytes(case, layout.parallel.tp), cost.blocks.layer
