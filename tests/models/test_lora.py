@@ -41,6 +41,8 @@ LAYOUTS = (
     ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=dualpipev"),
     ("cluster.gpus=2", "parallel.zero=3", "engine=native"),
     ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=1", "parallel.schedule=zb_h1", "parallel.tp=2"),
+    ("model.tied=true", "cluster.gpus=2", "parallel.pp=2", "engine=native"),  # a frozen embedding has no gradient that both ends sum
+    ("model.tied=true", "cluster.gpus=2", "parallel.pp=2", "engine=pipe"),
 )
 
 
@@ -48,7 +50,7 @@ LAYOUTS = (
 def test_a_layout_trains_the_curve_of_one_process_and_holds_the_planned_bytes(
     ranks: RankPool, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
-    losses, norms = reference_curve((*CURVE, *NORMS))
+    losses, norms = reference_curve((*CURVE, *NORMS, *(word for word in layout if word.startswith("model."))))
     job = ranks.train(tmp_path / "run", *CURVE, *NORMS, *layout, "log.ledger=true")
     assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(

@@ -234,7 +234,7 @@ def hop_seconds(layout: Layout, blocks: BlockCosts) -> float:
 
 def tied_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> float:
     """Exposed seconds a step of the sum of tied weights over the first and the last stage."""
-    if layout.mesh.pp == 1 or layout.is_folded or blocks.tied == 0:
+    if layout.mesh.pp == 1 or layout.is_folded or blocks.tied_gradient == 0:
         return 0.0
     engine = cost_model(layout.engine)
     payload = engine.tied_elements(context, layout, blocks, None) * engine.summed_width(context, layout)

@@ -52,7 +52,7 @@ def _stage_rows(context: CostContext, layout: Layout, cost: LayoutCost, stage: i
     if layout.mesh.pp > 1:
         exposed = not layout.parallel.overlap.pipeline
         rows += pp.stage_sends(send_bytes(layout.parallel, blocks), sends_per_step(layout, stage), pair, exposed=exposed)
-        if blocks.tied and kind.first != kind.last:
+        if blocks.tied_gradient and kind.first != kind.last:
             engine = cost_model(layout.engine)
             elements = engine.tied_elements(context, layout, blocks, data)
             rows += pp.tied_sum(elements * engine.summed_width(context, layout), pair) if elements else []

@@ -256,7 +256,7 @@ class NativeEngine(Engine):
         if group is None or not self.run.model.shares_embedding or len(self._owned) < len(self.parameters):
             return
         for row in self._owned:
-            if is_tied_over_stages(self.run, self.grid.position.mesh, row.name):
+            if row.parameter.requires_grad and is_tied_over_stages(self.run, self.grid.position.mesh, row.name):
                 all_reduce(self._bucket_of[row.parameter].own_gradient(row.parameter), group)
 
     def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:

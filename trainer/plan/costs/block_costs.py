@@ -85,6 +85,11 @@ class BlockCosts:
     saved_once: int  # bytes of rotary positions and masks that each part of the model saves once for all of its layers
     elements: tuple[int, ...]  # all counts of parameters: blocks with the same counts hold the same states
 
+    @property
+    def tied_gradient(self) -> int:
+        """Elements of the gradient of the weight that both ends share: none of a frozen one."""
+        return self.tied * (self.embedding.frozen == 0)
+
 
 class BlockElements(NamedTuple):
     """A block's parameters on one rank, as `BlockCost` counts them."""

@@ -267,7 +267,7 @@ class CostModel:
     def tied_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, data: int | None) -> int:
         """Return the elements of a tied weight's gradient that the first and the last stage sum on the data-parallel rank `data` (None: on
         the one with most)."""
-        return blocks.tied
+        return blocks.tied_gradient
 
     def unplanned_size(self, run: Run, parallel: Parallel, layers: int, ranks: int) -> UnplannedSize | None:
         """Return why a stage of `layers` on `ranks` of the data axis is too large to be planned; None: it is planned."""

@@ -13,7 +13,7 @@ def stage_temporary_bytes(context: CostContext, blocks: BlockCosts, kind: StageK
     dense layer, or when the embedding's gradient is made. With tied weights the head's gradient waits for the embedding's, and their sum
     is a third."""
     width, embedding, head = context.widths.weight, blocks.embedding, blocks.head
-    waits = blocks.tied * width * (kind.first * kind.last)
+    waits = blocks.tied_gradient * width * (kind.first * kind.last)
     ended = (head.saved + head.logits) * kind.last
     in_layers = (waits + blocks.layer.temporary - ended) * (kind.layers > 0)
     if blocks.dense_layer:

@@ -132,7 +132,7 @@ class NativeCosts(CostModel):
     def _late_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
         """Return the elements of weights whose gradients another axis sums before the data axis does."""
         copies: tuple[TensorCopies, ...] = ("shared", "replicated") if layout.parallel.sequence and layout.mesh.tp > 1 else ("shared",)
-        tied = blocks.tied if layout.mesh.pp > 1 and kind.first != kind.last else 0
+        tied = blocks.tied_gradient if layout.mesh.pp > 1 and kind.first != kind.last else 0
         return tied + sum(super(NativeCosts, self).summed_elements(context, layout, blocks, kind, each, None) for each in copies)
 
     def summed_elements(
@@ -151,10 +151,10 @@ class NativeCosts(CostModel):
 
     def tied_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, data: int | None) -> int:
         if not _is_sharded(layout):
-            return blocks.tied
+            return blocks.tied_gradient
         hidden = context.table.sizes["hidden"]
         place = None if data is None else layout.mesh.shard_rank(data, layout.shard_ranks)
-        return rows_of_size((blocks.tied // hidden, hidden)).on_rank(layout.shard_ranks, place)
+        return rows_of_size((blocks.tied_gradient // hidden, hidden)).on_rank(layout.shard_ranks, place)
 
     def saved_error_bytes(self, context: CostContext, layout: Layout) -> int:
         return context.widths.gradient * saved_elements(context, layout)
