@@ -238,7 +238,12 @@ def fill_in_adapter(model: object) -> None:
     from ...trainer.models.hf_format.adapter_names import lora_of_config
 
     if not {"rank", "alpha", "targets"} <= lora.keys() and ("rank" not in lora or Path(folder).is_dir()):
-        lora |= lora_of_config(read_adapter_config(Path(folder))) | lora
+        said = read_adapter_config(Path(folder))
+        found = lora_of_config(said)
+        if not found and "rank" not in lora:
+            says = f"{folder}/adapter_config.json names no r and lora_alpha: its peft_type is {said.get('peft_type', 'not named')}"
+            raise Unreadable([Problem(rule="lora", says=says, mend="name the folder of a LoRA adapter")])
+        lora |= found | lora
 
 
 def read_schedule(config: DictConfig, file: Path, problems: list[Problem], *, from_command_line: bool) -> None:

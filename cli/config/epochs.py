@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+from ...trainer.spec.numbers.as_text import plural
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.read import read_run
 from ...trainer.spec.run import Run
@@ -73,7 +74,8 @@ def _steps_text(epochs: float, run: Run) -> str:
     if len(facts.epochs) != 1 or not facts.epochs[0]:
         raise ValueError("several sources, each with epochs of its own")
     steps = steps_until(run.train, epochs * facts.epochs[0])
-    noun = "example" if run.data.has_prompts else "document"
-    of = f" of {facts.documents:,} {noun}{'s' if facts.documents != 1 else ''}" if facts.documents else ""
-    about, ending, padded = "" if facts.exact else "about ", "s" if epochs != 1 else "", " with padding" if run.data.has_prompts else ""
-    return f"set train.steps={steps}, which is {about}{epochs:g} epoch{ending}{of}, {facts.epochs[0]:,} tokens each{padded}"
+    noun = "pair" if run.data.has_preferences else "example" if run.data.has_prompts else "document"
+    of = f" of {plural(facts.documents, noun)}" if facts.documents else ""
+    about, ending, padded = "" if facts.exact else "about ", "s" if epochs != 1 else "", ", with padding" if run.data.has_prompts else ""
+    whole = f"set train.steps={steps}, which is {about}{epochs:g} epoch{ending}{of}"
+    return f"{whole}; an epoch has {plural(facts.epochs[0], 'token')}{padded}"

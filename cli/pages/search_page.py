@@ -253,7 +253,8 @@ def sizes_text(sizes: Sequence[SizedAnswer], goal: SearchGoal, style: Style) -> 
         best = next((each for each in sizes if is_within(each, goal.within)), None)
     name = one_line(sizes[0].answer.name)
     if not found:
-        verdict = f"{name} fits on none of these sizes"
+        broken = next((each for size in sizes for each in size.answer.problems if each.rule != "memory"), None)
+        verdict = f"{name}: {broken}" if broken else f"{name} fits on none of these sizes"
     elif goal.within is not None:
         verdict = _within_text(name, best, sizes[-1].nodes, goal.within)
     elif best is None:
@@ -275,7 +276,8 @@ def _within_text(name: str, found: SizedAnswer | None, most: int, days: float) -
     ends = [None if end is None else end * taken / layout.step for end in (layout.step_low, layout.step_high)]
     bar = seconds_range_text(taken, *ends)
     where = f"{plural(found.nodes, 'node')} ({found.nodes * found.run.cluster.gpus:,} GPUs)"
-    return f"{name}: {where} train it in {seconds_text(taken)}{bar}, the fewest of these sizes that take at most {limit}"
+    verb = "trains" if found.nodes == 1 else "train"
+    return f"{name}: {where} {verb} it in {seconds_text(taken)}{bar}, the fewest of these sizes that take at most {limit}"
 
 
 def _size_row(each: SizedAnswer, priced: bool) -> list[str]:

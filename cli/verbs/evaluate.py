@@ -46,11 +46,16 @@ def _data_changes(words: list[str]) -> dict[str, Any]:
     found = sort_overrides(words, partial(parse_override, known=known), known, None)
     chosen = {f"{each.key}.name": each.value for each in found.choices if not each.deletes}
     changes, problems = chosen | found.values, list(found.problems)
-    others = [each for each in changes if not each.startswith("data.")]
-    others += [each.text for each in (*found.choices, *found.settings) if each.deletes] + ([found.shape] if found.shape else [])
-    for each in others:
-        says = f"{each} is no key of data, and the rest is the run's"
+    given = (*found.choices, *found.settings)
+    others = [each.text for each in given if not each.deletes and not f"{each.key}.".startswith("data.")]
+    for text in [*others, *([f"cluster={found.shape}"] if found.shape else [])]:
+        says = f"{text} sets no key of data, and the rest is the run's"
         problems.append(Problem(rule="evaluate", says=says, mend="set data.path, data.validate.NAME or another key of data"))
+    for text in (each.text for each in given if each.deletes):
+        problems.append(Problem(rule="evaluate", says=f"evaluate deletes no key, as {text} does", mend="set keys of data"))
+    if "data.validation" in changes and "data.path" not in changes:
+        says = "data.validation would hold out text that the run has trained on"
+        problems.append(Problem(rule="evaluate", says=says, mend="set data.path=FILE or data.validate.NAME=FILE"))
     if problems:
         raise Unreadable(problems)
     return changes

@@ -45,7 +45,7 @@ def test_epochs_are_refused_with_their_steps(word: str, epochs: float, text: str
     count = windows(pairs)
     key = word.lstrip("+").partition("=")[0]
     steps = ceil(epochs * count / 7)
-    wanted = f"no key {key}: set train.steps={steps}, which is {text} of 300 examples, {count * 64:,} tokens each with padding"
+    wanted = f"no key {key}: set train.steps={steps}, which is {text} of 300 examples; an epoch has {count * 64:,} tokens, with padding"
     assert refusal(*pairs[:2], f"data.cache={tmp_path}", *pairs[3:], word) == wanted
 
 

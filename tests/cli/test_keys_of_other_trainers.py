@@ -26,7 +26,7 @@ MESSAGES: list[tuple[str, str]] = [
     ("train.lr=1e-3", "no key train.lr: write optim.lr=0.001"),
     ("outer.lr=1", "no key outer.lr: did you mean parallel.sync.outer.lr or optim.lr?"),
     ("packing=true",
-        "no key packing: every sequence is filled: text without gaps, prompts with completions by whole ones"),
+        "no key packing: always: text is cut into full sequences, whole examples are packed into one"),
     ("ema=0.9", "no key ema: no average is kept in training; `distrain export --average` averages checkpoints"),
     ("model.name_or_path=x",
         ("no key model.name_or_path: write model.weights=VALUE (a folder of Hugging Face weights, with model.hf for its config.json; "

@@ -275,6 +275,13 @@ def test_the_smallest_cluster_that_trains_in_so_many_days(capsys: pytest.Capture
     assert tried == {nodes: every[nodes] for nodes in (1, 2, 4, 8, 9, 10, 11, 12, 16)}
 
 
+def test_a_recipe_that_is_wrong_on_every_size_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("search.within=3 search.nodes=1..2", "search.nodes=1..2"):
+        status, out, _ = call(f"conf=llama3_2_1b_1node train.steps=10 optim.warmup=20 {words}", capsys)
+        assert status == 1
+        assert out.startswith("llama3_2_1b_1node: optim.warmup=20 is not shorter than train.steps=10")
+
+
 def test_no_size_may_train_within_so_many_days(capsys: pytest.CaptureFixture[str]) -> None:
     words = "conf=llama3_2_1b_1node train.tokens=1e12 search.nodes=1..2 search.within=3"
     status, out, err = call(words, capsys)

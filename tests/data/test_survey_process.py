@@ -116,7 +116,7 @@ def test_a_signal_ends_the_survey_and_its_children_and_leaves_no_partial_cache(
     children = descendants(preparing.pid)
     preparing.send_signal(number)
     assert preparing.wait(60) == 128 + number
-    assert not alive(children)
+    until(lambda: not alive(children))  # one that was being started dies by itself when its parent has ended
     assert [path.suffix for path in (tmp_path / "cache").iterdir() if path.name != "hashes"] == [".lock"]
     assert preparing.stderr is not None
     assert preparing.stderr.read() == b""

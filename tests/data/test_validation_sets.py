@@ -120,7 +120,7 @@ def test_problems_of_all_sets_name_their_keys(tmp_path: Path) -> None:
         sets_of(Data(name="tokens", path="a", validate=sets), tmp_path)
     assert [str(each) for each in found.value.problems] == [
         "data.validate.gone=nowhere.bin: no such file or folder",
-        f"{tmp_path / 'empty.bin'} is empty: leave it out of data.validate.empty",
+        f"{tmp_path / 'empty.bin'} is empty: name another",
         "data.validate.folder=neither: no such file or folder",
     ]
     with pytest.raises(Unreadable) as found:

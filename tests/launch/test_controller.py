@@ -90,7 +90,7 @@ def test_a_host_that_hangs_during_the_upload_is_named_and_the_others_roll_back(
     outcome = run_outcome(tmp_path, "h0", "h1")
     assert (outcome.status, outcome.says, outcome.hosts) == (1, "h1 can't be used: no answer in 2 s", ("h1",))
     assert (tmp_path / "run" / "launch").is_dir()
-    assert not (tmp_path / "run" / "launch" / "ticket").exists()
+    assert not (tmp_path / "run" / "launch" / "join_token").exists()
 
 
 def test_an_ssh_that_is_killed_is_reported(ssh: FakeCommands, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_an_ssh_that_can_not_be_started_ends_the_others(ssh: FakeCommands) -> No
 
 
 def test_the_upload_of_a_controller_that_dies_is_rolled_back(ssh: FakeCommands, tmp_path: Path) -> None:
-    token, host = tmp_path / "run" / "launch" / "ticket", upload.Connection("h0")
+    token, host = tmp_path / "run" / "launch" / "join_token", upload.Connection("h0")
     host.identify()
     host.upload(tmp_path / "run", {"launch/join_token": "secret"})
     assert token.read_text() == "secret"
@@ -165,7 +165,7 @@ def test_a_controller_that_dies_before_all_ranks_have_registered_leaves_no_join_
     program = "import sys, pathlib; from distrain.tests.launch.test_controller import run_outcome\n"
     program += "run_outcome(pathlib.Path(sys.argv[1]), 'h0', 'h1', launcher=('sleep', '1000'))"
     controller = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
-    token, log = tmp_path / "run" / "launch" / "ticket", tmp_path / "run" / "ranks" / "launcher.log"
+    token, log = tmp_path / "run" / "launch" / "join_token", tmp_path / "run" / "ranks" / "launcher.log"
     try:
         wait_for(log.exists)
         assert token.stat().st_mode & 0o777 == 0o600
@@ -176,7 +176,7 @@ def test_a_controller_that_dies_before_all_ranks_have_registered_leaves_no_join_
 
 def test_an_attempt_without_registrations_leaves_no_join_token(ssh: FakeCommands, tmp_path: Path) -> None:
     assert run_outcome(tmp_path, "h0", "h1").status == 1
-    assert not list(tmp_path.rglob("ticket"))
+    assert not list(tmp_path.rglob("join_token"))
     assert not list(tmp_path.rglob("run.json"))
 
 

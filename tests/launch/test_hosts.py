@@ -52,12 +52,12 @@ def test_the_exception_of_a_rank_on_the_other_host_is_reported_and_no_secret_is_
     program += "print(os.environ['NCCL_TOLD'], 'SECRET_CANARY' in os.environ, os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])\n"
     launched = RanksOnHosts(hosts, tmp_path, program + SAVES.replace("signal.signal", "rank == 2 or signal.signal"))
     assert [launched.log(str(rank)).splitlines()[1] for rank in range(4)] == [f"a b False {rank % 2} 2" for rank in range(4)]
-    assert (tmp_path / "launch" / "ticket").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "launch" / "join_token").stat().st_mode & 0o777 == 0o600
     launched.send(signal.SIGTERM, 2)
     status, (*_, line) = launched.end()
     assert status == 1
     assert line.startswith("rank 2 on host1 (device 0) exited with 1, at step 7: IndexError: list index out of range; its log is host1:")
-    assert not (tmp_path / "launch" / "ticket").exists()
+    assert not (tmp_path / "launch" / "join_token").exists()
     written = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
     assert b"canary" not in written
 

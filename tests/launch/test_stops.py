@@ -89,7 +89,7 @@ def test_a_signal_lets_the_ranks_save_and_the_run_exits_75(tmp_path: Path, numbe
 def test_ranks_that_stop_before_a_step_have_saved_no_checkpoint(tmp_path: Path) -> None:
     launched = LaunchedRanks(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nready()\n")
     launched.send(signal.SIGTERM)
-    assert launched.end()[1][-1] == "stopped before a step; the same command goes on from there"
+    assert launched.end()[1][-1] == "stopped before the first step; the same command continues"
 
 
 def test_a_second_sigterm_does_not_interrupt_the_save(tmp_path: Path) -> None:

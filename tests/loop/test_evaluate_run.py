@@ -14,7 +14,7 @@ import torch
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.evaluate import _data_changes
 from distrain.trainer.loop.data.prepare import prepare_corpus
-from distrain.trainer.loop.offline.evaluate_run import EvaluatedSet, _evaluate, changed_data, evaluate_run
+from distrain.trainer.loop.offline.evaluate_run import EvaluatedSet, _evaluate, _Set, changed_data, evaluate_run
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
 
@@ -83,6 +83,30 @@ def test_files_that_are_named_later_take_the_place_of_the_runs_own(
     assert line.endswith(" bits a byte, of 240 tokens")
 
 
+def test_a_set_may_have_the_name_of_what_is_held_out(text_run: PoolJob, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held, named = evaluated(capsys, text_run.folder, changes={"data.validate": {"validation": str(files / "b.txt")}})["sets"]
+    assert (held["name"], named["name"]) == ("validation", "validation")
+    assert held["tokens"] == 2 * 4 * 32
+    assert named["tokens"] == 6 * 40, "all of its files count"
+
+
+def test_of_a_text_shorter_than_an_evaluation_windows_count_again(
+    ranks: RankPool, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "data=text",
+        f"data.path={files / 'a.txt'}",
+        "data.validation=0.03",
+        f"data.cache={files / 'cache'}",
+        "train.evaluate.batches=9",
+    )
+    job = ranks.train(tmp_path / "run", "quickstart", *EVALUATES, *words, "cluster.gpus=1", "parallel.zero=0")
+    (held,) = evaluated(capsys, job.folder)["sets"]
+    assert held["loss"] == pytest.approx(job.figures("validation_loss")[-1], abs=1e-5)
+    (once,) = evaluated(capsys, job.folder, sequences=1000)["sets"]
+    assert once["tokens"] < held["tokens"]
+
+
 def test_completions_alone_count_where_the_data_are_pairs(
     ranks: RankPool, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,20 +139,26 @@ def test_words_set_keys_of_data_alone() -> None:
         "data.path": ["a.txt", "b"],
         "data.validate.code": "c",
     }
-    for word in ("train.seq=5", "model=tiny", "cluster=2x8", "~data.path"):
-        with pytest.raises(Unreadable, match="no key of data"):
+    for word in ("train.seq=5", "model=tiny", "cluster=2x8"):
+        with pytest.raises(Unreadable, match=f"^{word} sets no key of data"):
             _data_changes([word])
+    with pytest.raises(Unreadable, match=r"evaluate deletes no key, as ~data\.path does"):
+        _data_changes(["~data.path"])
+    with pytest.raises(Unreadable, match="would hold out text that the run has trained on"):
+        _data_changes(["data.validation=0.5"])
+    assert _data_changes(["data.validation=0.5", "data.path=a.txt"]) == {"data.validation": 0.5, "data.path": "a.txt"}
 
 
 def test_preferences_and_documents_of_transformers_models_are_refused(text_run: PoolJob, files: Path) -> None:
     with pytest.raises(Unreadable, match="relative to a reference"):
         evaluate_run(text_run.folder, changes={"data.name": "preferences", "data.path": "a.jsonl"})
     run = load_recipe("quickstart", [*SMALL, "data=synthetic"])
-    run = replace(run, model=replace(run.model, family="hf"))
     data = replace(run.data, name="text", path=str(files / "a.txt"), documents=True, cache=str(files / "cache"))
     corpus = prepare_corpus(data, vocab=256, seq=32, cache=files / "cache", progress=lambda *_: None)
-    with pytest.raises(Unreadable, match="does not keep documents apart"):
-        _evaluate(run, None, "x", corpus, torch.device("cpu"), None)
+    for family in ("hf", "hybrid"):
+        run = replace(run, model=replace(run.model, family=family))
+        with pytest.raises(Unreadable, match=f"family {family} does not keep documents apart"):
+            _evaluate(run, None, _Set("x", corpus, is_held_out=False), torch.device("cpu"), None)
 
 
 def test_a_loss_that_is_not_finite_is_null() -> None:

@@ -15,10 +15,11 @@ from safetensors.numpy import save
 
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.data.samples.corpus import Corpus
-from distrain.trainer.loop.state.reference_file import HeldReference, read_reference, reference_identity, write_reference
+from distrain.trainer.loop.state.reference_file import HeldReference, _changed_values, read_reference, reference_identity, write_reference
 from distrain.trainer.rundir.files import REFERENCE_FILE
 from distrain.trainer.spec.run import Run
 from distrain.trainer.spec.sections.lora import Lora
+from distrain.trainer.spec.sections.router import Router
 
 VALUES = [np.array([[1.0, 2.0], [np.nan, np.nan]]), np.zeros((1, 2))]
 SET = [np.array([[3.0, 4.0]])]  # of a validation set
@@ -109,6 +110,16 @@ def test_drawn_weights_have_their_seed_and_their_model(tmp_path: Path, run: Run)
     assert not read_back(tmp_path, drawn, replace(drawn, train=replace(drawn.train, seed=7))).values
     assert not read_back(tmp_path, drawn, replace(drawn, model=replace(drawn.model, layers=3))).values
     assert read_back(tmp_path, drawn, replace(drawn, model=replace(drawn.model, dropout=0.1))).values
+
+
+def test_keys_at_their_defaults_are_no_part_of_drawn_weights() -> None:
+    """So that a key that is added later changes the reference of no run."""
+    model = load_recipe("quickstart", ["model=tiny_llama"]).model
+    assert _changed_values(Lora(rank=4, weights="a")) == {"rank": 4, "weights": "a"}
+    found = _changed_values(replace(model, router=Router(scale=2.0)))
+    assert found["router"] == {"scale": 2.0}
+    assert found["hidden"] == model.hidden
+    assert not {"lora", "mtp", "hf", "experts", "sinks"} & found.keys()
 
 
 def test_weights_that_are_gone_are_those_of_before(tmp_path: Path, run: Run) -> None:

@@ -337,6 +337,12 @@ def test_an_adapter_that_is_not_that_of_model_lora_is_refused_in_a_line(
     assert problems_of(with_lora(query_run, **lora), tmp_path / "adapter", tmp_path) == [says.replace("@", str(tmp_path / "adapter"))]
 
 
+def test_an_adapter_without_a_rank_does_not_leave_lora_out(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text('{"peft_type": "IA3", "target_modules": ["q_proj"]}')
+    with pytest.raises(Unreadable, match=r"adapter_config\.json names no r and lora_alpha: its peft_type is IA3"):
+        load_recipe("quickstart", ["model=tiny_llama", f"model.lora.weights={tmp_path}"])
+
+
 def test_files_that_are_missing_or_damaged_are_named(query_run: Run, tmp_path: Path) -> None:
     at = tmp_path / "adapter"
     write = "name a folder that PEFT's save_pretrained or `export --adapter` wrote"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def model_of_transformers(transformers: Any, name: str) -> Any:
     """Return one of THEIRS in which every weight has an effect, biases of routers too."""
     kind, keys = THEIRS[name]
     torch.manual_seed(3)
-    theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(initializer_range=0.2, **keys)).eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(initializer_range=0.2, **deepcopy(keys))).eval()
     biases = [tensor for key, tensor in theirs.named_buffers() if key.endswith("e_score_correction_bias")]
     with torch.no_grad():
         for parameter in [*theirs.parameters(), *biases]:

@@ -18,6 +18,9 @@ from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Tra
 STYLES = {AllHeadsNorm: "heads", ColumnLinear: "column", RowLinear: "row", VocabEmbedding: "vocab", LMHead: "column"}
 OWN = [name for name, family in FAMILIES.items() if family.module and not family.made_by_transformers]
 
+# Weights that attention uses itself, without a layer of their own around them; of linear attention, taps and rates too
+OF_ATTENTION = ("sinks", "query_conv.weight", "key_conv.weight", "value_conv.weight", "a_log", "dt_bias")
+
 
 def run_of(family: str) -> Run:
     latent = dict.fromkeys(FAMILIES[family].needs, 4)
@@ -39,7 +42,7 @@ def test_each_weight_is_in_a_layer_of_its_planned_style(family: str) -> None:
     for prefix, ops in (("", table.embedding), ("layers.0.", table.layer), ("", table.head)):
         for op in ops:
             for weight in op.weights:
-                if weight.name == "attention.sinks":  # of attention itself
+                if weight.name.rpartition("attention.")[2] in OF_ATTENTION:
                     assert split_style(op) == "heads"
                     continue
                 layer = module.get_submodule((prefix + weight.name).rpartition(".")[0])

@@ -83,6 +83,20 @@ def test_differences_sort_in_the_order_in_which_a_step_computes_them() -> None:
     assert first_departure(shuffled, "fp32") == IN_ORDER[0]
 
 
+def test_layers_of_a_group_are_computed_before_the_group() -> None:
+    names = ("layers.0.0.norm1", "layers.0.0.attention", "layers.0.0", "layers.0.1.mlp", "layers.0", "layers.1.0.norm1")
+    in_order = [difference(0, 0, name, "output") for name in names]
+    assert sorted([*in_order[3:], *in_order[:3]], key=computation_order) == in_order
+    assert all(map(TRACED_MODULES.fullmatch, names))
+
+
+def test_moments_in_8_bits_move_weights_apart() -> None:
+    moved = [difference(2, -1, "head.weight", "weight", 0.5), difference(2, 0, "head", "output", 0.1)]
+    assert first_departure(moved, "fp32") == moved[0]
+    assert first_departure(moved, "fp32", "int8") is None
+    assert first_departure([*moved, difference(0, 0, "head", "output", 1e-4)], "fp32", "int8") is not None
+
+
 def test_a_difference_that_rounding_explains_is_no_departure() -> None:
     small = [
         difference(0, 0, "embedding", "output", 1e-5),

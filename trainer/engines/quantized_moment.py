@@ -39,12 +39,12 @@ class QuantizedMoment(NamedTuple):
 
     def widen_part(self, offset: int, length: int) -> Tensor:
         """Return the part of a weight that begins at element `offset` of the shard, widened in the host's memory."""
-        pieces = [self.widen(*each).cpu() for each in equal_blocks(offset, length, self.first_blocks.get(offset, 0))]
-        return torch.cat(pieces) if pieces else torch.empty(0)
+        pieces = [self.widen(*each).cpu() for each in equal_blocks(offset, length, self.first_blocks[offset])]
+        return torch.cat(pieces)
 
     def keep_part(self, offset: int, values: Tensor) -> None:
         """Quantize the part of a weight that begins at element `offset` of the shard."""
-        for place, blocks in equal_blocks(offset, len(values), self.first_blocks.get(offset, 0)):
+        for place, blocks in equal_blocks(offset, len(values), self.first_blocks[offset]):
             here = values[place.start - offset : place.stop - offset]
             self.keep(place, blocks, here.to(self.codes.device, torch.float32))
 

@@ -36,6 +36,7 @@ class RoundingLimits:
 
 FLOAT32_LIMITS = RoundingLimits(first_step=5e-5, later_steps=1e-3, weights=2e-3)
 HALF_LIMITS = RoundingLimits(first_step=0.05, later_steps=0.15, weights=0.3)
+INT8_LIMITS = RoundingLimits(first_step=5e-5, later_steps=0.15, weights=inf)  # moments in 8 bits are in other blocks on other ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +69,9 @@ def read_differences(rows: Iterable[Mapping[str, Any]]) -> list[TensorDifference
     return [TensorDifference(**row) for row in rows]
 
 
-def first_departure(differences: Iterable[TensorDifference], precision: str) -> TensorDifference | None:
+def first_departure(differences: Iterable[TensorDifference], precision: str, moments: str = "fp32") -> TensorDifference | None:
     """The first computed of all ranks' differences that rounding does not explain; None if rounding explains all."""
-    limits = FLOAT32_LIMITS if precision == "fp32" else HALF_LIMITS
+    limits = HALF_LIMITS if precision != "fp32" else INT8_LIMITS if moments == "int8" else FLOAT32_LIMITS
 
     def limit(each: TensorDifference) -> float:
         return limits.weights if each.kind == "weight" else limits.later_steps if each.step else limits.first_step
@@ -85,13 +86,16 @@ def computation_order(each: TensorDifference) -> tuple[int, int, int, Sequence[i
     return each.step, TENSOR_KINDS.index(each.kind), each.micro, ordered, each.rank
 
 
-def module_position(name: str) -> tuple[int, int]:
-    """Where a module, or a weight's module, stands between tokens and loss: (layer, part of the layer)."""
+def module_position(name: str) -> tuple[int, int, int]:
+    """Where a module, or a weight's module, stands between tokens and loss: (layer or group of layers, layer in the group, part of the
+    layer). A group stands behind its layers."""
     top, *parts = name.split(".")
     if top == "layers":
-        part = next((each for each in (".".join(parts[1:3]), *parts[1:2]) if each in LAYER_PARTS), "other" if parts[1:] else "")
-        return int(parts[0]), LAYER_PARTS.index(part) if part in LAYER_PARTS else len(LAYER_PARTS)
-    return (-1, MODEL_PARTS.index(top)) if top in MODEL_PARTS else (1 << 30, int(top == "head"))
+        group, *parts = parts
+        in_group, parts = (int(parts[0]), parts[1:]) if parts and parts[0].isdecimal() else (1 << 30, parts)
+        part = next((each for each in (".".join(parts[:2]), *parts[:1]) if each in LAYER_PARTS), "other" if parts else "")
+        return int(group), in_group, LAYER_PARTS.index(part) if part in LAYER_PARTS else len(LAYER_PARTS)
+    return (-1, 0, MODEL_PARTS.index(top)) if top in MODEL_PARTS else (1 << 30, 0, int(top == "head"))
 
 
 def departure_sentence(each: TensorDifference, traced: Iterable[TensorDifference] = ()) -> str:

@@ -34,7 +34,7 @@ def locate_departure(reference: Trial, trial: Trial, step: int, figures: Sequenc
     if not _trace(layout, steps, folder, run_trial):
         return f"not traced: it failed when it was trained again; its logs are in {layout.folder}"
     differences = _all_differences(layout.folder)
-    departure = first_departure(differences, trial.run.train.precision)
+    departure = first_departure(differences, trial.run.train.precision, trial.run.optim.moments)
     if reported := [each for each in figures if each.step == step and (departure is None or departure.step >= step)]:
         return f"first: {reported_sentence(reported, differences)}"
     numbers = ", ".join(str(each + 1) for each in steps)

@@ -140,7 +140,8 @@ def paths_of(data: Data) -> tuple[str, ...]:
 
 def _find_sources(data: Data, remark: Remark, problems: list[Problem]) -> list[list[DataFile]]:
     """Return the files of each source: of each path if paths have weights, else of all paths; append to `problems`."""
-    keys = (data.prompt_key, data.messages_key, SHAREGPT_KEY) if data.has_prompts else (data.text_key,)
+    chats = () if data.has_preferences else (data.messages_key, SHAREGPT_KEY)
+    keys = (data.prompt_key, *chats) if data.has_prompts else (data.text_key,)
     search = TOKEN_SEARCH if data.name == "tokens" else PAIR_SEARCH if data.has_prompts else TEXT_SEARCH
     if data.name != "tokens":
         search = search._replace(accepts=lambda path: _is_text_of(path, keys))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import exp, isfinite, log
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -78,10 +78,10 @@ def evaluate_run(
         raise _refusal(
             "a loss of preferences is relative to a reference, which one checkpoint is not", "name text: data=text data.path=FILE"
         )
-    sets = dict(_sets(run, given="data.path" in changes))
+    sets = list(_sets(run, given="data.path" in changes))
     device = torch.device("cuda" if run.cluster.device.kind == "cuda" and torch.cuda.is_available() else "cpu")
     module: Any = load_model(saved, device)
-    found = [_evaluate(run, module, name, corpus, device, sequences) for name, corpus in sets.items()]
+    found = [_evaluate(run, module, each, device, sequences) for each in sets]
     if as_json:
         write_stdout(f"{json.dumps({'version': 1, 'step': saved.checkpoint.step, 'sets': [each.figures for each in found]}, indent=2)}\n")
         return
@@ -103,29 +103,48 @@ def changed_data(data: Data, changes: Mapping[str, Any]) -> Data:
     return read(config, Data, "data.")
 
 
-def _sets(run: Run, *, given: bool) -> Iterator[tuple[str, Corpus]]:
-    """Yield the sets by name: all of data.path where it is `given`, else what the run holds out of it; then those of data.validate."""
-    where: dict[str, Any] = {"vocab": run.model.vocab, "seq": run.train.seq, "cache": cache_folder(run.data), "progress": lambda *_: None}
+class _Set(NamedTuple):
+    """A set by its name; whether it is what the run holds out of its own data, or all of some files."""
+
+    name: str
+    corpus: Corpus
+    is_held_out: bool
+
+
+def _sets(run: Run, *, given: bool) -> Iterator[_Set]:
+    """Yield all of data.path where it is `given`, else what the run holds out of it; then the sets of data.validate."""
+    where: dict[str, Any] = {"vocab": run.model.vocab, "seq": run.train.seq, "cache": cache_folder(run.data), "progress": _show_remark}
     if given:
         paths = run.data.path or ""
         of_path = prepare_validation_sets(replace(run.data, validate={"": paths}), **where)
-        yield (paths if isinstance(paths, str) else ", ".join(paths)), of_path[""]
+        yield _Set(paths if isinstance(paths, str) else ", ".join(paths), of_path[""], is_held_out=False)
     else:
         corpus = prepare_corpus(run.data, **where)
         if evaluates_held_out(run.data, corpus):
-            yield HELD_OUT, corpus
-    yield from prepare_validation_sets(run.data, **where).items()
+            yield _Set(HELD_OUT, corpus, is_held_out=True)
+    yield from (_Set(name, corpus, is_held_out=False) for name, corpus in prepare_validation_sets(run.data, **where).items())
 
 
-def _evaluate(run: Run, module: Any, name: str, corpus: Corpus, device: torch.device, most: int | None) -> EvaluatedSet:
-    """Return the mean loss over a set, of which each sequence is read once; of what is held out as many as the run's evaluations read."""
-    if corpus.ignores_labels and is_made_by_transformers(run.model):
+def _show_remark(what: str, done: int, total: int) -> None:
+    """Show what was found in the data; how far its preparation is, is not shown."""
+    if not total:
+        write_problem(what)
+
+
+def _evaluate(run: Run, module: Any, evaluated: _Set, device: torch.device, most: int | None) -> EvaluatedSet:
+    """Return the mean loss over a set, of which each sequence is read once. Of what is held out it reads what the run's evaluations read:
+    they begin again where less is held out than one of them reads."""
+    name, corpus, is_held_out = evaluated
+    if corpus.ignores_labels and (is_made_by_transformers(run.model) or run.model.family == "hybrid"):
         raise _refusal(
             f"family {run.model.family} does not keep documents apart, and {name} has them", "set data.documents=false, data=text"
         )
     batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq, split="validation")
-    many, whole = sum(batches.windows), name != HELD_OUT
-    many = min(many, most or (many if whole else run.train.evaluate.batches * run.train.batch))
+    many = sum(batches.windows)
+    if most is not None:
+        many = min(many, most)
+    elif is_held_out:
+        many = run.train.evaluate.batches * run.train.batch
     total, count = 0.0, 0
     with torch.inference_mode():
         for first in range(0, many, run.train.microbatch):

@@ -124,7 +124,8 @@ def _own_config(run: Run, names: dict[str, str]) -> dict[str, object]:
 
 def _added_token_remarks(tokenizer: VocabularyTokenizer, run: Run) -> Iterator[str]:
     """Yield a remark where transformers adds tokens around a text that the run's texts did not have."""
-    bare, whole = (tokenizer.rules.encode("a", add_special_tokens=add) for add in (False, True))
+    as_published = type(tokenizer.rules).from_file(str(_tokenizer_file(run.data.tokenizer)))  # with its post-processor
+    bare, whole = (as_published.encode("a", add_special_tokens=add) for add in (False, True))
     if run.data.has_text and len(whole.ids) > len(bare.ids):
         tokens = ", ".join(dict.fromkeys(token for token in whole.tokens if token not in bare.tokens))
         yield f"transformers adds {tokens} around a text, which the run's texts did not have: pass add_special_tokens=False"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,11 +40,22 @@ def reference_identity(run: Run, corpus: Corpus) -> Identity:
     if run.model.weights:
         adapter = [run.model.lora.weights] if run.model.lora.rank and run.model.lora.weights else []
         found = [_files_identity(Path(each).expanduser()) for each in (run.model.weights, *adapter)]
-        return identity | {"weights": None if None in found else " ".join(each for each in found if each)}
-    # What may change on a resume is no part of it.
+        scale = [f"x {run.model.lora.scale:g}"] if adapter else []
+        return identity | {"weights": None if None in found else " ".join([*(each for each in found if each), *scale])}
+    # What may change on a resume is no part of it; nor are keys at their defaults, so that a key added later changes nothing.
     model = replace(run.model, hf=None, dropout=0.0, vocab_multiple=1, aux_loss=0.0, router=run.model.router.form)
-    drawn = msgspec.json.encode((model, run.train.seed, run.optim.mup))
+    drawn = msgspec.json.encode((_changed_values(model), run.train.seed, run.optim.mup))
     return identity | {"weights": blake2b(drawn, digest_size=16).hexdigest()}
+
+
+def _changed_values(section: Any) -> dict[str, Any]:
+    """Return the fields of a section, by name, that are not at their defaults; of sections in it theirs."""
+    found = {}
+    for each in fields(section):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if (value := getattr(section, each.name)) != default:
+            found[each.name] = _changed_values(value) if is_dataclass(value) else value
+    return found
 
 
 def _files_identity(folder: Path) -> str | None:

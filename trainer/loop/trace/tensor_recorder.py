@@ -27,7 +27,8 @@ from ...spec.run import Run
 from .recorded_tensors import RecordedTensorWriter
 from .tensor_comparison import ReferenceComparison, is_comparable
 
-TRACED_MODULES = re.compile(rf"{'|'.join(MODEL_PARTS)}|norm|head|layers\.\d+(\.({'|'.join(map(re.escape, filter(None, LAYER_PARTS)))}))?")
+PARTS = "|".join(map(re.escape, filter(None, LAYER_PARTS)))
+TRACED_MODULES = re.compile(rf"{'|'.join(MODEL_PARTS)}|norm|head|layers\.\d+(\.\d+)?(\.({PARTS}))?")
 POSITIONS = "positions"  # whose output has one row for all sequences, and so no gradient of one sequence
 
 OnTensor = Callable[[int, str, TensorKind, Tensor], None]  # micro-batch, module, kind, tensor

@@ -13,6 +13,7 @@ from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from .adapter_names import PREFIX, AdapterPlace, adapter_place, changed_weights, target_words, weight_shapes_of
 from .config import read_json
+from .hub_name import download_mend
 from .names import Columns, hf_tensor, tensors_of
 from .weight_files import MAX_LISTED, TensorHeader, headers_of
 
@@ -62,7 +63,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Return the adapter_config.json of a folder; raises Unreadable where there is none that can be read."""
     if not (folder / CONFIG).is_file():
         why = f"holds no {CONFIG}" if folder.is_dir() else "is not a folder"
-        raise _refusal(f"model.lora.weights={folder} {why}", "name a folder that PEFT's save_pretrained or `export --adapter` wrote")
+        mend = download_mend(folder, "model.lora.weights") or "name a folder that PEFT's save_pretrained or `export --adapter` wrote"
+        raise _refusal(f"model.lora.weights={folder} {why}", mend)
     try:
         return read_json(folder / CONFIG)
     except Unreadable as error:

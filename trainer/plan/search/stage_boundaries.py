@@ -45,10 +45,7 @@ def with_stages(layout: Layout, stages: tuple[int, ...]) -> Layout:
 
 
 def best_stages(context: CostContext, layout: Layout, blocks: BlockCosts, capacity: int, *, below: float = inf) -> BestStages:
-    """The layers of each part with which a layout of several stages fits and its step takes least, if that is less than `below` seconds.
-
-    `paths` are those known of the same blocks and schedule, whose states may be others.
-    """
+    """The layers of each part with which a layout of several stages fits and its step takes least, if that is less than `below` seconds."""
     found = _StageSearch(context, layout, blocks, capacity, StepPaths(layout, blocks)).run(below)
     if found.stages is None:
         return found
