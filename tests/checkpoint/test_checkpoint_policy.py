@@ -75,6 +75,16 @@ def test_leftovers_of_killed_saves_are_removed_at_the_next_save_or_resume(tmp_pa
         assert hidden_files(tmp_path) == [".mine"]
 
 
+def test_a_leftover_that_cannot_be_removed_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    save(tmp_path, 2)
+    (tmp_path / ".latest.tmp-7").write_text("step_3\n")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert remove_leftovers(tmp_path) == [".latest.tmp-7"]
+
+
 def test_concurrent_readers_find_checkpoints_that_verify(tmp_path: Path) -> None:
     save(tmp_path, 0, keep=1)
     done = threading.Event()

@@ -127,11 +127,13 @@ def test_only_sizes_are_checked_if_another_process_verified_the_cache(text: Path
 def test_remains_of_a_killed_process_are_removed(text: Path) -> None:
     open_corpus(text)
     at = folder(text)
-    left = at.with_name(f"{at.name}.99999.new")
+    left, old = (at.with_name(f"{at.name}.99999.{state}") for state in ("new", "old"))
     at.rename(left)
+    old.mkdir()
     open_corpus(text)
     assert folder(text) == at
     assert not left.exists()
+    assert not old.exists()
 
 
 ASK = """

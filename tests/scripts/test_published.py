@@ -294,3 +294,27 @@ def test_the_memory_of_nanotron_is_that_of_the_first_rank() -> None:
     model = {"vocab": 512_000, "layers": 4}
     one, other = (predict(changed_case(framework=name, model=model, recompute="none")) for name in ("nanotron", "Megatron-LM"))
     assert (one.memory_stage, other.memory_stage) == (0, 1)
+
+
+def test_eager_modules_of_nanotron_keep_the_activated_gate_too() -> None:
+    """Gate, activated gate, up and their product: four tensors of the feed-forward's width, in 2 bytes each. Backward of the last layer
+    holds a gradient of that width beside them."""
+    seq, ffn, layers = 1024, 4096, 4
+
+    def memory(width: int, micro: int) -> float:
+        found = predict(
+            changed_case(
+                framework="nanotron",
+                model={**LLAMA_8B, "tied_embeddings": False, "layers": layers, "ffn": width, "seq": seq, "vocab": 1024},
+                parallel={"pp": 1, "dp": 1, "tp": 1},
+                batch={"micro": micro, "grad_accum": 1, "global": micro},
+                recompute="none",
+                cluster={"gpu": "H100", "gpus": 1},
+                measured={"peak_mem_kind": "max allocated"},
+            )
+        )
+        assert found.memory_peak is not None
+        return found.memory_peak
+
+    grows = (memory(2 * ffn, 3) - memory(2 * ffn, 2)) - (memory(ffn, 3) - memory(ffn, 2))
+    assert grows == (4 * layers + 1) * 2 * seq * ffn
