@@ -31,14 +31,14 @@ def main() -> None:
     print(f"two layers of 256 elements, forward and backward, medians of {rounds}; kept for backward")
     for seq in SEQUENCES:
         for length in (each for each in LENGTHS if each <= seq):
-            (mask, mask_kept), (bounds, bounds_kept) = measured(seq, length, rounds)
+            (mask, mask_kept), (bounds, bounds_kept) = measure_attention(seq, length, rounds)
             print(
                 f"{seq:>5} tokens, documents of {length:>4}   mask {1e3 * mask:>7.0f} ms {mask_kept / 2**20:>6.1f} MiB"
                 f"   bounds {1e3 * bounds:>7.0f} ms {bounds_kept / 2**20:>6.1f} MiB   {mask / bounds:.2f} times as fast"
             )
 
 
-def measured(seq: int, length: int, rounds: int) -> list[tuple[float, int]]:
+def measure_attention(seq: int, length: int, rounds: int) -> list[tuple[float, int]]:
     """Return (median seconds, bytes kept for backward) by a mask and by bounds."""
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     train = Train(batch=1, microbatch=1, seq=seq, steps=1, precision="fp32")

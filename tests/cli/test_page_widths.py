@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from distrain.cli.app import app, command
+from distrain.cli.app import VERBS, app, command
 from distrain.cli.keys import library
 from distrain.cli.pages.hosts_page import preflight_lines
 from distrain.cli.pages.report_page import report_text
@@ -41,26 +41,7 @@ PAGES = [
     "simulate conf=llama3_8b_1node engine=native parallel.pp=4 parallel.dp=2 parallel.tp=1 train.microbatch=1 parallel.schedule=zb_v",
     "ls",
     *(f"ls {group}" for group in library.groups(None)),
-    *(
-        f"{verb} --help"
-        for verb in (
-            "",
-            "ls",
-            "cp",
-            "show",
-            "plan",
-            "search",
-            "simulate",
-            "fit",
-            "prove",
-            "report",
-            "evaluate",
-            "export",
-            "generate",
-            "calibrate",
-            "doctor",
-        )
-    ),
+    *(f"{verb} --help" for verb in ("", *(verb.__name__ for verb, _ in VERBS))),
 ]
 
 

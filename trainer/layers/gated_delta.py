@@ -88,12 +88,12 @@ class _Parts:
         return self.total[..., -1].exp()[..., None, None]
 
     @property
-    def grown(self) -> Tensor:
+    def decay_from_start(self) -> Tensor:
         """By how much the state before the chunk has decayed at each token, [B, K, R, N, L, 1]."""
         return self.total.exp().unsqueeze(-1)
 
     @property
-    def left(self) -> Tensor:
+    def decay_to_end(self) -> Tensor:
         """By how much what each token writes decays up to the chunk's end, [B, K, R, N, L, 1]."""
         return (self.total[..., -1:] - self.total).exp().unsqueeze(-1)
 
@@ -135,7 +135,7 @@ def _solve(system: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor
 
 def _read(parts: _Parts, like: Tensor) -> Tensor:
     """Run through the chunks; return what the queries read, as a tensor [B, S, K R V] like another."""
-    query, key, value, ends = parts.query * parts.grown, parts.key * parts.left, parts.new_value, parts.ends
+    query, key, value, ends = parts.query * parts.decay_from_start, parts.key * parts.decay_to_end, parts.new_value, parts.ends
     state = value.new_zeros(*value.shape[:3], key.shape[-1], value.shape[-1])
     output = value.new_empty(value.shape)
     for at in range(value.shape[3]):
@@ -175,7 +175,7 @@ def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
     """Return the gradients of what chunks are made of, from that of what the queries read, [B, S, K R V]."""
     seq, chunk = grad.shape[1], parts.total.shape[-1]
     grad = _chunks(_by_key_head(grad, parts.key.shape[1], parts.value.shape[1] * parts.value.shape[2]), chunk)
-    query, key = parts.query * parts.grown, parts.key * parts.left
+    query, key = parts.query * parts.decay_from_start, parts.key * parts.decay_to_end
     states, written = _states(parts, key)
     reads_grad = grad @ written.mT
     new_grad = parts.reads.mT @ grad
@@ -206,15 +206,15 @@ def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
     total_grad += weights.sum(-1) - weights.sum(-2)
     del weights
     pairs, read_pairs = system_grad.mul_(parts.between), reads_grad.mul_(parts.between)  # of beta_i k_i k_j, and of q_i k_j
-    by_row, grown = pairs @ parts.key, parts.grown
+    by_row, decay = pairs @ parts.key, parts.decay_from_start
     beta_grad = (by_row * parts.key).sum(-1) + (new_grad * parts.value).sum(-1)
-    of_old = (old_grad * parts.key).sum(-1) * grown.squeeze(-1)
+    of_old = (old_grad * parts.key).sum(-1) * decay.squeeze(-1)
     beta_grad += of_old
     total_grad += of_old * parts.beta.squeeze(-1)
-    key_grad.mul_(parts.left).add_(by_row.mul_(parts.beta)).add_(old_grad.mul_(parts.beta * grown))
+    key_grad.mul_(parts.decay_to_end).add_(by_row.mul_(parts.beta)).add_(old_grad.mul_(parts.beta * decay))
     key_grad += pairs.mul_(parts.beta).mT @ parts.key
     key_grad += read_pairs.mT @ parts.query
-    query_grad.mul_(grown).add_(read_pairs @ parts.key)
+    query_grad.mul_(decay).add_(read_pairs @ parts.key)
     new_grad.mul_(parts.beta)
     del parts, pairs, read_pairs, by_row, old_grad, system_grad, reads_grad
     return _ChunkGradients(
@@ -235,7 +235,7 @@ def _input_gradients(inputs: DeltaInputs, grads: _ChunkGradients, key_dim: int) 
     value_grad = _silu_slope(_conv(inputs.value, inputs.value_conv)).mul_(grads.value)
     value_grads = _conv_gradients(value_grad, inputs.value, inputs.value_conv)
     share = torch.sigmoid(at_least_float32(inputs.beta))
-    logit_grad = grads.log_decay * -at_least_float32(inputs.a_log).exp() * torch.sigmoid(_shifted(inputs))
+    logit_grad = grads.log_decay * -at_least_float32(inputs.a_log).exp() * torch.sigmoid(_decay_logits(inputs))
     return (
         query_grads[0],
         key_grads[0],
@@ -252,10 +252,10 @@ def _input_gradients(inputs: DeltaInputs, grads: _ChunkGradients, key_dim: int) 
 
 def _log_decay(inputs: DeltaInputs) -> Tensor:
     """Return g of each token and value head, [B, S, K R]."""
-    return -at_least_float32(inputs.a_log).exp() * F.softplus(_shifted(inputs))
+    return -at_least_float32(inputs.a_log).exp() * F.softplus(_decay_logits(inputs))
 
 
-def _shifted(inputs: DeltaInputs) -> Tensor:
+def _decay_logits(inputs: DeltaInputs) -> Tensor:
     """Return the logits of the decay with what is added to them, [B, S, K R]."""
     return at_least_float32(inputs.decay) + at_least_float32(inputs.dt_bias)
 

@@ -49,7 +49,7 @@ def adamw(
     [R, 2] and `columns` [C], N = R x C, bfloat16 states are rounded at random (layers/stochastic_rounding.py).
     """
     both = mean.to(torch.float32), square.to(torch.float32)
-    stepped, m, v = _stepped(weight, gradient, *both, (divisor, keep, rate, root, kept), (beta1, beta2, eps))
+    stepped, m, v = _adamw_step(weight, gradient, *both, (divisor, keep, rate, root, kept), (beta1, beta2, eps))
     if rows is not None and columns is not None:
         place = torch.arange(weight.numel(), device=weight.device)
         bits = words_at(rows, columns, place)
@@ -83,7 +83,7 @@ def adamw_in_blocks(
     """Step weight [N] as `adamw` does, with states in 8 bits: codes, uint8 [N], and scales, float32 [B], of blocks of N / B elements. The
     codes of means are `signed`, those of squares not."""
     both = widen_blocks(mean, mean_scales, signed), widen_blocks(square, square_scales, unsigned)
-    stepped, m, v = _stepped(weight, gradient, *both, (divisor, keep, rate, root, kept), (beta1, beta2, eps))
+    stepped, m, v = _adamw_step(weight, gradient, *both, (divisor, keep, rate, root, kept), (beta1, beta2, eps))
     for value, codes, scales, tables in ((m, mean, mean_scales, signed), (v, square, square_scales, unsigned)):
         new_codes, new_scales = quantize_blocks(value, len(scales), tables)
         codes.copy_(new_codes)
@@ -93,7 +93,7 @@ def adamw_in_blocks(
         copy.copy_(stepped)
 
 
-def _stepped(
+def _adamw_step(
     weight: Tensor,
     gradient: Tensor,
     mean: Tensor,
