@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from typing import Any
 
-from ...trainer.system.child_process import module_arguments, start_child
 from .check_context import CheckContext
 from .checks import MACHINE
-from .finding import CheckBroken, Finding
+from .finding import Finding
+from .run_distrain import run_distrain
 
 SIDE = 8192  # of the products that are compared, which the check of the machine measures too
 RATE = 0.15  # by which two measurements of one rate may differ
@@ -20,9 +19,9 @@ def calibrate_machine(context: CheckContext) -> Finding:
     machine, where it found a GPU's."""
     folder = context.folder / "calibrated"
     device = () if context.on_gpu else ("device=cpu", "--devices", "1")
-    found = json.loads(_run("calibrate", *device, "--output", str(folder), "--name", "here", "--json"))
+    found = json.loads(run_distrain("calibrate", *device, "--output", str(folder), "--name", "here", "--json"))
     planned = json.loads(
-        _run("plan", "conf=gpt2_124m_1gpu", "device=here", "cluster=here", "parallel.dp=1", "--config-dir", str(folder), "--json")
+        run_distrain("plan", "conf=gpt2_124m_1gpu", "device=here", "cluster=here", "parallel.dp=1", "--config-dir", str(folder), "--json")
     )
     measured = found["measured"]
     figures = {
@@ -50,13 +49,3 @@ def rate_departures(context: CheckContext, measured: dict[str, Any]) -> list[str
         for name, (one, other) in pairs.items()
         if not one or abs(one / other - 1) > RATE
     ]
-
-
-def _run(*words: str) -> str:
-    """Run a verb of the command line and return what it prints; raises CheckBroken."""
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with start_child(module_arguments("distrain.__main__", *words), **streams) as child:
-        out, err = child.communicate()
-    if child.returncode:
-        raise CheckBroken(f"{words[0]} ended with {child.returncode}: {err.strip()[-300:]}")
-    return str(out)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Mapping
-from typing import Any
 
-from ...trainer.system.child_process import module_arguments, start_child
 from .check_context import CheckContext
 from .finding import CheckBroken, Finding
 from .fit_runs import ONE_DEVICE, RECIPE, FinishedFit, FitRun, fit
+from .run_distrain import run_distrain
 
 
 def generate_text(context: CheckContext) -> Finding:
@@ -27,9 +24,7 @@ def generate_text(context: CheckContext) -> Finding:
 
 def _generate(trained: FinishedFit, environment: Mapping[str, str]) -> str:
     words = ("generate", str(trained.folder), "--prompt", "def ", "--tokens", "40")
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with start_child(module_arguments("distrain.__main__", *words), {**os.environ, **environment}, **streams) as child:
-        out, err = child.communicate()
-    if child.returncode or not out.startswith("def "):
-        raise CheckBroken(f"generate ended with {child.returncode}: {err.strip()[-300:]}")
-    return str(out)
+    out = run_distrain(*words, environment=environment)
+    if not out.startswith("def "):
+        raise CheckBroken(f"generate printed {out[:40]!r}")
+    return out

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from ...trainer.models.hf.quantization import KEY
-from ...trainer.system.child_process import module_arguments, start_child
 from .check_context import CheckContext
-from .finding import CheckBroken, Finding
+from .finding import Finding
 from .fit_runs import RECIPE, FitRun, fit, fit_together
 from .loss_checks import FIVE, FLOAT32_LOSS
 from .loss_differences import most_apart
+from .run_distrain import run_distrain
 
 FOLDERS = ("plain_folder", "quantized_folder")
 WORDS = (*FIVE, "model=tiny_llama", "train.precision=fp32")
@@ -30,7 +28,7 @@ def train_from_quantized(context: CheckContext) -> Finding:
     """Train a model, export it, quantize the folder to 8-bit floats, and train on from it (`compare_starts`)."""
     before = fit(FitRun(name="exported", recipe=RECIPE, words=(*WORDS, "optim.lr=1e-2", "checkpoint=default")), context)
     plain, quantized = (context.folder / name for name in FOLDERS)
-    _export(before.folder, plain)
+    run_distrain("export", str(before.folder), str(plain))
     packed = quantize_folder(plain, quantized)
     found = compare_starts(context)
     return replace(found, figures={**found.figures, "matrices": packed})
@@ -67,11 +65,3 @@ def quantize_folder(plain: Path, folder: Path) -> int:
             packed += 1
         save_file(tensors, file)
     return packed
-
-
-def _export(run: Path, folder: Path) -> None:
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with start_child(module_arguments("distrain.__main__", "export", str(run), str(folder)), **streams) as child:
-        said, _ = child.communicate()
-    if child.returncode:
-        raise CheckBroken(f"export ended with {child.returncode}: {said.strip()[-300:]}")
