@@ -31,7 +31,7 @@ def test_readme_is_short() -> None:
 
 def test_readme_links_every_page_of_the_docs() -> None:
     text = (ROOT / "README.md").read_text()
-    assert [page.name for page in PAGES if page.parent.name == "docs" and f"(docs/{page.name})" not in text] == []
+    assert [page.name for page in PAGES if page.parent == ROOT / "docs" and f"(docs/{page.name})" not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
