@@ -126,6 +126,8 @@ class Changes:
     other_data: bool = False
     new_moments: tuple[str, ...] = ()
     dropped_moments: tuple[str, ...] = ()
+    begins_average: bool = False
+    drops_average: bool = False
 
     def remarks(self, step: int) -> Iterator[str]:
         """Yield what changed since a step, a line for each kind of change."""
@@ -141,8 +143,12 @@ class Changes:
             yield "the data are different: the run reads them from their first sample on"
         if self.new_moments:
             yield f"optimizer moments that start at zero: {', '.join(self.new_moments)}"
+        if self.begins_average:
+            yield "the average of the weights begins with those of the checkpoint (optim.ema)"
         if self.dropped_moments:
             yield f"moments in the checkpoint that this optimizer does not use: {', '.join(self.dropped_moments)}"
+        if self.drops_average:
+            yield "the checkpoint's average of the weights is dropped (optim.ema=0.0)"
 
 
 def key_policy(key: str) -> Policy:
@@ -216,6 +222,8 @@ def compare_runs(
         other_data=any(each.key.startswith("data.") and each.key != DOCUMENTS_KEY for each in accepted),
         new_moments=tuple(kind for kind in new if kind not in old),
         dropped_moments=tuple(kind for kind in kept if kind not in new or kind not in old),
+        begins_average=bool(now.optim.ema) and not before.optim.ema,
+        drops_average=bool(before.optim.ema) and not now.optim.ema,
     )
 
 

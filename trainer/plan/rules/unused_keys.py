@@ -258,7 +258,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
     "train.rampup":    ("batch", "until", "by"),
     "train.evaluate":  ("every",),
     "search":          ("by", "runnable", "rows", "headroom", "nodes", "boundaries", "within"),
-    "optim":           ("name", "lr", "weight_decay", "mup", "schedule", "warmup", "gradient_copy"),
+    "optim":           ("name", "lr", "weight_decay", "mup", "ema", "schedule", "warmup", "gradient_copy"),
     "data":            ("name", "stages", "documents", "validation"),
     "log":             ("every", "sinks", "dir", "ledger"),
     "checkpoint":      ("every", "final", "keep", "resume", "accept"),  # the ends of runs that go on are saves, of which some are kept

@@ -215,6 +215,7 @@ KEYS = {
     "optim.rounding":               Key("bf16 moments: up or down at random by distance, keyed by the seed, or to nearest"),
     "optim.mup":                    Key("the width for which lr was found; scales rates and initial values (arXiv:2203.03466)",
                                         null="lr is of this model"),
+    "optim.ema":                    Key("decay of an exponential moving average of the weights, kept in fp32; 0: none"),
     "optim.schedule":               Key("how the rate falls from lr to min_lr after the warmup"),
     "optim.warmup":                 Key("length of the linear rise to lr", "steps"),
     "optim.min_lr":                 Key("the learning rate at the end of the schedule"),
