@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -160,6 +160,9 @@ class NativeEngine(Engine):
         if self._alone:
             self.step_together()
         return []
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        return self.bucket_optimizer.averaged_weights()
 
     def prepare_save(self) -> None:
         if self.together is not None:
