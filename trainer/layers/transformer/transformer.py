@@ -260,7 +260,7 @@ class Transformer(nn.Module):
     def run_layer(self, layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Any:
         """Return a layer's output; under full recomputation backward runs the layer again."""
         if self.recompute:
-            tensors = inputs.angles, inputs.local_angles, inputs.mask, inputs.dropout_states, inputs.band
+            tensors = inputs.angles, inputs.local_angles, inputs.mask, inputs.dropout_states, inputs.band, inputs.document_starts
             return recompute(_call_layer, layer, x, inputs, *tensors)
         return layer(x, inputs)
 
@@ -314,10 +314,9 @@ class Transformer(nn.Module):
 
     def _positions(self, tokens: Tensor) -> Tensor:
         """Return the positions [S] of tokens [B, S] in the whole sequence."""
-        length = tokens.shape[1]
         if self.cp is None:
-            return torch.arange(length, device=tokens.device)
-        return self.cp.positions(length * self.cp.group.size, tokens.device)
+            return torch.arange(tokens.shape[1], device=tokens.device)
+        return self.cp.positions(tokens.shape[1] * self.cp.group.size, tokens.device)
 
     def _embed(self, tokens: Tensor, inputs: LayerInputs) -> Tensor:
         x = self.embedding(tokens)  # [B, S, H]; under sequence parallelism this rank's part of S

@@ -141,7 +141,7 @@ def _evaluate(run: Run, module: Any, evaluated: _Set, device: torch.device, most
     """Return the mean loss over a set, of which each sequence is read once. Of what is held out it reads what the run's evaluations read:
     they begin again where less is held out than one of them reads."""
     name, corpus, is_held_out = evaluated
-    if corpus.ignores_labels and (is_made_by_transformers(run.model) or run.model.family == "hybrid"):
+    if corpus.ignores_labels and is_made_by_transformers(run.model):
         raise _refusal(
             f"family {run.model.family} does not keep documents apart, and {name} has them", "set data.documents=false, data=text"
         )
