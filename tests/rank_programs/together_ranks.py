@@ -27,9 +27,10 @@ CALLS = {"_foreach_copy_": "stored", "_foreach_add_": "added"}
 
 def run_rank_together(path: Path, channel: Channel) -> int:
     """Run a rank of RUN_DIR/run.json."""
-    module, native = engine_module, NativeEngine
+    module: Any = engine_module
     taken: Any = gradients_module
-    calls, step = Counter[str](), native.step
+    native, calls = NativeEngine, Counter[str]()
+    step = native.step
     module.layers_taken_together = _every_layer
     counted = {name: _counted(getattr(torch, name), what, calls) for name, what in CALLS.items()}
     taken.torch = SimpleNamespace(**counted)
