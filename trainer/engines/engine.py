@@ -19,7 +19,7 @@ from ..layers.preference_loss import FIGURES, take_pair_results
 from ..layers.transformer.further_tokens import take_further_losses
 from ..models.build import named_constants
 from ..models.moe.routing import step_bias, take_loads
-from ..parallel.process_groups import Grid
+from ..parallel.process_groups import Grid, GroupName
 from ..parallel.rank_model import RankPart
 from ..plan.axes.weight_slices import WeightShard
 from ..plan.costs.control_message import further_losses
@@ -257,10 +257,11 @@ class Engine(ABC):
         """Sum, once a step, gradients of which each tensor-parallel rank has only a part, in one message each: those of weights that all
         ranks hold whole, where the sequence is split; those of key and value heads that some ranks share."""
         sequence = self.run.parallel.sequence
-        for axis in ("tp", "copies"):
-            group = self.grid.group(axis)
+        names: tuple[GroupName, ...] = ("tp", "copies")
+        for name in names:
+            group = self.grid.group(name)
             trained = [each for each in self.parameters if each.parameter.requires_grad]
-            rows = [each for each in trained if (each.shard.shared if axis == "copies" else sequence and not each.shard.is_split)]
+            rows = [each for each in trained if (each.shard.shared if name == "copies" else sequence and not each.shard.is_split)]
             if group is None or not rows:
                 continue
             gradients = list(self._summed_gradients(rows))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...layers.group_messages import all_reduce
-from ...parallel.process_groups import Grid
+from ...parallel.process_groups import Grid, GroupName
 from ...parallel.rank_model import RankPart
 from ...plan.layout.schedule_of_run import schedule_of
 from ...plan.layout.schedules import SCHEDULES, Schedule
@@ -195,10 +195,10 @@ class NativeEngine(Engine):
                     copies=self._copies_of(bucket),
                 )
 
-    def _copies_of(self, bucket: WeightBucket | ShardedWeight) -> str:
-        """Return the group of the data-parallel ranks that step the same elements; "": no other does."""
+    def _copies_of(self, bucket: WeightBucket | ShardedWeight) -> GroupName | None:
+        """Return the group of the data-parallel ranks that step the same elements; None: no other does."""
         if self.together is None:
-            return bucket.copies.axis if bucket.copies else ""
+            return bucket.copies.name if bucket.copies else None
         if isinstance(bucket, WeightBucket) and bucket.sharing is None:
             return "expert_copies" if bucket.kind.expert else "data"
         return "expert_workers" if bucket.kind.expert else "workers"

@@ -35,8 +35,8 @@ def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
     """
     turns = {name: turn for turn, name in enumerate(weight_shapes(run))}
     for part in engine.optimizer_shards():
-        copies = {"replica": grid.coordinate(part.copies), "replicas": grid.size(part.copies)}
-        if part.tied or not is_saved_here(part.shard, turns[part.shard.name], **copies):
+        replica, replicas = (grid.coordinate(part.copies), grid.size(part.copies)) if part.copies else (0, 1)
+        if part.tied or not is_saved_here(part.shard, turns[part.shard.name], replica=replica, replicas=replicas):
             continue
         errors = [(ERROR, part.error)] if part.error is not None else []
         for kind, held in (("weight", part.weight), *part.states(), *errors):
