@@ -214,7 +214,7 @@ ROWS: tuple[Synonym, ...] = (
          "load_checkpoint_path",
          "model.weights", "a folder of Hugging Face weights, with model.hf for its config.json; without it weights are random", {}),
     _row("lora_rank lora_r lora_dim lora.r", "model.lora.rank", "0: no LoRA"),
-    _row("lora_dropout lora.dropout lora.lora_dropout", "", "LoRA has no dropout here: leave it out; model.dropout is that of the layers"),
+    _row("lora_dropout lora.lora_dropout", "model.lora.dropout", "of A's inputs"),
     _row("lora_alpha", "model.lora.alpha"),
     _row("adapter_name_or_path lora_path adapter_path lora_weights lora_checkpoint lora_adapter adapter_checkpoint", "model.lora.weights",
          "a folder with adapter_config.json and adapter_model.safetensors", {}),

@@ -28,6 +28,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("model.parameters",     "free"),        # the weights' shapes are compared one by one
     ("model.vocab_multiple", "free"),        # padding of a rank's slice
     ("model.dropout",        "reported"),
+    ("model.lora.dropout",   "reported"),
     ("model.aux_loss",       "reported"),        # the weight of an additional loss
     ("model.mtp.weight",     "reported"),        # the weight of an additional loss
     ("model.router.bias_rate", "reported"),      # how fast, not where
@@ -301,6 +302,7 @@ def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
         "query_pre_attn_scalar": model.score_scalar if model.family != "mla" else None,
         "layer_types": model.types_of_layers if window or model.has_local_rope else None,
         "lora.alpha": model.lora.alpha if model.lora.rank else None,
+        "lora.dropout": model.lora.dropout if model.lora.rank else None,
         "lora.targets": sorted(model.lora_layers) if model.lora.rank else None,
         "mtp.weight": model.mtp.weight if model.mtp.layers else None,
         **{f"rope.{row.name}": rope.get(row.name) for row in fields(model.rope)},

@@ -156,6 +156,7 @@ IDLE: dict[str, Condition] = {
     "model.init.std":          _made_by_transformers,
     "model.init.scale_residual": _made_by_transformers,
     "model.lora.alpha":        _is("model.lora.rank", 0),
+    "model.lora.dropout":      _is("model.lora.rank", 0),
     "model.lora.targets":      _is("model.lora.rank", 0),
     "model.lora.weights":      _any(_is("model.lora.rank", 0), _begun),
     "model.mtp.weight":        _is("model.mtp.layers", 0),

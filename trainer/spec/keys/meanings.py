@@ -78,6 +78,7 @@ KEYS = {
     "model.init.scale_residual":    Key("what is added to the residual stream begins with std / sqrt(2 layers)"),
     "model.lora.rank":              Key("rank of LoRA's additions to frozen weights (arXiv:2106.09685); 0: all weights are trained"),
     "model.lora.alpha":             Key("the additions are scaled by alpha / rank"),
+    "model.lora.dropout":           Key("share of the elements of A's inputs that dropout sets to zero in training"),
     "model.lora.targets":           Key("the linear layers that get a LoRA addition", null="all but routers"),
     "model.lora.weights":           Key("folder of an adapter, as PEFT writes it, whose additions training begins with", null="B is 0"),
     "model.mtp.layers":             Key("modules that each predict one token further (arXiv:2412.19437 section 2.2); 0: none"),
