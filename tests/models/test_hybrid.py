@@ -247,3 +247,44 @@ def test_a_plan_names_layers_and_not_groups() -> None:
     costs = step_costs(load_recipe("qwen3_next_80b", ["parallel.pp=2"]))
     assert costs is not None
     assert [stage.parts for stage in make_timeline(costs).stages] == [((0, 24),), ((24, 48),)]
+
+
+LENGTHS = (  # documents of a sequence, and the tokens of a chunk: they end inside chunks and with them, and are shorter than the taps
+    ((7, 1, 2, 8, 3), 4),
+    ((4, 8, 9), 4),
+    ((1, 1, 1, 1), 4),
+    ((3, 20), 64),
+    ((64, 5, 60, 1), 64),
+    ((5, 6), 1),
+)
+
+
+def starts_of(lengths: tuple[int, ...]) -> Any:
+    """Where the document of each token starts, [S]."""
+    ends = [sum(lengths[: at + 1]) for at in range(len(lengths))]
+    return torch.tensor([end - length for end, length in zip(ends, lengths, strict=True) for _ in range(length)], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("lengths", "chunk"), LENGTHS)
+def test_packed_documents_compute_what_each_does_alone(lengths: tuple[int, ...], chunk: int) -> None:
+    """The second sequence holds the documents in reverse."""
+    inputs = inputs_of(sum(lengths))
+    rows = [lengths, lengths[::-1]]
+    expected = []
+    for row, each in enumerate(rows):
+        parts, at = [], 0
+        for length in each:
+            own = {name: getattr(inputs, name) for name in NAMES}
+            own |= {name: own[name][row : row + 1, at : at + length].expand(B, -1, -1) for name in NAMES[:5]}
+            parts.append(token_by_token(DeltaInputs(**own))[:1])
+            at += length
+        expected.append(torch.cat(parts, 1))
+    whole = torch.cat(expected)
+    found = gated_delta(inputs, D, chunk, starts=torch.stack([starts_of(each) for each in rows]))
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-13)
+    grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    theirs, ours = (torch.autograd.grad(each, tensors_of(inputs), grad, allow_unused=True) for each in (whole, found))
+    for name, one, other in zip(NAMES, ours, theirs, strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=1e-12 * float(other.abs().max() + 1), msg=lambda text, name=name: f"{name}: {text}"
+        )

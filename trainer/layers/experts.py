@@ -120,7 +120,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def grouped_weight_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient [E, I, O] of each expert's matrix, from its rows x [C, I] and their output's gradient [C, O]."""
     if _has_fused_kernel(x, grad):
-        return F.grouped_mm(x.mT, grad, offs=ends.int())
+        return F.grouped_mm(x.transpose(0, 1), grad, offs=ends.int())
     weight_grad = x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
     for expert, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
         torch.mm(x[first:last].mT, grad[first:last], out=weight_grad[expert])
