@@ -76,7 +76,8 @@ ROWS: tuple[Synonym, ...] = (
     _row("dataloader_drop_last drop_last", "", "every batch is full"),
     _row("early_stopping early_stopping_patience", "", "a run goes on to its length; Ctrl-C saves and stops it"),
     # optimizer
-    _row("ema ema_decay use_ema ema_beta", "", "no average is kept in training; `distrain export --average` averages checkpoints"),
+    _row("ema_decay ema_beta model_ema_decay ema_max_decay ema.decay", "optim.ema", "the decay of an average of the weights"),
+    _row("use_ema model_ema use_ema_weights ema.enable", "optim.ema", "the decay of an average of the weights, 0.999", {}),
     _row("label_smoothing_factor", "train.preference.label_smoothing", "of preferences alone", {}),
     _row("learning_rate base_lr peak_lr max_lr lr train.lr training.lr optimizer.lr optimizer.params.lr", "optim.lr"),
     _row("lr_scheduler_type lr_scheduler lr_decay_style lr_schedule scheduler decay_type", "optim.schedule", "", DECAYS),
@@ -235,7 +236,7 @@ ROWS: tuple[Synonym, ...] = (
          "load_checkpoint_path initial_load_path",
          "model.weights", "a folder of Hugging Face weights, with model.hf for its config.json; without it weights are random", {}),
     _row("lora_rank lora_r lora_dim lora.r", "model.lora.rank", "0: no LoRA"),
-    _row("lora_dropout lora.dropout lora.lora_dropout", "", "LoRA has no dropout here: leave it out; model.dropout is that of the layers"),
+    _row("lora_dropout lora.lora_dropout", "model.lora.dropout", "of A's inputs"),
     _row("lora_alpha", "model.lora.alpha"),
     _row("adapter_name_or_path lora_path adapter_path lora_weights lora_checkpoint lora_adapter adapter_checkpoint", "model.lora.weights",
          "a folder with adapter_config.json and adapter_model.safetensors", {}),

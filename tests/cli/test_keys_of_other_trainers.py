@@ -27,7 +27,8 @@ MESSAGES: list[tuple[str, str]] = [
     ("outer.lr=1", "no key outer.lr: did you mean parallel.sync.outer.lr or optim.lr?"),
     ("packing=true",
         "no key packing: always: text is cut into full sequences, whole examples are packed into one"),
-    ("ema=0.9", "no key ema: no average is kept in training; `distrain export --average` averages checkpoints"),
+    ("ema_decay=0.9", "no key ema_decay: write optim.ema=0.9 (the decay of an average of the weights)"),
+    ("use_ema=true", "no key use_ema: write optim.ema=VALUE (the decay of an average of the weights, 0.999)"),
     ("model.name_or_path=x",
         ("no key model.name_or_path: write model.weights=VALUE (a folder of Hugging Face weights, with model.hf for its config.json; "
          "without it weights are random)")),

@@ -30,6 +30,7 @@ from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 STEPS = 4
 COMMON = (f"train.steps={STEPS}", "train.seq=32", "train.batch=8", "train.evaluate.every=0", "log.every=1", "train.microbatch=2")
 TUNED = ("model=tiny_llama", "model.layers=4", "model.kv_heads=2", "model.qk_norm=true", "model.lora={rank: 4, alpha: 8}")
+DROPPED = ("model.lora.dropout=0.2",)
 NORMS = ("model.qk_norm_over=all", "model.norm_place=both")
 CURVE = ("quickstart", "data=synthetic", *COMMON, *TUNED, "optim.lr=1e-2", "optim.warmup=1")
 LAYOUTS = (
@@ -46,7 +47,32 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+OF_DROPPED = (
+    # heads of the output product and the feed-forward are padded; attention takes scores with masks of its own; MLA's latents
+    (
+        *DROPPED,
+        "model.ffn=190",
+        "model.heads=6",
+        "model.kv_heads=3",
+        "model.head_dim=16",
+        "cluster.gpus=4",
+        "parallel.tp=4",
+        "parallel.zero=1",
+    ),
+    (
+        *DROPPED,
+        "model.dropout=0.1",
+        "cluster.gpus=4",
+        "parallel.tp=2",
+        "parallel.sequence=true",
+        "parallel.cp=2",
+        "parallel.cp_comm=all_to_all",
+    ),
+    (*DROPPED, "model.lora.targets=[query,out,up]", "cluster.gpus=2", "parallel.tp=2", "parallel.sequence=true", "engine=native"),
+)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *((*DROPPED, *layout) for layout in LAYOUTS), *OF_DROPPED], ids=" ".join)
 def test_a_layout_trains_the_curve_of_one_process_and_holds_the_planned_bytes(
     ranks: RankPool, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:

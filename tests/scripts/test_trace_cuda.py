@@ -188,6 +188,8 @@ HYBRID_JOBS = [
         ("sequence", ("parallel.recompute=none",)),
         ("tp", ("parallel.recompute=full", "model.layers=8")),
         ("one rank", ("parallel.recompute=none", *MOSTLY_LINEAR)),
+        ("cp", ("parallel.recompute=none",)),
+        ("cp", ("parallel.recompute=none", *MOSTLY_LINEAR, "data.documents=true", "train.attention=flash")),
     )
 ]
 EXCHANGE_JOBS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import inf
 from time import perf_counter
@@ -144,6 +144,10 @@ class Engine(ABC):
         """Finish the steps whose results have not come, and return them in order; have all workers agree. To be called before weights are
         evaluated or saved."""
         return []
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """While the block runs, have forward use the average of the weights (optim.ema), where the engine keeps one. All ranks enter it."""
+        return nullcontext()
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank holds now, by kind."""

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from ..layers.group import GroupName
 from ..plan.axes.weight_slices import WeightShard
+from ..plan.layout.weight_average import AVERAGE
 from ..plan.layout.workers import OUTER_MOMENTUM
 from .quantized_moment import QuantizedMoment
 
 ERROR = "compression_error"  # the kind of errors in checkpoints
-STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", OUTER_MOMENTUM)  # tensors that optimizers keep for each element
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", OUTER_MOMENTUM, AVERAGE)  # tensors that optimizers keep for each element
 
 
 class RankParameter(NamedTuple):

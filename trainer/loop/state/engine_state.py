@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ...models.hf_format.transformers_weights import open_published_weights
 from ...models.hf_format.weights import open_hf_weights
 from ...parallel.process_groups import Grid
 from ...plan.axes.weight_slices import WeightShard
+from ...plan.layout.weight_average import AVERAGE
 from ...plan.layout.workers import OUTER_MOMENTUM
 from ...spec.run import Run
 from ..checkpoint import CheckpointReader, SavedCheckpoint, Shard, Slice
@@ -55,12 +57,14 @@ def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Seq
     """Load a checkpoint of any layout into an engine; each rank reads its own slices. Raises LoadFailed.
 
     Optimizer moments of the kinds in `new_moments`, which the checkpoint does not hold, start at zero; with those of the optimizer itself
-    Adam's step count does. So do errors of compressed gradients that it does not hold.
+    Adam's step count does. So do errors of compressed gradients that it does not hold. An average of weights that it does not hold begins
+    with its weights.
     """
     reader = CheckpointReader(checkpoint)
 
     def read(part: Slice) -> Tensor:
         on_progress("read")
+        part = _source_of(part, has_average=reader.holds(part))
         is_new = part.kind in new_moments or (part.kind == ERROR and not reader.holds(part))
         return torch.zeros(part.count) if is_new else reader.read(part)
 
@@ -70,6 +74,11 @@ def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Seq
     engine.restore(partial(read_range, read=read), counters, engine.run.model.is_trained)
     for shard, tensor in _constant_shards(engine, engine.grid):
         tensor.view(-1).copy_(read_range(shard, "weight", 0, tensor.numel(), read=read))
+
+
+def _source_of(part: Slice, *, has_average: bool) -> Slice:
+    """Return what a slice is read from: an average of weights that is not there begins with the weights."""
+    return replace(part, kind="weight") if part.kind == AVERAGE and not has_average else part
 
 
 def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
@@ -97,6 +106,7 @@ def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgres
 
         def read(part: Slice) -> Tensor:
             on_progress("read")
+            part = _source_of(part, has_average=False)
             return slice_values(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
 
         engine.restore(partial(read_range, read=read), UNTRAINED, there.__contains__)
