@@ -89,7 +89,7 @@ def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
     return "what compression has left out of gradients until then is dropped: gradients travel whole now"
 
 
-def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress, *, adapter: str | None) -> None:
+def load_hf_weights(run: Run, engine: Engine, on_progress: OnProgress, *, adapter: str | None) -> None:
     """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that, and LoRA's
     own weights from the folder of an adapter. Without one they keep their initial values, and so do modules for further tokens that
     model.weights lacks.

@@ -71,7 +71,7 @@ def load_initial_state(
     begins = not search.checkpoint or (reference is not None and not reference.is_complete)
     if run.model.weights and (run.model.lora.rank or begins):  # LoRA's checkpoints hold what is trained alone
         adapter = run.model.lora.weights if begins and run.model.lora.rank else None
-        fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.report_progress, adapter=adapter))
+        fail_together(gather, partial(load_hf_weights, run, engine, channel.report_progress, adapter=adapter))
         if not search.checkpoint or run.model.lora.rank:
             say(f"starts from the weights in {run.model.weights}{f', with the adapter in {adapter}' if adapter else ''}")
     if reference is not None:
