@@ -44,8 +44,7 @@ MESSAGES: list[tuple[str, str]] = [
     ("num_train_epochs=3 data=text",
         "no key num_train_epochs: train.steps or train.tokens sets the length of a run"),
     ("model.lora.r=4", "no key model.lora.r: write model.lora.rank=4 (0: no LoRA)"),
-    ("model.lora.dropout=0.1",
-        "no key model.lora.dropout: LoRA has no dropout here: leave it out; model.dropout is that of the layers"),
+    ("lora_dropout=0.1", "no key lora_dropout: write model.lora.dropout=0.1 (of A's inputs)"),
     ("model.lora.targets=all-linear",
         ("model.lora.targets=all-linear is not a list, each one of query, key, value, out, gate, up, down, q_proj, k_proj, v_proj, o_proj, "
         "gate_proj, up_proj, down_proj, q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj: leave it out: model.lora.targets=null, the "

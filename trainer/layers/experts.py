@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .compiled_outputs import as_output
 from .group import Group
 from .group_messages import all_reduce
 from .parameters_by_prefix import Parameters, sub_parameters
@@ -84,7 +85,7 @@ class _GroupedMatmul(torch.autograd.Function):
         if bias is not None:
             experts = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)  # [C]
             output.add_(bias[experts], alpha=1 / ranks)
-        return output
+        return as_output(output)
 
     @staticmethod
     @once_differentiable
@@ -248,7 +249,7 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: TokenExchange) -> Tensor:
         ctx.exchange = exchange
-        return _from_experts(x, exchange)
+        return as_output(_from_experts(x, exchange))
 
     @staticmethod
     @once_differentiable

@@ -8,7 +8,7 @@ from functools import cache
 from math import prod
 from typing import NamedTuple
 
-from ...models.ops.op_table import Dims, Op, OpTable, Tensor, round_up
+from ...models.ops.op_table import Dims, Op, OpTable, Tensor, is_frozen, round_up
 from ...models.ops.shared_ops import STREAM
 from ...spec.run import Parallel
 from ..axes import AXES, tp
@@ -134,12 +134,15 @@ def _saved_tensors(op: Op, local: LocalTensors) -> Iterable[Tensor]:
 
 def _saves_of_graphs(op: Op, saves: list[Tensor], activation: int) -> Iterable[Tensor]:
     """Return what an op saves where the compiler makes kernels of parts of a layer, with `activation` bytes an element: backward computes
-    an activated gate again, and a router's input and weight are saved as its product reads them, in float32."""
+    an activated gate again, and a router's input and weight are saved as its product reads them, in float32. So the experts of all tokens
+    save that input themselves, which else they share with the router."""
     if op.product is None and op.name.endswith(".act"):
         return op.saves_megatron if len(op.saves_megatron) < len(saves) else saves
-    if op.name != "router" or activation >= 4:
+    if activation >= 4:
         return saves
-    return [*(replace(each, width=4) if each == STREAM else each for each in saves), Tensor(op.weights[0].dims, 4)]
+    if op.name == "router":
+        return [*(replace(each, width=4) if each == STREAM else each for each in saves), Tensor(op.weights[0].dims, 4)]
+    return [STREAM, *saves] if op.name == "shared" and STREAM not in saves and not is_frozen(op) else saves
 
 
 def _compiled_saves(op: Op, local: LocalTensors) -> Iterator[Tensor]:
