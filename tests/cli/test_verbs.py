@@ -13,12 +13,12 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
-from distrain.cli.keys import library
+from distrain.cli.keys import config_files
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 
-RECIPES = list(library.recipes(None))
+RECIPES = list(config_files.recipes(None))
 
 
 def run_command(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -40,14 +40,14 @@ def test_ls_lists_every_recipe_and_every_group(capsys: pytest.CaptureFixture[str
     status, out, err = run_command(["ls"], capsys)
     names = {line.split()[0] for line in out.splitlines() if line.startswith("  ")}
     assert (status, err) == (0, "")
-    assert names == {*RECIPES, *library.groups(None)}
+    assert names == {*RECIPES, *config_files.groups(None)}
     assert max(map(len, out.splitlines())) <= DEFAULT_WIDTH
 
 
-@pytest.mark.parametrize("group", [*library.groups(None), "recipes"])
+@pytest.mark.parametrize("group", [*config_files.groups(None), "recipes"])
 def test_ls_of_a_group_describes_each_option(group: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run_command(["ls", group], capsys)
-    names = library.recipes(None) if group == "recipes" else library.options(group, None)
+    names = config_files.recipes(None) if group == "recipes" else config_files.options(group, None)
     assert status == 0
     options = out.partition("\n\n")[0].splitlines()  # then the keys
     assert [line.split()[0] for line in options] == list(names)
