@@ -48,7 +48,7 @@ WORDS = (
 repeated_outputs: list[str] = []
 
 
-@register_backend  # type: ignore[untyped-decorator]
+@register_backend
 def checked_aot_eager(module: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
     """Compile as torch's aot_eager does; note the repeated outputs."""
     repeated_outputs.extend(find_repeated_outputs(module))
@@ -60,7 +60,7 @@ def find_repeated_outputs(module: GraphModule) -> Iterator[str]:
     """Yield the operators in autograd functions' forwards that return the very tensor of an output: torch 2.11 loses its gradient."""
     for graph in (each for each in module.modules() if isinstance(each, GraphModule)):
         for applied in graph.graph.find_nodes(op="call_function", target=autograd_function_apply):
-            forward = graph.get_submodule(str(applied.args[0].target)).graph
+            forward: Any = graph.get_submodule(str(applied.args[0].target)).graph
             outputs: Any = forward.output_node().args[0][0]  # beside what is saved
             for index in {user.args[1] for user in applied.users if user.target is operator.getitem}:
                 output = outputs[index] if isinstance(outputs, tuple) else outputs
