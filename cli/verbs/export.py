@@ -19,7 +19,7 @@ def export(
     ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (optim.ema).")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write LoRA's additions alone, as PEFT's files.")] = False,
 ) -> int:
-    """Write a run's newest checkpoint, another or the mean of several, as a Hugging Face folder.
+    """Write a run's newest checkpoint, another one or the mean of several, as a Hugging Face folder.
 
     It holds safetensors, config.json, generation_config.json and the run's tokenizer. One file is in memory at a time. The folder is
     kept only if every weight reads back equal, and the logits of transformers, where it is installed, equal ours: of all layers, or of

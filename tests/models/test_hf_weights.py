@@ -251,6 +251,22 @@ def test_weights_of_transformers_give_the_same_logits_here(name: str, tmp_path: 
         torch.testing.assert_close(ours.logits(tokens_of(run)), theirs(tokens_of(run)).logits, rtol=0, atol=tolerance(name))
 
 
+@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith("qwen3 next")])
+def test_packed_documents_have_the_logits_that_transformers_gives_each_alone(name: str, tmp_path: Path, transformers: Any) -> None:
+    theirs = model_of_transformers(transformers, name)
+    theirs.save_pretrained(tmp_path)
+    run = run_of(read(read_hf_config(tmp_path), Model))
+    ours = build_model(run, device=CPU, dtype=torch.float32)
+    load_weights(ours, read_hf_weights(tmp_path, run))
+    lengths = (1, 7, 70, 2, 16)  # of tokens: the third begins in a chunk of 64, and fills the next
+    tokens = torch.randint(run.model.vocab, (1, sum(lengths)), generator=torch.Generator().manual_seed(7))
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    with torch.no_grad():
+        found = ours.head(ours.hidden_states(tokens, documents, None))
+        expected = torch.cat([theirs(each).logits for each in tokens.split(lengths, dim=1)], 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance(name))
+
+
 @pytest.mark.parametrize(
     "name", [name for name in THEIRS if name.startswith(("olmo", "gpt-oss", "gemma3", "glm4", "qwen3 moe", "qwen3 next", "deepseek v3"))]
 )

@@ -239,6 +239,46 @@ def test_every_layer_of_a_group_is_balanced_and_counts_its_tokens() -> None:
     assert len(modules[0].near_ties) == 6
 
 
+@pytest.mark.parametrize("engine", ["papers", "native"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_context_ranks_exchange_what_the_rule_reads_and_returns(engine: str, cp: int) -> None:
+    """Of each linear layer's key heads of 128 elements and value heads of 128, in bf16, forward and backward; and nothing hides it, though
+    full attention gathers. In a step of two micro-batches of one sequence."""
+    words = ["cluster.nodes=1", "parallel.ep=1", f"parallel.cp={cp}", "train.seq=8192", "train.microbatch=1", "parallel.recompute=none"]
+    plan = make_plan(load_recipe("qwen3_next_80b", [*words, f"engine={engine}", f"train.batch={2 * 8 // cp}", "model.layers=8"]))
+    sent = [each for each in plan.traffic if (each.axis, each.verb) == ("cp", "all_to_all")]
+    read, returned = 2 * 8192 // cp * (2 * 2048 + 4096 + 2 * 32), 2 * 8192 // cp * 4096
+    assert {each.payload: each.count for each in sent} == {read: 6 * 2 * 2, returned: 6 * 2 * 2}
+    assert all(each.exposed is not None and each.seconds and each.exposed <= each.seconds for each in sent)
+    assert any((each.axis, each.verb) == ("cp", "all_gather") for each in plan.traffic)
+
+
+def test_nothing_hides_an_exchange_of_heads() -> None:
+    """Where parallel.overlap.context hides what full attention gathers."""
+    words = ["cluster.nodes=1", "parallel.ep=1", "parallel.cp=8", "train.seq=8192", "train.microbatch=1", "train.batch=1"]
+    words += ["parallel.recompute=none", "model.layers=4", "engine=papers", "cluster.device.dispatch=0", "cluster.device.launch=0"]
+    run = load_recipe("qwen3_next_80b", words)
+    overlap, wait = (make_plan(load_recipe("qwen3_next_80b", [*words, f"parallel.overlap.context={each}"])) for each in ("true", "false"))
+    assert run.parallel.cp_comm == "all_gather"
+    exposed = [sum(each.exposed or 0 for each in plan.traffic if each.axis == "cp") for plan in (overlap, wait)]
+    gathers, exchanges = (
+        sum(each.seconds or 0 for each in wait.traffic if each.axis == "cp" and (each.verb == "all_to_all") == exchanged)
+        for exchanged in (False, True)
+    )
+    assert exchanges > gathers > 0
+    assert exposed[1] == pytest.approx(gathers + exchanges, rel=0.01)
+    assert exchanges < exposed[0] < exposed[1]
+
+
+def test_a_rank_goes_through_all_chunks_of_its_heads() -> None:
+    """Context ranks divide the products of the rule, not the kernels that the host dispatches one chunk after another."""
+    words = ["cluster.nodes=1", "parallel.ep=1", "train.microbatch=1", "train.batch=8", "train.seq=65536", "model.layers=4"]
+    one, eight = (make_plan(load_recipe("qwen3_next_80b", [*words, f"parallel.cp={each}", "engine=native"])) for each in (1, 8))
+    assert one.time is not None
+    assert eight.time is not None
+    assert eight.time.compute > 4 * one.time.compute  # of 8 sequences instead of one, one after another
+
+
 def test_a_plan_names_layers_and_not_groups() -> None:
     for stages, expected in ((1, [(0, 48)]), (2, [(0, 24), (24, 48)])):
         plan = make_plan(load_recipe("qwen3_next_80b", [f"parallel.pp={stages}"]))
@@ -247,3 +287,44 @@ def test_a_plan_names_layers_and_not_groups() -> None:
     costs = step_costs(load_recipe("qwen3_next_80b", ["parallel.pp=2"]))
     assert costs is not None
     assert [stage.parts for stage in make_timeline(costs).stages] == [((0, 24),), ((24, 48),)]
+
+
+LENGTHS = (  # documents of a sequence, and the tokens of a chunk: they end inside chunks and with them, and are shorter than the taps
+    ((7, 1, 2, 8, 3), 4),
+    ((4, 8, 9), 4),
+    ((1, 1, 1, 1), 4),
+    ((3, 20), 64),
+    ((64, 5, 60, 1), 64),
+    ((5, 6), 1),
+)
+
+
+def starts_of(lengths: tuple[int, ...]) -> Any:
+    """Where the document of each token starts, [S]."""
+    ends = [sum(lengths[: at + 1]) for at in range(len(lengths))]
+    return torch.tensor([end - length for end, length in zip(ends, lengths, strict=True) for _ in range(length)], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("lengths", "chunk"), LENGTHS)
+def test_packed_documents_compute_what_each_does_alone(lengths: tuple[int, ...], chunk: int) -> None:
+    """The second sequence holds the documents in reverse."""
+    inputs = inputs_of(sum(lengths))
+    rows = [lengths, lengths[::-1]]
+    expected = []
+    for row, each in enumerate(rows):
+        parts, at = [], 0
+        for length in each:
+            own = {name: getattr(inputs, name) for name in NAMES}
+            own |= {name: own[name][row : row + 1, at : at + length].expand(B, -1, -1) for name in NAMES[:5]}
+            parts.append(token_by_token(DeltaInputs(**own))[:1])
+            at += length
+        expected.append(torch.cat(parts, 1))
+    whole = torch.cat(expected)
+    found = gated_delta(inputs, D, chunk, starts=torch.stack([starts_of(each) for each in rows]))
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-13)
+    grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    theirs, ours = (torch.autograd.grad(each, tensors_of(inputs), grad, allow_unused=True) for each in (whole, found))
+    for name, one, other in zip(NAMES, ours, theirs, strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=1e-12 * float(other.abs().max() + 1), msg=lambda text, name=name: f"{name}: {text}"
+        )

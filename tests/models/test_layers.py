@@ -27,7 +27,7 @@ EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 ATTENTION = pytest.mark.parametrize("attention", ["flash", "math"])
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "hybrid"])  # whose documents are refused
+@EVERY_MODEL
 @ATTENTION
 def test_documents_are_computed_like_separate_sequences(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention)

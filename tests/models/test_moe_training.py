@@ -77,6 +77,11 @@ LAYOUTS = (  # ranks, degrees, the rest
     ("hybrid",     4, "ep: 2, tp: 2, zero: 1",                              "train.microbatch=2"),
     ("hybrid",     4, "tp: 4, sequence: true, recompute: selective",        "train.microbatch=4"),
     ("hybrid",     4, "ep: 2, pp: 2, zero: 1, recompute: full",             "train.microbatch=2"),
+    ("hybrid",     2, "cp: 2, zero: 1",                                     "train.microbatch=4"),
+    ("hybrid",     4, "cp: 2, tp: 2, sequence: true, cp_comm: all_to_all",  "train.microbatch=4"),
+    ("hybrid",     4, "cp: 2, pp: 2, zero: 1, recompute: full",             "train.microbatch=2"),
+    ("triples",    4, "cp: 4, zero: 3",                                     "train.microbatch=4"),
+    ("triples",    4, "cp: 2, ep: 2, zero: 2, recompute: selective",        "train.microbatch=2"),
     ("triples",    3, "tp: 3, recompute: full",                             "train.microbatch=4"),
     ("triples",    4, "tp: 2, pp: 2, sequence: true, zero: 0, schedule: zb_h1", "train.microbatch=2"),
     ("triples",    3, "pp: 3, schedule: gpipe, stages: [1, 1, 1]",          "train.microbatch=4"),
@@ -84,6 +89,7 @@ LAYOUTS = (  # ranks, degrees, the rest
     ("linear",     2, "zero: 2",                                            "train.microbatch=2"),
     ("linear",     4, "tp: 4, sequence: true, recompute: full",             "train.microbatch=4"),
     ("linear",     4, "ep: 4, zero: 1",                                     "train.microbatch=1"),
+    ("linear",     2, "cp: 2, zero: 3, recompute: full",                    "train.microbatch=4"),
 )
 # fmt: on
 ROWS = pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: f"{row[0]} {row[2]}")

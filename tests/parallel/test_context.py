@@ -186,5 +186,5 @@ def test_attention_and_models_are_the_same_in_float64() -> None:
     ended = subprocess.run([sys.executable, str(script), "3"], capture_output=True, text=True, timeout=DEADLINE, env=environment)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert len(found) == 75
+    assert len(found) == 84
     assert {what: far for what, far in found.items() if not far < 1e-12} == {}

@@ -42,9 +42,12 @@ CPU = torch.device("cpu")
 KINDS = ("flash", "fused", "scores", "scores with dropout", "documents")
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
 LATENT: dict[str, Any] = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
+LINEAR: dict[str, Any] = {"full_attention_interval": 2, "linear_num_key_heads": 3, "linear_num_value_heads": 6, "qk_norm": True}
+LINEAR |= {"linear_key_head_dim": 5, "linear_value_head_dim": 7, "linear_conv_kernel_dim": 4, "shared_experts": 1}
 MODELS = {
     "gpt": Model(family="gpt", layers=2, hidden=48, heads=6, vocab=101, bias=True, tied=True),
     "mla": Model(family="mla", layers=2, hidden=48, heads=6, vocab=101, ffn=32, experts=3, top_k=2, **LATENT, **LLAMA),
+    "hybrid": Model(family="hybrid", layers=4, hidden=48, heads=6, kv_heads=3, vocab=101, ffn=32, experts=3, top_k=2, **LINEAR, **LLAMA),
     "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, vocab=101, **LLAMA),
 }
 # Of models whose ranks exchange tokens for heads: family, kernel, recomputation, dropout and further keys. Three ranks with one key head
@@ -54,6 +57,7 @@ EXCHANGED: tuple[tuple[str, str, str, float, dict[str, object]], ...] = (
     ("gpt", "math", "selective", P, {}),
     ("mla", "flash", "selective", 0.0, {}),
     ("mla", "math", "full", P, {}),
+    ("hybrid", "math", "full", P, {}),
     ("llama", "flash", "full", 0.0, {"model__kv_heads": 1}),
     ("llama", "math", "none", P, {"model__kv_heads": 1, "model__window": 10}),
     ("llama", "flash", "selective", 0.0, {"model__kv_heads": 3, "model__window": 10}),
@@ -66,6 +70,7 @@ EXCHANGED: tuple[tuple[str, str, str, float, dict[str, object]], ...] = (
 BY_BOUNDS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("gpt", "full", {}),
     ("mla", "none", {}),
+    ("hybrid", "none", {}),
     ("llama", "selective", {"model__kv_heads": 3}),
     ("llama", "full", {"model__kv_heads": 3, "model__window": 10}),
 )

@@ -2,11 +2,12 @@
 
 A head has a state S [D, V]. A token first lets it decay, then replaces what its key reads by its value, and reads it by its query:
 S' = exp(g) S, S = S' + beta k (v - k^T S')^T, o = S^T q. Chunks of tokens are computed at once (section 3.3): within a chunk the rule is
-a triangular system, and only the states at the chunks' ends follow each other.
+a triangular system, and only the states at the chunks' ends follow each other. Each document begins with a state of 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .causal_conv import causal_conv, conv_gradients
+from .chunk_starts import ChunkStarts, chunk_starts
 from .dtypes import at_least_float32
+from .group import Group
 
 CHUNK = 64  # tokens; of flash-linear-attention and transformers
+ACTIVATIONS = 5  # of the inputs; the others are weights
 UNIT_EPS = 1e-6  # added to the square of a query's or key's length
 
 # B batch, S sequence, K key heads, R value heads of each, D width of a key, V of a value, N chunks, L tokens of a chunk, W taps
@@ -27,7 +32,7 @@ UNIT_EPS = 1e-6  # added to the square of a query's or key's length
 class DeltaInputs:
     """The inputs of the rule: queries and keys [B, S, K D] and values [B, S, K R V] before their convolutions, the logits [B, S, K R] of
     beta and of the decay, the taps [W, channels] of the convolutions, and of each value head the logarithm of its rate and what is added
-    to the logits of its decay, [K R]."""
+    to the logits of its decay, [K R]. Ranks that share out heads have weights of all of them."""
 
     query: Tensor
     key: Tensor
@@ -42,10 +47,16 @@ class DeltaInputs:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop over chunks would be unrolled
-def gated_delta(inputs: DeltaInputs, key_dim: int, chunk: int = CHUNK) -> Tensor:
-    """Return what the queries read, [B, S, K R V], for keys of `key_dim` elements; computed in float32."""
+def gated_delta(
+    inputs: DeltaInputs, key_dim: int, chunk: int = CHUNK, *, starts: Tensor | None = None, sharing: Group | None = None
+) -> Tensor:
+    """Return what the queries read, [B, S, K R V], for keys of `key_dim` elements; computed in float32.
+
+    `starts` [B, S] are the tokens at which each token's document starts: no token reads another document's. None: a sequence is one.
+    The ranks that are `sharing` heads have K of them each, and weights of all.
+    """
     tensors = tuple(getattr(inputs, name) for name in DeltaInputs.__dataclass_fields__)
-    read: Tensor = _GatedDelta.apply(key_dim, chunk, *tensors)  # type: ignore[no-untyped-call]
+    read: Tensor = _GatedDelta.apply(key_dim, chunk, starts, sharing, *tensors)  # type: ignore[no-untyped-call]
     return read
 
 
@@ -53,18 +64,37 @@ class _GatedDelta(torch.autograd.Function):
     """Saves its inputs alone: backward computes the convolutions, the chunks and their states again."""
 
     @staticmethod
-    def forward(ctx: Any, key_dim: int, chunk: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.key_dim, ctx.chunk = key_dim, chunk
-        inputs = DeltaInputs(**dict(zip(DeltaInputs.__dataclass_fields__, tensors, strict=True)))
-        return _read(_prepare(inputs, key_dim, chunk), inputs.value)
+    def forward(ctx: Any, key_dim: int, chunk: int, starts: Tensor | None, sharing: Group | None, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(starts, *tensors)
+        ctx.key_dim, ctx.chunk, ctx.sharing = key_dim, chunk, sharing
+        inputs = _own_inputs(tensors, sharing)
+        return _read(_prepare(inputs, key_dim, chunk, starts), inputs.value)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = DeltaInputs(**dict(zip(DeltaInputs.__dataclass_fields__, ctx.saved_tensors, strict=True)))
-        of_chunks = _chunk_gradients(_prepare(inputs, ctx.key_dim, ctx.chunk), at_least_float32(grad))
-        return None, None, *_input_gradients(inputs, of_chunks, ctx.key_dim)
+        starts, *tensors = ctx.saved_tensors
+        inputs = _own_inputs(tensors, ctx.sharing)
+        of_chunks = _chunk_gradients(_prepare(inputs, ctx.key_dim, ctx.chunk, starts), at_least_float32(grad))
+        grads = _input_gradients(inputs, of_chunks, ctx.key_dim, starts)
+        return None, None, None, None, *grads[:ACTIVATIONS], *(_of_all_heads(each, ctx.sharing) for each in grads[ACTIVATIONS:])
+
+
+def _own_inputs(tensors: Sequence[Tensor], sharing: Group | None) -> DeltaInputs:
+    """Return the rule's inputs, with weights of this rank's heads. Saved are whole weights: a view would keep what ZeRO 3 gathered."""
+    weights = tensors[ACTIVATIONS:]
+    if sharing is not None:
+        weights = [each.chunk(sharing.size, dim=-1)[sharing.rank] for each in weights]
+    return DeltaInputs(**dict(zip(DeltaInputs.__dataclass_fields__, (*tensors[:ACTIVATIONS], *weights), strict=True)))
+
+
+def _of_all_heads(grad: Tensor, sharing: Group | None) -> Tensor:
+    """Return the gradient of a weight [..., heads], which is 0 for the heads of other ranks."""
+    if sharing is None:
+        return grad
+    whole = grad.new_zeros(*grad.shape[:-1], sharing.size, grad.shape[-1])
+    whole[..., sharing.rank, :] = grad
+    return whole.flatten(-2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +106,8 @@ class _Parts:
     value: Tensor  # [B, K, R, N, L, V]
     beta: Tensor  # [B, K, R, N, L, 1]
     total: Tensor  # [B, K, R, N, L]: g summed from the chunk's start
-    between: Tensor  # [B, K, R, N, L, L]: exp of g summed from behind the second token to the first; 0 where that is earlier
+    starts: ChunkStarts | None  # of documents
+    between: Tensor  # [B, K, R, N, L, L]: exp of g summed from behind the second token to the first; 0 where that does not read it
     system: Tensor  # [B, K, R, N, L, L]: what a token's key reads of the chunk's earlier tokens, times beta
     reads: Tensor  # [B, K, R, N, L, L]: what a token's query reads of the chunk's tokens
     new_value: Tensor  # [B, K, R, N, L, V]: what tokens write where the state before the chunk is 0
@@ -85,32 +116,43 @@ class _Parts:
     @property
     def ends(self) -> Tensor:
         """By how much each chunk lets the state decay, [B, K, R, N, 1, 1]."""
-        return self.total[..., -1].exp()[..., None, None]
+        return self.decay_from_start[..., -1:, :]
 
     @property
     def decay_from_start(self) -> Tensor:
         """By how much the state before the chunk has decayed at each token, [B, K, R, N, L, 1]."""
-        return self.total.exp().unsqueeze(-1)
+        return _decay_from_start(self.total, self.starts)
 
     @property
     def decay_to_end(self) -> Tensor:
         """By how much what each token writes decays up to the chunk's end, [B, K, R, N, L, 1]."""
-        return (self.total[..., -1:] - self.total).exp().unsqueeze(-1)
+        decay = (self.total[..., -1:] - self.total).exp().unsqueeze(-1)
+        return decay if self.starts is None else decay * self.starts.are_of_last
 
 
-def _prepare(inputs: DeltaInputs, key_dim: int, chunk: int) -> _Parts:
+def _decay_from_start(total: Tensor, starts: ChunkStarts | None) -> Tensor:
+    decay = total.exp().unsqueeze(-1)
+    return decay if starts is None else decay * starts.are_earlier
+
+
+def _prepare(inputs: DeltaInputs, key_dim: int, chunk: int, starts: Tensor | None) -> _Parts:
     """Return what does not depend on the states."""
     heads, value_heads = inputs.query.shape[-1] // key_dim, inputs.beta.shape[-1]
     query, key = (
-        _chunks(_unit(_conv(x, taps), key_dim)[1].unsqueeze(3), chunk)
+        _chunks(_unit(causal_conv(x, taps, starts), key_dim)[1].unsqueeze(3), chunk)
         for x, taps in ((inputs.query, inputs.query_conv), (inputs.key, inputs.key_conv))
     )
     query.mul_(key_dim**-0.5)
-    value = _chunks(_by_key_head(F.silu(_conv(inputs.value, inputs.value_conv)), heads, value_heads), chunk)
+    value = _chunks(_by_key_head(F.silu(causal_conv(inputs.value, inputs.value_conv, starts)), heads, value_heads), chunk)
     beta = _chunks(_by_key_head(torch.sigmoid(at_least_float32(inputs.beta)), heads, value_heads), chunk)
     total = _chunks(_by_key_head(_log_decay(inputs), heads, value_heads), chunk).squeeze(-1).cumsum(-1)
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).triu(1)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(later, -torch.inf).exp_()
+    unread = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).triu(1)
+    if starts is not None:
+        of_chunks = chunk_starts(starts, chunk)
+        unread = unread | ~of_chunks.are_equal
+    else:
+        of_chunks = None
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(unread, -torch.inf).exp_()
     system = (key @ key.mT * between).mul_(beta).tril_(-1)
     return _Parts(
         query=query,
@@ -118,11 +160,12 @@ def _prepare(inputs: DeltaInputs, key_dim: int, chunk: int) -> _Parts:
         value=value,
         beta=beta,
         total=total,
+        starts=of_chunks,
         between=between,
         system=system,
         reads=query @ key.mT * between,
         new_value=_solve(system, value * beta),
-        old_key=_solve(system, key * (beta * total.exp().unsqueeze(-1))),
+        old_key=_solve(system, key * (beta * _decay_from_start(total, of_chunks))),
     )
 
 
@@ -226,14 +269,16 @@ def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
     )
 
 
-def _input_gradients(inputs: DeltaInputs, grads: _ChunkGradients, key_dim: int) -> tuple[Tensor, ...]:
+def _input_gradients(inputs: DeltaInputs, grads: _ChunkGradients, key_dim: int, starts: Tensor | None) -> tuple[Tensor, ...]:
     """Return the gradients of `inputs` from those of what chunks are made of."""
-    query_grads = _conv_gradients(
-        _unit_gradient(_conv(inputs.query, inputs.query_conv), grads.query, key_dim), inputs.query, inputs.query_conv
-    )
-    key_grads = _conv_gradients(_unit_gradient(_conv(inputs.key, inputs.key_conv), grads.key, key_dim), inputs.key, inputs.key_conv)
-    value_grad = _silu_slope(_conv(inputs.value, inputs.value_conv)).mul_(grads.value)
-    value_grads = _conv_gradients(value_grad, inputs.value, inputs.value_conv)
+
+    def of_unit_heads(x: Tensor, taps: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return conv_gradients(_unit_gradient(causal_conv(x, taps, starts), grad, key_dim), x, taps, starts)
+
+    query_grads = of_unit_heads(inputs.query, inputs.query_conv, grads.query)
+    key_grads = of_unit_heads(inputs.key, inputs.key_conv, grads.key)
+    value_grad = _silu_slope(causal_conv(inputs.value, inputs.value_conv, starts)).mul_(grads.value)
+    value_grads = conv_gradients(value_grad, inputs.value, inputs.value_conv, starts)
     share = torch.sigmoid(at_least_float32(inputs.beta))
     logit_grad = grads.log_decay * -at_least_float32(inputs.a_log).exp() * torch.sigmoid(_decay_logits(inputs))
     return (
@@ -258,29 +303,6 @@ def _log_decay(inputs: DeltaInputs) -> Tensor:
 def _decay_logits(inputs: DeltaInputs) -> Tensor:
     """Return the logits of the decay with what is added to them, [B, S, K R]."""
     return at_least_float32(inputs.decay) + at_least_float32(inputs.dt_bias)
-
-
-def _conv(x: Tensor, taps: Tensor) -> Tensor:
-    return causal_conv(at_least_float32(x), at_least_float32(taps))
-
-
-def causal_conv(x: Tensor, taps: Tensor) -> Tensor:
-    """Return each channel of x [B, S, C] convolved with its taps [W, C], the last of which is of the token itself."""
-    output = x * taps[-1]
-    for back in range(1, min(len(taps), x.shape[1])):
-        output[:, back:] += x[:, :-back] * taps[-1 - back]
-    return output
-
-
-def _conv_gradients(grad: Tensor, x: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [B, S, C] and of its taps [W, C], from that of the convolution's result."""
-    wide, weights = at_least_float32(x), at_least_float32(taps)
-    x_grad, taps_grad = grad * weights[-1], torch.zeros_like(weights)
-    taps_grad[-1] = (grad * wide).sum((0, 1))
-    for back in range(1, min(len(weights), x.shape[1])):
-        x_grad[:, :-back] += grad[:, back:] * weights[-1 - back]
-        taps_grad[-1 - back] = (grad[:, back:] * wide[:, :-back]).sum((0, 1))
-    return x_grad.to(x.dtype), taps_grad.to(taps.dtype)
 
 
 def _unit(conv: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:

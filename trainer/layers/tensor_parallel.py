@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .compiled_outputs import as_output
 from .fp8 import BACKWARD, FORWARD, OUTPUT, Scaled, cast, fp8_affine, fp8_input_gradient, fp8_product, scaled_product
 from .group import Group
 from .group_messages import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter, all_reduce
@@ -75,7 +76,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         if torch.compiler.is_compiling():
-            return all_reduce(x.clone(), group)
+            return as_output(all_reduce(x.clone(), group))
         ctx.mark_dirty(x)
         return all_reduce(x, group)
 
@@ -100,7 +101,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return AsyncReduceScatter(x, group).wait()
+        return as_output(AsyncReduceScatter(x, group).wait())
 
     @staticmethod
     @once_differentiable

@@ -17,6 +17,7 @@ from .mla.ops import LATENT
 from .mla.ops import table as mla
 from .moe.ops import table as moe
 from .ops.document_shares import with_document_shares
+from .ops.document_starts import with_document_starts
 from .ops.fp8 import with_fp8
 from .ops.further_tokens import with_further_tokens
 from .ops.fused_attention_saves import with_fused_attention_saves
@@ -85,7 +86,7 @@ FAMILIES: dict[str, Family] = {
     "hybrid": Family(  # Qwen3-Next: arXiv:2412.06464, and Hugging Face Qwen/Qwen3-Next-80B-A3B-Instruct
         table=hybrid,
         needs=LINEAR,
-        axes=("tp", "pp", "ep"),
+        axes=(*DENSE, "ep"),
         defaults=LLAMA_DEFAULTS | {"norm": "rmsnorm1p", "qk_norm": True},
         module="distrain.trainer.models.hybrid.module:HybridTransformer",
         states_saved=True,
@@ -141,7 +142,7 @@ def has_experts(model: Model) -> bool:
 def op_table(run: Run) -> OpTable:
     """Return the op table of a run's model."""
     table = with_fused_attention_saves(family_of(run.model).table(run.model, run.train), run)
-    table = with_document_shares(table, run)
+    table = with_document_starts(with_document_shares(table, run), run)
     table = with_lora(with_fp8(table, run), run)
     table = with_preferences(with_head_exchange(table, run), run)
     return with_further_tokens(with_loss_chunks(table, run), run)

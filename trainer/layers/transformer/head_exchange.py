@@ -1,5 +1,5 @@
 """Context parallelism by all-to-all: ranks that have a part of the tokens of all heads exchange them for all tokens of a part of the heads,
-attend, and exchange the values back (DeepSpeed-Ulysses, arXiv:2309.14509)."""
+attend, and exchange the values back (DeepSpeed-Ulysses, arXiv:2309.14509). Linear attention, whose states follow the sequence, does too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ def exchange_for_heads(query: Tensor, key: Tensor, value: Tensor, cp: ContextPar
     heads. One message in forward and one in backward. Of fewer key heads than ranks each rank has the one that its queries share."""
     ranks = cp.group.size
     key, value = (each if each.shape[2] >= ranks else each.repeat_interleave(ranks // each.shape[2], dim=2) for each in (key, value))
-    exchanged: Tensors = _ExchangeForHeads.apply(cp, query, key, value)  # type: ignore[no-untyped-call]
+    return exchange_parts_for_heads((query, key, value), cp)
+
+
+def exchange_parts_for_heads(parts: Sequence[Tensor], cp: ContextParallel) -> Tensors:
+    """Return all tokens of this rank's share of the heads, [B, S, A / C, D], for parts [B, s, A, D] of all heads, each of which may have
+    an A and a D of its own. One message in forward and one in backward."""
+    exchanged: Tensors = _ExchangeForHeads.apply(cp, *parts)  # type: ignore[no-untyped-call]
     return exchanged
 
 

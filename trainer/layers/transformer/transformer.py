@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
@@ -103,6 +104,7 @@ class Transformer(nn.Module):
     """
 
     attention_class: type[Attention] = Attention
+    watch_layer: Callable[[nn.Module, Tensor], None] | None = None  # called with each layer and its input before it runs
 
     def __init__(
         self,
@@ -119,8 +121,7 @@ class Transformer(nn.Module):
         super().__init__()
         model = run.model
         self.model, self.tp, self.cp, self.ep = model, tp, cp, ep
-        self.recompute = run.parallel.recompute == "full"
-        self.is_fused = run.train.attention == "flash"
+        self.recompute, self.is_fused = run.parallel.recompute == "full", run.train.attention == "flash"
         self.gathers_in_graphs = gathers_in_graphs(run)
         self.first, self.last = first, last
         self.compute_type: torch.dtype | None = None  # of activations, where it is not that of parameters
@@ -259,8 +260,10 @@ class Transformer(nn.Module):
 
     def run_layer(self, layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Any:
         """Return a layer's output; under full recomputation backward runs the layer again."""
+        if self.watch_layer:
+            self.watch_layer(layer, x)
         if self.recompute:
-            tensors = inputs.angles, inputs.local_angles, inputs.mask, inputs.dropout_states, inputs.band
+            tensors = inputs.angles, inputs.local_angles, inputs.mask, inputs.dropout_states, inputs.band, inputs.document_starts
             return recompute(_call_layer, layer, x, inputs, *tensors)
         return layer(x, inputs)
 
@@ -314,10 +317,9 @@ class Transformer(nn.Module):
 
     def _positions(self, tokens: Tensor) -> Tensor:
         """Return the positions [S] of tokens [B, S] in the whole sequence."""
-        length = tokens.shape[1]
         if self.cp is None:
-            return torch.arange(length, device=tokens.device)
-        return self.cp.positions(length * self.cp.group.size, tokens.device)
+            return torch.arange(tokens.shape[1], device=tokens.device)
+        return self.cp.positions(tokens.shape[1] * self.cp.group.size, tokens.device)
 
     def _embed(self, tokens: Tensor, inputs: LayerInputs) -> Tensor:
         x = self.embedding(tokens)  # [B, S, H]; under sequence parallelism this rank's part of S
@@ -333,7 +335,6 @@ class Transformer(nn.Module):
         return embedded
 
 
-def _call_layer(layer: nn.Module, x: Tensor, inputs: LayerInputs, *tensors: Tensor | None) -> Tensor:
+def _call_layer(layer: nn.Module, x: Tensor, inputs: LayerInputs, *tensors: Tensor | None) -> Any:
     """Call a layer. `tensors` are those of `inputs`, named again so that recomputation saves them and they are counted as saved."""
-    output: Tensor = layer(x, inputs)
-    return output
+    return layer(x, inputs)

@@ -161,7 +161,7 @@ def _read_of(run: Run, evaluated: _Set, most: int | None) -> _Read:
     """Return what is read of a set, each sequence once. Of what is held out that is what the run's evaluations read: they begin again where
     less is held out than one of them reads. Raises Unreadable where the family can't."""
     name, corpus, is_held_out = evaluated
-    if corpus.ignores_labels and (is_made_by_transformers(run.model) or run.model.family == "hybrid"):
+    if corpus.ignores_labels and is_made_by_transformers(run.model):
         raise _refusal(
             f"family {run.model.family} does not keep documents apart, and {name} has them", "set data.documents=false, data=text"
         )

@@ -17,7 +17,7 @@ from ...models.families import FAMILIES, family_of, is_made_by_transformers, op_
 from ...models.hf_format.weights import read_hf_weights
 from ...models.ops.op_table import parameter_count, round_up
 from ...plan.layout.weight_average import AVERAGE
-from ...rundir.checkpoints import checkpoint_steps, step_path
+from ...rundir.checkpoints import checkpoint_steps, checkpoints_folder, step_path
 from ...rundir.run_in_manifest import CONFIG_KEY, read_run_file, run_from_record
 from ...spec.keys.units import gib_text
 from ...spec.problem import Problem, Unreadable
@@ -84,7 +84,7 @@ def load_saved_run(folder: Path, *, step: int | None = None, average: int = 1, e
     A run that goes on removes old checkpoints: the weights are opened at once, and then stay readable. RUN_DIR/run.json may be of a later
     attempt: it is used only for checkpoints of earlier versions, which do not record the run.
     """
-    checkpoints, kind = folder / "checkpoints", AVERAGE if ema else WEIGHT
+    checkpoints, kind = checkpoints_folder(folder), AVERAGE if ema else WEIGHT
     found, weights = _open_newest(checkpoints, kind) if step is None else _open_step(checkpoints, step, kind)
     if found.checkpoint is not None and weights is not None:
         earlier = _open_earlier(checkpoints, found.checkpoint, average - 1, kind)

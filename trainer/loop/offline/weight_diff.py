@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...plan.layout.weight_average import AVERAGE
 from ...prove.checks.excluded_weights import zero_gradient_pattern
+from ...rundir.checkpoints import checkpoints_folder
 from ...rundir.run_in_manifest import run_from_record
 from ...spec.run import Run
 from ..checkpoint import CheckpointReader, LoadFailed, SavedCheckpoint, find_newest, whole_slice
@@ -59,7 +60,7 @@ def _weights(checkpoint: SavedCheckpoint, kind: str = WEIGHT) -> Iterator[tuple[
 
 
 def _last_checkpoint(folder: Path) -> SavedCheckpoint:
-    found = find_newest(folder / "checkpoints", quick=True)
+    found = find_newest(checkpoints_folder(folder), quick=True)
     if found.checkpoint is None:
         raise LoadFailed(f"{folder.name} has saved nothing{f': {found.passed[0]}' if found.passed else ''}")
     return found.checkpoint

@@ -37,8 +37,8 @@ def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
     """
     turns = {name: turn for turn, name in enumerate(weight_shapes(run))}
     for part in engine.optimizer_shards():
-        copies = {"replica": grid.coordinate(part.copies), "replicas": grid.size(part.copies)}
-        if part.tied or not is_saved_here(part.shard, turns[part.shard.name], **copies):
+        replica, replicas = (grid.coordinate(part.copies), grid.size(part.copies)) if part.copies else (0, 1)
+        if part.tied or not is_saved_here(part.shard, turns[part.shard.name], replica=replica, replicas=replicas):
             continue
         errors = [(ERROR, part.error)] if part.error is not None else []
         for kind, held in (("weight", part.weight), *part.states(), *errors):
@@ -89,7 +89,7 @@ def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
     return "what compression has left out of gradients until then is dropped: gradients travel whole now"
 
 
-def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress, *, adapter: str | None) -> None:
+def load_hf_weights(run: Run, engine: Engine, on_progress: OnProgress, *, adapter: str | None) -> None:
     """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that, and LoRA's
     own weights from the folder of an adapter. Without one they keep their initial values, and so do modules for further tokens that
     model.weights lacks.

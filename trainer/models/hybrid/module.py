@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from ...layers.counter_rng import DropoutKeys
 from ...layers.gated_delta import DeltaInputs, gated_delta
 from ...layers.group import Group
 from ...layers.output_gates import GatedNorm
@@ -15,6 +17,8 @@ from ...layers.tensor_parallel import ColumnLinear, RowLinear, TensorParallel, c
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.context_parallel import ContextParallel
 from ...layers.transformer.document_bounds import DocumentBounds
+from ...layers.transformer.document_mask import document_starts
+from ...layers.transformer.head_exchange import exchange_for_tokens, exchange_parts_for_heads
 from ...layers.transformer.transformer import LayerInputs
 from ...spec.run import Model, Run
 from ..moe.module import MoELayer, MoETransformer
@@ -26,7 +30,7 @@ LAYER_OUTPUTS = 3  # of a mixture's layer besides its hidden states
 
 class GatedDeltaNet(nn.Module):
     """Linear attention: queries, keys and values go through a short convolution and the gated delta rule; each head of what is read is
-    normed and gated. It is called as `Attention`; a rank has all tokens, and no documents apart."""
+    normed and gated. Ranks that share a sequence exchange its tokens for key heads, whose states follow the sequence on one rank each."""
 
     def __init__(
         self,
@@ -52,19 +56,15 @@ class GatedDeltaNet(nn.Module):
         self.gated_norm = GatedNorm(sub_parameters(parameters, "gated_norm"), model.norm_eps, tp)
         self.out = RowLinear(sub_parameters(parameters, "out"), tp)
 
-    def forward(
-        self,
-        x: Tensor,
-        angles: Tensor | None,
-        mask: Tensor | None,
-        states: Tensor | None,
-        cp: ContextParallel | None = None,
-        band: Tensor | None = None,
-        bounds: DocumentBounds | None = None,
-    ) -> Tensor:
-        """x [B, S, H] -> [B, S, H]. It has no positions, no dropout and no mask: the rule is causal."""
-        assert cp is None
+    def forward(self, x: Tensor, cp: ContextParallel | None = None, starts: Tensor | None = None) -> Tensor:
+        """x [B, S, H] -> [B, S, H]; under context parallelism S are this rank's tokens. `starts` [B, whole sequence] are where documents
+        start. It has no positions, no dropout and no mask: the rule is causal."""
         query, key, value, gate, beta, decay = column_linears(x, self.query, self.key, self.value, self.gate, self.beta, self.decay)
+        if cp is not None:
+            heads = query.shape[-1] // self.key_dim
+            parts = [torch.unflatten(each, -1, (heads, -1)) for each in (query, key, value, beta, decay)]
+            exchanged = exchange_parts_for_heads(parts, cp)
+            query, key, value, beta, decay = (own.flatten(2) for own in exchanged)
         inputs = DeltaInputs(
             query=query,
             key=key,
@@ -77,9 +77,20 @@ class GatedDeltaNet(nn.Module):
             a_log=self.a_log,
             dt_bias=self.dt_bias,
         )
-        read, gates = (torch.unflatten(each, -1, (-1, self.value_dim)) for each in (gated_delta(inputs, self.key_dim), gate))
-        output: Tensor = self.out(self.gated_norm(read, gates).flatten(2))
+        read = gated_delta(inputs, self.key_dim, starts=starts, sharing=cp.group if cp else None)
+        if cp is not None:
+            read = exchange_for_tokens(torch.unflatten(read, -1, (-1, self.value_dim)), cp).flatten(2)
+        values, gates = (torch.unflatten(each, -1, (-1, self.value_dim)) for each in (read, gate))
+        output: Tensor = self.out(self.gated_norm(values, gates).flatten(2))
         return output
+
+
+class LinearLayer(MoELayer):
+    """A layer whose attention is linear."""
+
+    def attend(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        normed = x if self.norm1 is None else self.norm1(x)
+        return self.add(x, self.attention(normed, inputs.cp, inputs.document_starts), self.post_norm1, self.dropout1, inputs)
 
 
 class LayerGroup(nn.ModuleList):
@@ -87,9 +98,10 @@ class LayerGroup(nn.ModuleList):
 
     def __init__(self, parameters: Parameters, run: Run, group: int, tp: TensorParallel | None, ep: Group | None) -> None:
         many = run.model.layers_in_group
-        classes: list[type[nn.Module]] = [*[GatedDeltaNet] * (many - 1), Attention]
+        classes = [*[(LinearLayer, GatedDeltaNet)] * (many - 1), (MoELayer, Attention)]
         super().__init__(
-            MoELayer(sub_parameters(parameters, str(at)), run, group * many + at, tp, ep, attention) for at, attention in enumerate(classes)
+            layer(sub_parameters(parameters, str(at)), run, group * many + at, tp, ep, attention)
+            for at, (layer, attention) in enumerate(classes)
         )
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor | None, ...]:
@@ -106,6 +118,14 @@ class HybridTransformer(MoETransformer):
 
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
         return LayerGroup(parameters, run, index, self.tp, self.ep)
+
+    def _layer_inputs(
+        self, tokens: Tensor, documents: Tensor | None, bounds: DocumentBounds | None, keys: DropoutKeys | None
+    ) -> LayerInputs:
+        inputs = super()._layer_inputs(tokens, documents, bounds, keys)
+        if documents is None or self.model.layers_in_group == 1:
+            return inputs
+        return replace(inputs, document_starts=document_starts(documents).int())
 
     def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         self.router_losses = []

@@ -22,6 +22,11 @@ CHUNK = 64  # tokens that trainer/layers/gated_delta.py computes at once
 LINEAR_KEY: Dims = ("linear_keys", "linear_key_dim")
 LINEAR_VALUE: Dims = ("linear_keys", "values_per_key", "linear_value_dim")
 VALUE_HEADS: Dims = ("linear_keys", "values_per_key")
+# In convolutions and rule a rank has all tokens of its share of the heads.
+WHOLE: Dims = ("core_tokens", "batch")
+OWN_KEY: Dims = ("core_linear_keys", "linear_key_dim")
+OWN_VALUE: Dims = ("core_linear_keys", "values_per_key", "linear_value_dim")
+OWN_HEADS: Dims = ("core_linear_keys", "values_per_key")
 GATE_PASSES = 5.0  # counted in bf16: an element is read and written in float32 by each of the kernels of a gate
 NORM_PASSES = 8.0
 RULE_KERNELS, CHUNK_KERNELS = 95, 9  # counted: of a pass, and of each chunk
@@ -33,7 +38,7 @@ def table(model: Model, train: Train) -> OpTable:
     linear layer."""
     interval, keys, values, key_dim, value_dim, taps = (getattr(model, key) for key in LINEAR)
     sizes = {"linear_keys": keys, "values_per_key": values // keys, "linear_key_dim": key_dim, "linear_value_dim": value_dim}
-    sizes |= {"conv_taps": taps, "chunk": CHUNK, "chunks": -(-train.seq // CHUNK)}
+    sizes |= {"core_linear_keys": keys, "conv_taps": taps, "chunk": CHUNK, "chunks": -(-train.seq // CHUNK)}
     whole = decoder_table(model, train, (), (), sizes)
     experts = _gated_mixture(model)
     linear_layer = layer_ops(model, _linear_attention(model, sizes["chunks"]), experts)
@@ -72,9 +77,12 @@ def _gated_attention(model: Model, train: Train) -> tuple[Op, ...]:
 def _linear_attention(model: Model, chunks: int) -> tuple[Op, ...]:
     """Linear attention: products, convolutions, the gated delta rule, a gated norm of each head, and the output product.
 
-    Saved are what the convolutions read and the logits of beta and of the decay: backward computes the rest again.
+    Saved are what the convolutions read and the logits of beta and of the decay: backward computes the rest again. Ranks that share a
+    sequence exchange these, and what is read, as Megatron-LM's do: tokens of all heads for all tokens of some.
     """
-    key, value, logits = Tensor(TOKENS + LINEAR_KEY), Tensor(TOKENS + LINEAR_VALUE), Tensor(TOKENS + VALUE_HEADS)
+    value = Tensor(TOKENS + LINEAR_VALUE)
+    own_key, own_value, own_logits = Tensor(WHOLE + OWN_KEY), Tensor(WHOLE + OWN_VALUE), Tensor(WHOLE + OWN_HEADS)
+    inputs = (own_key, own_key, own_value, own_logits, own_logits)
     of_keys, of_values = ((".query", LINEAR_KEY), (".key", LINEAR_KEY)), ((".value", LINEAR_VALUE), (".gate", LINEAR_VALUE))
     parts = (*of_keys, *of_values, (".beta", VALUE_HEADS), (".decay", VALUE_HEADS))
     convs = (("query", LINEAR_KEY), ("key", LINEAR_KEY), ("value", LINEAR_VALUE))
@@ -86,13 +94,20 @@ def _linear_attention(model: Model, chunks: int) -> tuple[Op, ...]:
         Op(
             name="attention.conv",
             weights=(*taps, *rates),
-            moves=(key, key, key, key, value, value),
-            saves_megatron=(key, key, value, logits, logits),
-            saves_torch=(key, key, value, logits, logits),
+            moves=(*(own_key,) * 4, own_value, own_value),
+            saves_megatron=inputs,
+            saves_torch=inputs,
+            head_exchanges=inputs,
             kernels=6,
             eager_passes=CONV_PASSES,
         ),
-        Op(name="attention.delta", product=delta_rule(model), kernels=RULE_KERNELS + CHUNK_KERNELS * chunks, holds=_held_by_rule()),
+        Op(
+            name="attention.delta",
+            product=delta_rule(model),
+            kernels=RULE_KERNELS + CHUNK_KERNELS * chunks,
+            holds=_held_by_rule(),
+            head_exchanges=(own_value,),
+        ),
         Op(
             name="attention.gated_norm",
             weights=(scale,),
@@ -111,9 +126,9 @@ def _held_by_rule() -> tuple[Tensor, ...]:
     head 5 tensors as wide as values, 6 as keys, 4 as chunks, the state before each chunk and 4 of one. The gradients of what was read and
     of its gate wait."""
     rows: Dims = ("chunks", "chunk", "batch")
-    keys = Tensor((*rows, *LINEAR_KEY), 4)
-    values, old_keys, pairs = (Tensor((*rows, *VALUE_HEADS, dim), 4) for dim in ("linear_value_dim", "linear_key_dim", "chunk"))
-    states = Tensor(("chunks", "batch", *VALUE_HEADS, "linear_key_dim", "linear_value_dim"), 4)
+    keys = Tensor((*rows, *OWN_KEY), 4)
+    values, old_keys, pairs = (Tensor((*rows, *OWN_HEADS, dim), 4) for dim in ("linear_value_dim", "linear_key_dim", "chunk"))
+    states = Tensor(("chunks", "batch", *OWN_HEADS, "linear_key_dim", "linear_value_dim"), 4)
     state, waiting = Tensor(states.dims[1:], 4), Tensor(("tokens", "batch", *LINEAR_VALUE))
     return (keys,) * 2 + (values,) * 5 + (old_keys,) * 6 + (pairs,) * 4 + (states,) + (state,) * 4 + (waiting,) * 2
 
@@ -127,10 +142,10 @@ def delta_rule(model: Model) -> Product:
     forward = 6 * of_state + 2 * of_values + 4 * of_keys * keys / values + solved
     gradients = 10 * of_state + 4 * of_values + 10 * of_keys + solved  # beside forward again, without what queries read
     return Product(
-        rows=TOKENS,
+        rows=WHOLE,
         inner=("linear_key_dim",),
         outers=(("linear_value_dim",),) * 3,
-        groups=VALUE_HEADS,
+        groups=OWN_HEADS,
         computed=forward / (6 * of_state),
         backward=1 + gradients / forward,
     )

@@ -40,7 +40,8 @@ def _op_with_exchange(op: Op, run: Run) -> Op:
             saves_exchanged=_values_of_kernel(op, run),
             in_fours=_dims_in_core(op.in_fours),
         )
-    return replace(op, head_exchanges=(_in_core(Tensor(TOKENS + QUERY)),)) if op.name == "attention.out" else op
+    is_output = op.name == "attention.out" and op.product is not None and _has_heads(Tensor(op.product.inner))  # not of linear attention
+    return replace(op, head_exchanges=(_in_core(Tensor(TOKENS + QUERY)),)) if is_output else op
 
 
 def _values_of_kernel(op: Op, run: Run) -> tuple[Tensor, ...]:

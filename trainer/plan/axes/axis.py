@@ -48,7 +48,7 @@ class Axis:
     within: str | None = None  # the axis whose inner ranks form this one's groups; None: the axis has its own position in the mesh order
     data: bool = False  # its ranks hold the same weights: gradients are summed and ZeRO shards over it
     overlap: str | None = None  # the field of parallel.overlap that hides its messages under computation
-    never_hidden: Callable[[Parallel], bool] | None = None  # whether nothing hides its messages, whatever `overlap` says
+    never_hidden: tuple[str, ...] = ()  # verbs of its messages that nothing hides, whatever `overlap` says
     sums_results: bool = False  # it sums an op's result after forward, which recomputation may leave out
     layers_only: bool = False  # only our layers send on its process group; else an engine does too
 
@@ -63,8 +63,6 @@ class Axis:
 
     def hides_messages(self, parallel: Parallel) -> bool:
         """Whether its messages overlap with computation."""
-        if self.never_hidden is not None and self.never_hidden(parallel):
-            return False
         return self.overlap is not None and bool(getattr(parallel.overlap, self.overlap))
 
     def split_dim(self, dims: Dims, *, sequence: bool = False) -> str | None:

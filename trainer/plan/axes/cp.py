@@ -26,11 +26,11 @@ def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
 
 AXIS = Axis(
     name="cp",
-    splits=("seq", "tokens", "core_heads", "core_kv_heads"),  # of attention scores the queries; the keys, dim `keys`, are whole
+    splits=("seq", "tokens", "core_heads", "core_kv_heads", "core_linear_keys"),  # of scores the queries; the keys, dim `keys`, are whole
     messages=messages,
     data=True,
     overlap="context",
-    never_hidden=lambda parallel: parallel.cp_comm == "all_to_all",
+    never_hidden=("all_to_all",),
     layers_only=True,
     source="arXiv:2407.21783",
 )

@@ -12,7 +12,8 @@ from ...spec.derived.weight_decay import is_decayed
 from ...spec.numbers.divisors import least_divisor
 
 # Dims that the tensor axis splits
-TENSOR_DIMS: Dims = ("heads", "kv_heads", "core_heads", "core_kv_heads", "ffn", "expert_ffn", "shared_ffn", "linear_keys", "vocab")
+LINEAR_DIMS: Dims = ("linear_keys", "core_linear_keys")  # key heads of linear attention
+TENSOR_DIMS: Dims = ("heads", "kv_heads", "core_heads", "core_kv_heads", "ffn", "expert_ffn", "shared_ffn", *LINEAR_DIMS, "vocab")
 
 TensorCopies = Literal["", "replicated", "shared"]  # other ranks of the tensor axis that hold a weight too: none, all, some
 
@@ -70,11 +71,6 @@ class WeightShard:
         """Rows and columns of the whole matrix, of one for each expert."""
         rows, columns = self.shape[-2:]
         return rows, columns
-
-    @property
-    def is_unpadded(self) -> bool:
-        """Whether the tensor has no padding."""
-        return self.length == self.size
 
 
 class HeadShards:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..axes import AXES
 from ..axes.collectives import collective_cost
 from ..axes.message import AxisMessage
 from ..layout.mesh import Wires
@@ -125,7 +126,7 @@ def _message_passes(messages: Sequence[BlockMessage], split: BlockSplit, wires: 
     for message, repeated in messages:
         _, each = collective_cost(message.verb, message.payload, wires.axes[message.axis])
         passes = Passes(message.forward * each, (message.backward - repeated) * each, repeated * each)
-        if message.axis in split.overlapped:
+        if message.axis in split.overlapped and message.verb not in AXES[message.axis].never_hidden:
             hidden[message.axis] = _sum_passes([hidden.get(message.axis, Passes()), passes])
         else:
             waited = _sum_passes([waited, passes])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...models.hybrid.ops import LINEAR
+from ...spec.numbers.as_text import plural
 from ...spec.read import value_text
 from ...spec.run import Parallel, Run
 from .broken_rule import BrokenRule
@@ -49,17 +50,17 @@ def hybrid_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
         yield BrokenRule("hybrid", says, ((("optim.mup", None),),))
     if run.train.precision == "fp8":
         yield BrokenRule("hybrid", "train.precision=fp8: family hybrid has none", ((("train.precision", "bf16"),),))
-    if run.data.has_prompts:
-        says = f"data={run.data.name}: linear attention of family hybrid crosses the boundaries of examples"
-        yield BrokenRule("documents", says, fix="train a model of another family: `distrain ls model` lists them")
-    elif run.data.documents:
-        says = "data.documents=true: linear attention of family hybrid crosses document boundaries"
-        yield BrokenRule("documents", says, ((("data.documents", False),),))
 
 
 def hybrid_layout_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """A state follows a sequence from its first token to its last, on one rank."""
-    if run.model.family == "hybrid" and parallel.cp > 1:
-        again = () if parallel.dp == "auto" else (("parallel.dp", "auto"),)
-        says = f"parallel.cp={parallel.cp}: linear attention of family hybrid needs whole sequences"
-        yield BrokenRule("hybrid", says, ((("parallel.cp", 1), *again),))
+    """Ranks that share a sequence share out the key heads of linear attention that a tensor-parallel rank has: a state follows its sequence
+    on one rank."""
+    model, cp, heads = run.model, parallel.cp, run.model.linear_num_key_heads
+    if model.family != "hybrid" or cp == 1 or heads is None or model.layers_in_group == 1:
+        return
+    size = -(-heads // parallel.tp)
+    if size % cp == 0:
+        return
+    of = " of a tensor rank" if parallel.tp > 1 else ""
+    says = f"parallel.cp={cp} does not share out {plural(size, 'key head')} of linear attention{of} evenly"
+    yield BrokenRule("hybrid", says, nearest_divisors("parallel.cp", cp, size))
