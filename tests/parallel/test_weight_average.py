@@ -19,6 +19,7 @@ from distrain.tests.fakes.trained_runs import read_run  # noqa: E402
 from distrain.trainer.loop.checkpoint import CheckpointReader, open_checkpoint, whole_slice  # noqa: E402
 from distrain.trainer.loop.offline.weight_diff import weight_difference  # noqa: E402
 from distrain.trainer.models.build import build_model, named_constants, named_weights  # noqa: E402
+from distrain.trainer.models.hf_format.weights import write_hf_folder  # noqa: E402
 from distrain.trainer.plan.engines import engine_for, engine_reason  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 
@@ -90,6 +91,25 @@ def test_a_layout_averages_the_weights_that_its_steps_leave_as_torch_does(
     saved_bytes = sum(each.stat().st_size for each in (job.folder / "checkpoints" / "step_4").glob("*.safetensors"))
     assert plan.run is not None
     assert saved_bytes == pytest.approx(plan.run.checkpoint_bytes, rel=0.08)  # headers of small files
+
+
+def test_an_average_begins_with_published_weights(ranks: RankPool, tmp_path: Path) -> None:
+    run = load_recipe(BASE[0], (*BASE[1:], *LLAMA, "cluster.gpus=1"))
+    module = build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=11)
+    weights = {name: each.detach() for name, each in module.named_parameters()}
+    write_hf_folder(iter(weights.items()), run, tmp_path / "base")
+    start = (
+        f"model.hf={tmp_path / 'base'}",
+        f"model.weights={tmp_path / 'base'}",
+        "cluster.gpus=2",
+        "parallel.zero=2",
+        "train.steps=1",
+        "optim.warmup=0",
+    )
+    job = ranks.train(tmp_path / "run", *BASE, *start, "engine=native", EMA)
+    for name, before in weights.items():
+        after, average = (read_saved(job, 1, name, kind, tuple(before.shape)) for kind in ("weight", "ema"))
+        torch.testing.assert_close(average, before.lerp(after, 1 - DECAY), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("layout", [("cluster.gpus=2", "parallel.zero=1"), ("cluster.gpus=2", "parallel.zero=3")])
