@@ -112,9 +112,8 @@ def _launches(events: Any) -> Iterator[str]:
 
 
 def _launches_in(event: Any) -> list[str]:
-    inner = (
-        [] if "_foreach_" in event.name or event.name in PRODUCTS else [name for each in event.cpu_children for name in _launches_in(each)]
-    )
+    is_whole = "_foreach_" in event.name or event.name in PRODUCTS
+    inner = [] if is_whole else [name for each in event.cpu_children for name in _launches_in(each)]
     return inner or [event.name] * _computes(event.name)
 
 
