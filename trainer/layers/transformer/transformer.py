@@ -274,10 +274,8 @@ class Transformer(nn.Module):
         """Return a layer's output; under full recomputation backward runs the layer again."""
         if self.watch_layer:
             self.watch_layer(layer, x)
-        if self.recompute:
-            tensors = inputs.angles, inputs.local_angles, inputs.mask, inputs.dropout_states, inputs.band
-            return recompute(_call_layer, layer, x, inputs, *tensors)
-        return layer(x, inputs)
+        tensors = inputs.angles, inputs.local_angles, inputs.mask, inputs.dropout_states, inputs.band
+        return recompute(_call_layer, layer, x, inputs, *tensors) if self.recompute else layer(x, inputs)
 
     def _layer_inputs(
         self, tokens: Tensor, documents: Tensor | None, bounds: DocumentBounds | None, keys: DropoutKeys | None

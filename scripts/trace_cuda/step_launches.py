@@ -1,9 +1,9 @@
 """Counts what a step of engine native launches on a CPU, and times it, where layers are compiled: with weights joined and each layer's
 gradients taken together, and with a product and a sum for each weight.
 
-Run `python -m distrain.scripts.bench_step_kernels [ROUNDS]` on a quiet machine with a C++ compiler. The models have as many layers as GPT-2
-124M and as 16 layers of Llama 3 8B, and are so narrow that the host's time is what counts. A launch is an operator that computes, on a list
-of tensors too, or one of the compiler's kernels. The runs take turns in each round; the processor's seconds of a step are counted.
+Run `python -m distrain.scripts.trace_cuda.step_launches [ROUNDS]` on a quiet machine with a C++ compiler. The models have as many layers as
+GPT-2 124M and as 16 layers of Llama 3 8B, and are so narrow that the host's time is what counts. A launch is an operator that computes, on
+a list of tensors too, or one of the compiler's kernels. The runs take turns in each round; the processor's seconds of a step are counted.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from unittest.mock import patch
 
 import torch
 
-from ..cli.config.load import load_recipe
-from ..trainer.engines.native import engine as native
-from ..trainer.loop.build import build_engine
-from ..trainer.parallel.process_groups import make_grid
-from ..trainer.parallel.world import World, join_ranks
-from ..trainer.plan.mesh_position import mesh_position
-from ..trainer.plan.plan import make_plan
-from ..trainer.spec.run import Run
-from .show_help import show_help
-from .trace_cuda.live_bytes import NO_KERNEL
+from ...cli.config.load import load_recipe
+from ...trainer.engines.native import engine as native
+from ...trainer.loop.build import build_engine
+from ...trainer.parallel.process_groups import make_grid
+from ...trainer.parallel.world import World, join_ranks
+from ...trainer.plan.mesh_position import mesh_position
+from ...trainer.plan.plan import make_plan
+from ...trainer.spec.run import Run
+from ..show_help import show_help
+from .live_bytes import NO_KERNEL
 
 FIXED = (
     "cluster=1x1",
@@ -79,9 +79,9 @@ def main() -> None:
             for _ in range(STEPS):
                 _step(each.engine)
             each.times.append((process_time() - began) / STEPS)
-    print(f"{'':<36}{'launches':>9}{'were':>7}{'products':>10}{'sums':>7}{'were':>7}{'CPU':>10}{'was':>10}{'was / is':>10}")
+    print(f"{'':<36}{'launches':>9}{'were':>7}{'products':>10}{'were':>7}{'sums':>7}{'were':>7}{'CPU':>10}{'was':>10}{'was / is':>10}")
     for name, (apart, together) in pairs.items():
-        counts = f"{together.launches.total():>9}{apart.launches.total():>7}{_count(together, PRODUCTS):>10}"
+        counts = f"{together.launches.total():>9}{apart.launches.total():>7}{_count(together, PRODUCTS):>10}{_count(apart, PRODUCTS):>7}"
         sums = f"{_count(together, SUMS):>7}{_count(apart, SUMS):>7}"
         ratio = median(before / now for before, now in zip(apart.times, together.times, strict=True))
         print(f"{name:<36}{counts}{sums}{1e3 * median(together.times):>7.1f} ms{1e3 * median(apart.times):>7.1f} ms{ratio:>10.3f}")
