@@ -48,6 +48,7 @@ def test_layers_are_one_graph_without_breaks(layout: str, compile_answers: dict[
     found = compile_answers[layout]
     assert found["breaks"] == []
     assert (found["trained"], found["evaluated"]) == (graphs, graphs + 1)
+    assert found["joined"] == (0 if "parallel.tp=2" in layout else 3)  # weights of attention, or with fewer key heads of the feed-forward
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *BROKEN_GRAPHS])
@@ -68,6 +69,7 @@ def test_no_forward_returns_a_tensor_that_an_operator_returned_twice(layout: str
         "cluster.gpus=1 parallel.zero=1",
         "cluster.gpus=2 parallel.pp=2 parallel.dp=1 parallel.zero=0",
         "cluster.gpus=1 parallel.zero=0 engine=native",
+        "cluster.gpus=1 parallel.zero=1 engine=native model=tiny_llama",
     ],
 )
 def test_an_engine_trains_compiled_layers(layout: str, ranks: RankPool, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from torch.library import Library
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distrain.cli.config.load import load_recipe
+from distrain.trainer.layers.joined_products import JoinedWeights
 from distrain.trainer.loop.build import build_parts, compile_layers
 from distrain.trainer.loop.data.samples.batches import Batch
 from distrain.trainer.loop.step.model_inputs import model_inputs
@@ -77,6 +78,7 @@ def compile_and_train(run: Run, grid: Grid) -> dict[str, Any]:
     (part,) = build_parts(run, grid)
     module: Any = part.module
     expected = gradients(run, grid, module, 0)
+    joined = sum(join_weights(each) for each in module.modules() if isinstance(each, JoinedWeights)) if run.parallel.tp == 1 else 0
     compile_layers(module, backend="checked_aot_eager")
     found = gradients(run, grid, module, 0)
     gradients(run, grid, module, 1)
@@ -90,10 +92,22 @@ def compile_and_train(run: Run, grid: Grid) -> dict[str, Any]:
     return {
         "trained": trained,
         "evaluated": counters["stats"]["unique_graphs"],
+        "joined": joined,
         "breaks": list(counters["graph_break"]),
         "repeated": sorted(set(repeated_outputs)),
         "apart": max((ours - theirs).abs().max().item() / theirs.abs().max().item() for ours, theirs in zip(found, expected, strict=True)),
     }
+
+
+def join_weights(module: JoinedWeights) -> bool:
+    """Put a module's weights that share an input side by side, as engine native does, if they are alike; return whether they are."""
+    weights = [layer.weight for layer in module.column_layers()][::-1]
+    if not weights or any(each.shape != weights[0].shape for each in weights):
+        return False
+    module.joined = torch.stack([each.data for each in weights])
+    for each, view in zip(weights, module.joined, strict=True):
+        each.data = view
+    return True
 
 
 def gradients(run: Run, grid: Grid, module: Any, step: int) -> list[torch.Tensor]:
