@@ -69,9 +69,10 @@ def _no_verb(
 
     \b
     distrain ls                              recipes and config groups
-    distrain show conf=gpt3_175b             a recipe, composed
-    distrain plan conf=gpt3_175b             its memory, traffic, step time, days
+    distrain plan conf=gpt3_175b             memory, traffic, step time, days
     distrain plan conf=gpt3_175b cluster=6x8x64 model=megatron_1t
+    distrain fit conf=quickstart             train, on two CPU processes
+    distrain report runs/quickstart          planned against measured
     """
     if version:
         from .keys.library import distrain_version

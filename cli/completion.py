@@ -18,9 +18,9 @@ OPTIONS = {
     "fit": ("-m", "--config-dir", "--help"),
     "prove": ("--json", "--reasons", "--config-dir", "--help"),
     "report": ("--json", "--html", "--timeline", "--svg", "--trace", "--help"),
-    "evaluate": ("--step", "--sequences", "--json", "--help"),
-    "export": ("--dtype", "--step", "--average", "--adapter", "--help"),
-    "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--chat", "--step", "--seed", "--tokenizer", "--help"),
+    "evaluate": ("--step", "--sequences", "--ema", "--json", "--help"),
+    "export": ("--dtype", "--step", "--average", "--ema", "--adapter", "--help"),
+    "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--chat", "--step", "--ema", "--seed", "--tokenizer", "--help"),
     "calibrate": ("-o", "--name", "--devices", "--force", "--json", "--config-dir", "--help"),
     "doctor": ("--config-dir", "--help"),
 }

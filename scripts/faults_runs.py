@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..trainer.loop.checkpoint import CheckpointSearch, find_newest
+from ..trainer.rundir.checkpoints import checkpoints_folder
 from .virtual_hosts import VirtualHosts
 
 STEPS = 120
@@ -201,7 +202,7 @@ def loss_curve(run: Path) -> dict[int, tuple[float, float]]:
 
 def newest_checkpoint(run: Path) -> CheckpointSearch:
     """Return the newest checkpoint of a run that verifies."""
-    return find_newest(run / "checkpoints")
+    return find_newest(checkpoints_folder(run))
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> bool:

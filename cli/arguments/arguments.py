@@ -114,11 +114,24 @@ def option_problem(error: Any, argv: Sequence[str] = ()) -> Problem:
         return Problem(rule="option", says=message[:1].lower() + message[1:])
     known = [each for row in error.ctx.command.params for each in row.opts if each.startswith("--")] if error.ctx else []
     key, value = name.lstrip("-"), _option_value(name, argv)
-    if synonym := synonyms.synonym_problem(key, value or None):
-        return Problem(rule="option", says=f"no option {name}", mend=synonym.mend)
-    if "." in name or "=" in name:
-        return Problem(rule="option", says=f"no option {name}", mend=f"write {key}={value or 'VALUE'}, without dashes")
-    return Problem(rule="option", says=f"no option {name}", mend=suggest_name(name, [*known, "--help"]))
+    mend = key_instead_of_option(key, value) or suggest_name(name, [*known, "--help"])
+    return Problem(rule="option", says=f"no option {name}", mend=mend)
+
+
+def key_instead_of_option(key: str, value: str) -> str:
+    """Return what to write for an option that names a key, or its last part, of ours or of another trainer; "" if it names none."""
+    if row := synonyms.find_synonym(key):
+        flag = "true" if "true" in (row.values or {}) else None
+        problem = synonyms.synonym_problem(key, value or flag)
+        return problem.mend if problem else ""
+    keys = config_keys()
+    if key in keys or key in library.groups(None):
+        return f"write {key}={value or 'VALUE'}, without dashes"
+    same = [each for each in keys if each.rpartition(".")[2] == key.replace("-", "_").rpartition(".")[2]]
+    if len(same) == 1:
+        return f"write {same[0]}={value or 'VALUE'}"
+    unknown = unknown_key_problem(key, keys, value) if same or "." in key else None
+    return unknown.mend if unknown else ""
 
 
 def _option_value(option: str, argv: Sequence[str]) -> str:

@@ -15,11 +15,12 @@ def evaluate(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[data.KEY=VALUE ...]", show_default=False)] = None,
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="The step of the checkpoint, not the newest.")] = None,
     sequences: Annotated[int | None, typer.Option("--sequences", metavar="N", min=1, help="Read at most N sequences of each set.")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (optim.ema).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the lines.")] = False,
 ) -> int:
     """Print the loss of a run's newest checkpoint, in float32, on what its evaluations read, or on other data.
 
-    Without data.path it reads what the run holds out, and its validation sets; with it all of those files, as the run reads its own.
+    Without data.path it reads what the run holds out, and its validation sets; with it, all files that data.path names.
     data.validate.NAME=PATH names more sets. Each has its loss, perplexity, and bits a byte where tokens are bytes.
 
     \b
@@ -31,7 +32,7 @@ def evaluate(
     from ...trainer.system.run_child import run_child
 
     folder = find_run_folder(run_dir)
-    options = {"changes": _data_changes(overrides or []), "step": step, "sequences": sequences, "as_json": as_json}
+    options = {"changes": _data_changes(overrides or []), "step": step, "sequences": sequences, "ema": ema, "as_json": as_json}
     return run_child("distrain.trainer.loop.offline.evaluate_run", [str(folder), json.dumps(options)])
 
 

@@ -16,9 +16,10 @@ def export(
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option("--dtype", help="The data type of the written weights.")] = "fp32",
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="The step of the checkpoint, not the newest.")] = None,
     average: Annotated[int, typer.Option("--average", metavar="N", min=1, help="The mean over N checkpoints, up to that one.")] = 1,
+    ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (optim.ema).")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write LoRA's additions alone, as PEFT's files.")] = False,
 ) -> int:
-    """Write a run's newest checkpoint, another or the mean of several, as a Hugging Face folder.
+    """Write a run's newest checkpoint, another one or the mean of several, as a Hugging Face folder.
 
     It holds safetensors, config.json, generation_config.json and the run's tokenizer. One file is in memory at a time. The folder is
     kept only if every weight reads back equal, and the logits of transformers, where it is installed, equal ours: of all layers, or of
@@ -37,7 +38,7 @@ def export(
 
     folder, destination = find_run_folder(run_dir), expand_home(dest).absolute()
     _check_destination(dest, destination)
-    options = {"dtype": dtype, "step": step, "average": average}
+    options = {"dtype": dtype, "step": step, "average": average, "ema": ema}
     module = "export_adapter" if adapter else "export"
     return run_child(f"distrain.trainer.loop.offline.{module}", [str(folder), str(destination), json.dumps(options)])
 

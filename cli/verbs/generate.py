@@ -20,6 +20,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", min=1, help="Sample from the K most likely tokens only.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a question, in the tokenizer's chat template.")] = False,
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="The step of the checkpoint, not the newest.")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (optim.ema).")] = False,
     seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 0,
     tokenizer: Annotated[str | None, typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json, instead of the run's.")] = None,
 ) -> int:
@@ -47,6 +48,7 @@ def generate(
         "top_k": top_k,
         "seed": seed,
         "step": step,
+        "ema": ema,
         "tokenizer": tokenizer,
         "chat": chat,
     }

@@ -18,11 +18,16 @@ def prove(
 ) -> int:
     """Train a recipe in one process and in the layouts that this machine can run, and compare their training curves.
 
-    steps=N trains N steps (default: 6, or the recipe's where it has fewer). layouts=dp2.native,tp2.sequence,pp2.zb_h1 names
-    layouts; layouts=all takes all; the default is the recipe's own and about a dozen that cover every pair of choices. Values that the
-    recipe sets for parallel.schedule=FILE.csv, stages, shard, gather and offload are proved as set; a layout's name can hold them too:
-    pp2.file, pp2.stages1-3, dp4.zero1.shard2, dp2.zero3.gather_step, dp2.zero2.offload_optimizer. Unless layouts are named (checks=all or
-    none decides), one process trains with other micro-batches, and one layout resumes what another one saved midway.
+    \b
+    steps=N        steps to train; default 6, or the recipe's where it has fewer
+    layouts=A,B    layouts such as dp2.native, tp2.sequence, pp2.zb_h1; or all
+    checks=all     also: one process with other micro-batches, and a resume in
+                   another layout; none: neither. Default: all, unless layouts
+                   are named
+
+    By default the recipe's own layout and about a dozen that cover every pair of choices are trained. Names may also hold a schedule file,
+    stages, shards, gathering and offload, which a recipe's own layout takes from it: pp2.file, pp2.stages1-3, dp4.zero1.shard2,
+    dp2.zero3.gather_step, dp2.zero2.offload_optimizer.
 
     Exit status: 0 all train the same curve and send the planned messages; 1 one does not, or can't run; 2 the command line is wrong.
 

@@ -13,7 +13,7 @@ from ..config.load import Loader
 from ..keys import library
 from ..recipe_files import yaml_edit
 
-SEARCHED = ("parallel.", "train.microbatch", "engine")  # keys that a search chooses
+SEARCHED = ("parallel.", "train.microbatch", "train.compile", "engine")  # keys that a search chooses
 MOST_SIZES = 16
 MOST_NODES = 1 << MOST_SIZES - 1  # on which search.within looks, where search.nodes is not set
 

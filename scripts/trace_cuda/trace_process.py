@@ -49,7 +49,7 @@ def traced_and_planned(run: Run, rank: int) -> dict[str, Any]:
     plain = with_changes(run, [("train.compile", False)])
     traced = trace_rank(plain, rank)
     planned = planned_bytes(plain, traced.stage, traced.gradients)
-    if not has_compiled_layers(run.train, run.parallel) or run.model.experts:
+    if not has_compiled_layers(run.train, run.parallel) or run.parallel.ep > 1:  # between ranks of experts graphs break
         return {"traced": asdict(traced), "planned": asdict(planned)}
     kept = planned_bytes(run, traced.stage, traced.gradients).kept
     return {

@@ -85,7 +85,7 @@ def test_a_plan_says_what_is_read_from_each_path_in_the_stages_that_the_run_begi
     assert stages_text(plan) == (
         "the data change: 200 k tokens by weights 0.9 : 0.1, then 414 k tokens by weights 0 : 1; of the 2 paths it reads 180 k, 434 k"
     )
-    facts = DataFacts(key=None, train_tokens=42_000, validation_tokens=0, documents=None, exact=True, epochs=(2_000, 40_000), remarks=())
+    facts = DataFacts(key=None, train_tokens=42_000, documents=None, exact=True, epochs=(2_000, 40_000), remarks=())
     known = with_files(made, plan, FileCheck(data=facts))
     assert stages_text(known).endswith("of the 2 paths it reads 180 k (90 epochs), 434 k (10.9 epochs)")
     (warning,) = epoch_warnings(made, plan, facts)

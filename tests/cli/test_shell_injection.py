@@ -34,7 +34,7 @@ from distrain.tests.fakes.shell_text import ONCE, environments, hostile, plain, 
 from distrain.trainer.launch.agent.join_token import JOIN_TOKEN_FILE, JoinToken
 from distrain.trainer.launch.commands.command import RANK_ENVIRONMENT, forwarded_variables
 from distrain.trainer.launch.hosts.hostfile import Host
-from distrain.trainer.launch.hosts.shell_safe import SAFE, SAFE_CHARACTERS, SSH_OPTIONS, require_shell_safe
+from distrain.trainer.launch.hosts.shell_safe import SAFE_CHARACTERS, SSH_OPTIONS, require_shell_safe
 from distrain.trainer.launch.hosts.upload import UPLOAD_REMOTE, connect_hosts, on_every_host
 from distrain.trainer.launch.hosts_and_commands import BOOTSTRAP_MODULE, RANK_MODULE, launch_commands, resolve_hosts
 from distrain.trainer.launch.launch_script import script_lines
@@ -46,6 +46,8 @@ from distrain.trainer.rundir.files import run_folder
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
+
+SAFE = re.compile(r"[A-Za-z0-9._/=:-]+")  # what every shell reads as one plain word
 
 
 @pytest.fixture(scope="module", autouse=True)

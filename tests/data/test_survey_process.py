@@ -138,10 +138,11 @@ def test_the_survey_dies_with_its_parent(tmp_path: Path) -> None:
     question = json.dumps({"data": data, "vocab": 300, "seq": 8, "mode": "prepare"})
     program = f"""
 import subprocess
-child = subprocess.Popen({COMMAND!r}, stdin=subprocess.PIPE)
-child.stdin.write({question.encode()!r})
-child.stdin.close()
-child.wait()
+from distrain.trainer.system.child_process import module_arguments, start_child
+with start_child(module_arguments({COMMAND[-1]!r}), stdin=subprocess.PIPE) as child:
+    child.stdin.write({question.encode()!r})
+    child.stdin.close()
+    child.wait()
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     try:

@@ -119,7 +119,11 @@ def _mup_groups(run: Run, module: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _mean_loss(run: Run, module: nn.Module, batches: Batches, step: int) -> Tensor:
     batch = batches.batch(step * run.train.batch, run.train.batch)
-    dropout = dropout_keys(run.train.seed, step, batch.samples, torch.arange(run.train.seq)) if run.model.dropout else None
+    dropout = (
+        dropout_keys(run.train.seed, step, batch.samples, torch.arange(run.train.seq))
+        if run.model.dropout or run.model.lora.dropout
+        else None
+    )
     further = further_arguments(run.model, batch.tokens, batch.labels, batch.documents)
     total, labels = module(batch.tokens, batch.labels, documents=batch.documents, keys=dropout, **further)
     assert int(labels) == int((batch.labels != IGNORED).sum())

@@ -14,11 +14,15 @@ from xml.etree import ElementTree
 
 import pytest
 
+from distrain.cli.app import VERBS
 from distrain.cli.drawings.plan_drawing import KINDS, MEMORY, draw_plan
+from distrain.cli.keys.keys import config_keys
 from distrain.scripts.shown_output import BLOCK, page_of_today, shorten
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MISTAKES = {"model.layer", "train.precison", "train.epochs", "model.layers.61.enorm"}
+FILE_ENDINGS = {"md", "jsonl", "py", "safetensors"}
 PICTURE = ROOT / "docs" / "plan.svg"
 PICTURED = "megatron_1t_6x8x64"
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "outputs")
@@ -31,7 +35,7 @@ def test_readme_is_short() -> None:
 
 def test_readme_links_every_page_of_the_docs() -> None:
     text = (ROOT / "README.md").read_text()
-    assert [page.name for page in PAGES if page.parent.name == "docs" and f"(docs/{page.name})" not in text] == []
+    assert [page.name for page in PAGES if page.parent == ROOT / "docs" and f"(docs/{page.name})" not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -41,6 +45,29 @@ def test_links_and_paths_exist(page: Path) -> None:
     assert [link for link in links if link and not (page.parent / link).exists()] == []
     paths = {path for path in re.findall(r"`((?:trainer|cli|conf|recipes|scripts|tests|docs)/[\w./]+)`", text) if "NAME" not in path}
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_that_a_page_names_exist(page: Path) -> None:
+    """Those that another trainer has, or that a page shows as mistakes, are left out."""
+    keys = config_keys()
+    sections = {key.rpartition(".")[0] for key in keys} | {"parallel.sync", "data.validate"}
+    begins = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key}))
+    text = page.read_text() if page.name != "coming_from.md" else ""
+    named = set(re.findall(rf"(?<![\w/.-])((?:{begins})(?:\.\w+)+)(?=[=`,\s\]|)])", text)) - MISTAKES
+    wrong = {name for name in named if name not in keys and name not in sections and name.rpartition(".")[0] != "data.validate"}
+    assert {name for name in wrong if name.rpartition(".")[2] not in FILE_ENDINGS} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_recipes_scripts_and_verbs_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    recipes = set(re.findall(r"conf=(\w+)(?=[\s`)])", text)) - {"NAME", "RECIPE"}
+    assert [name for name in sorted(recipes) if not (ROOT / "recipes" / f"{name}.yaml").exists()] == []
+    scripts = [name.replace(".", "/") for name in re.findall(r"python3? -m distrain\.(scripts[\w.]*\w)", text)]
+    assert [name for name in scripts if not (ROOT / f"{name}.py").exists() and not (ROOT / name / "__main__.py").exists()] == []
+    verbs = set(re.findall(r"(?:`|^\$ |^)distrain ([a-z]+)\b", text, re.MULTILINE))
+    assert verbs - {function.__name__ for function, _ in VERBS} == set()
 
 
 def headings(page: Path) -> set[str]:

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.evaluate import _data_changes
 from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.offline.evaluate_run import EvaluatedSet, _evaluate, _Set, changed_data, evaluate_run
+from distrain.trainer.loop.offline.export import export
+from distrain.trainer.loop.offline.load_run import load_saved_run
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
 
@@ -166,3 +169,26 @@ def test_a_loss_that_is_not_finite_is_null() -> None:
     assert [found.figures[key] for key in ("loss", "perplexity", "bits_per_byte")] == [None] * 3
     assert str(found) == "a: loss nan, no finite perplexity, of 3 tokens"
     assert EvaluatedSet(name="a", tokens=3, loss=800.0, are_bytes=False).figures["perplexity"] is None
+
+
+def test_the_average_of_the_weights_has_the_losses_that_the_run_logged_of_it(
+    ranks: RankPool, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also exported, and in an adapter; a run without one is refused."""
+    words = ("data=text", f"data.path={files / 'a.txt'}", "data.validation=0.2", f"data.cache={files / 'cache'}", "optim.ema=0.5")
+    job = ranks.train(tmp_path / "run", "quickstart", *EVALUATES, *words, "cluster.gpus=2", "parallel.zero=1", "train.microbatch=2")
+    weights, averaged = [evaluated(capsys, job.folder, ema=ema)["sets"][0]["loss"] for ema in (False, True)]
+    assert averaged == pytest.approx(job.figures("validation_ema_loss")[-1], abs=1e-5)
+    assert weights == pytest.approx(job.figures("validation_loss")[-1], abs=1e-5)
+    assert abs(averaged - weights) > 1e-3
+    evaluate_run(job.folder, changes={}, ema=True)
+    assert capsys.readouterr().out.startswith("step 2, averaged weights of run, in float32\n")
+    export(job.folder, tmp_path / "hf", "fp32", ema=True)
+    assert capsys.readouterr().out.startswith("step 2, averaged weights, ")
+    written = load_file(tmp_path / "hf" / "model.safetensors")["lm_head.weight"].T
+    saved = load_saved_run(job.folder, ema=True)
+    assert torch.equal(written, saved.read("head.weight", tuple(written.shape)))
+    assert not torch.equal(written, load_saved_run(job.folder).read("head.weight", tuple(written.shape)))
+    plain = ranks.train(tmp_path / "plain", "quickstart", *EVALUATES, *words[:-1], "cluster.gpus=1")
+    with pytest.raises(Unreadable, match="keeps no average of the weights: the run was trained with"):
+        evaluate_run(plain.folder, changes={}, ema=True)

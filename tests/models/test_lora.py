@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.tests.fakes.rank_pool import RankPool  # noqa: E402
-from distrain.tests.fakes.side_by_side import losses_side_by_side  # noqa: E402
+from distrain.tests.fakes.side_by_side import BATCH, TOKENS, losses_side_by_side  # noqa: E402
 from distrain.tests.fakes.small_models import CPU, batch_of, module_of, run_of  # noqa: E402
+from distrain.trainer.layers.counter_rng import dropout_keys  # noqa: E402
+from distrain.trainer.layers.dropout import Dropout  # noqa: E402
+from distrain.trainer.loop.offline.evaluate_run import _evaluate, _sets  # noqa: E402
 from distrain.trainer.loop.offline.export import export  # noqa: E402
+from distrain.trainer.loop.offline.export_adapter import export_adapter  # noqa: E402
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights  # noqa: E402
 from distrain.trainer.models.hf_format.weights import read_hf_weights, write_hf_folder  # noqa: E402
@@ -30,6 +35,7 @@ from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 STEPS = 4
 COMMON = (f"train.steps={STEPS}", "train.seq=32", "train.batch=8", "train.evaluate.every=0", "log.every=1", "train.microbatch=2")
 TUNED = ("model=tiny_llama", "model.layers=4", "model.kv_heads=2", "model.qk_norm=true", "model.lora={rank: 4, alpha: 8}")
+DROPPED = ("model.lora.dropout=0.2",)
 NORMS = ("model.qk_norm_over=all", "model.norm_place=both")
 CURVE = ("quickstart", "data=synthetic", *COMMON, *TUNED, "optim.lr=1e-2", "optim.warmup=1")
 LAYOUTS = (
@@ -46,7 +52,32 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+OF_DROPPED = (
+    # heads of the output product and the feed-forward are padded; attention takes scores with masks of its own; MLA's latents
+    (
+        *DROPPED,
+        "model.ffn=190",
+        "model.heads=6",
+        "model.kv_heads=3",
+        "model.head_dim=16",
+        "cluster.gpus=4",
+        "parallel.tp=4",
+        "parallel.zero=1",
+    ),
+    (
+        *DROPPED,
+        "model.dropout=0.1",
+        "cluster.gpus=4",
+        "parallel.tp=2",
+        "parallel.sequence=true",
+        "parallel.cp=2",
+        "parallel.cp_comm=all_to_all",
+    ),
+    (*DROPPED, "model.lora.targets=[query,out,up]", "cluster.gpus=2", "parallel.tp=2", "parallel.sequence=true", "engine=native"),
+)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *((*DROPPED, *layout) for layout in LAYOUTS), *OF_DROPPED], ids=" ".join)
 def test_a_layout_trains_the_curve_of_one_process_and_holds_the_planned_bytes(
     ranks: RankPool, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
@@ -111,14 +142,35 @@ PEFT_NAMES = {
 }
 
 
-def test_training_follows_peft(published: Path, transformers: Any) -> None:
-    """With the same base, first A and B, batches and optimizer: the float32 losses of six steps."""
+def test_dropout_is_of_training_alone(ranks: RankPool, tmp_path: Path) -> None:
+    """Before the first step B is 0, so that no mask is seen; the second step sees them, a validation never does."""
+    words = (*CURVE, "cluster.gpus=1", "train.steps=2", "train.evaluate={every: 1, batches: 1}", "optim.warmup=0")
+    plain, dropped = (ranks.train(tmp_path / name, *words, *more) for name, more in (("plain", ()), ("dropped", DROPPED)))
+    assert plain.figures("loss")[0] == dropped.figures("loss")[0]
+    assert abs(plain.figures("loss")[1] - dropped.figures("loss")[1]) > 1e-4
+    losses = [float(load_loss(job.folder)) for job in (plain, dropped)]
+    assert losses == pytest.approx([plain.figures("validation_loss")[-1], dropped.figures("validation_loss")[-1]], abs=1e-5)
+
+
+def load_loss(folder: Path) -> float:
+    """The loss of a run's checkpoint on the text that it holds out, outside training."""
+    saved = load_saved_run(folder)
+    (held,) = _sets(saved.run, given=False)
+    return _evaluate(saved.run, load_model(saved, CPU), held, CPU, None).loss
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_training_follows_peft(published: Path, transformers: Any, share: float) -> None:
+    """With the same base, first A and B, batches and optimizer, and the same masks of PEFT's dropout: the float32 losses of six steps."""
     peft = pytest.importorskip("peft", reason="peft, the yardstick, is not installed")
-    run = load_recipe("quickstart", ["data=synthetic", *COMMON, f"model.hf={published}", "model.lora={rank: 4, alpha: 8}"])
+    run = load_recipe(
+        "quickstart", ["data=synthetic", *COMMON, f"model.hf={published}", f"model.lora={{rank: 4, alpha: 8, dropout: {share}}}"]
+    )
     ours = build_model(run, device=CPU, dtype=torch.float32, seed=1)
     load_weights(ours, read_hf_weights(published, run), partial=True)
     base = transformers.AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
-    theirs = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=list(PEFT_NAMES.values())))
+    theirs = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=share, target_modules=list(PEFT_NAMES.values())))
+    keys = dropout_keys(7, 3, torch.arange(BATCH), torch.arange(TOKENS - 1))
     weights = {name: each for name, each in theirs.named_parameters() if each.requires_grad}
     sides: list[list[Any]] = [[], []]
     for name, each in ours.named_parameters():
@@ -128,10 +180,14 @@ def test_training_follows_peft(published: Path, transformers: Any) -> None:
             other = weights.pop(f"base_model.model.model.{module}.{matrix[:-1]}{matrix[-1].upper()}.default.weight")
             with torch.no_grad():
                 other.copy_(each.t())
+            if share:
+                dropout = Dropout(share, int(layer), f"lora.{half}.{target}")
+                masks = partial(dropout, states=keys.states)
+                theirs.get_submodule(f"base_model.model.model.{module}").lora_dropout["default"].forward = masks
             sides = [[*sides[0], each], [*sides[1], other]]
     assert not weights
 
-    losses = losses_side_by_side(ours, theirs, sides, lr=0.02)
+    losses = losses_side_by_side(ours, theirs.train(), sides, lr=0.02, keys=keys)
     assert losses[0] == pytest.approx(losses[1], abs=3e-6, rel=0)
     assert losses[0][-1] < losses[0][0] - 0.1
 
@@ -148,7 +204,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_published_weights_are_tuned_on_pairs_saved_resumed_and_exported(ranks: RankPool, published: Path, tmp_path: Path) -> None:
-    lora = "model.lora={rank: 4, alpha: 8, targets: [query, value, down]}"
+    lora = "model.lora={rank: 4, alpha: 8, dropout: 0.1, targets: [query, value, down]}"
     start = (f"model.hf={published}", f"model.weights={published}", lora)
     rows = [{"prompt": f"{number} plus 1 is ", "completion": f"{number + 1}."} for number in range(200)]
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -164,7 +220,7 @@ def test_published_weights_are_tuned_on_pairs_saved_resumed_and_exported(ranks: 
     other = tmp_path / "other"
     shutil.copytree(published, other)
     tensors = load_file(other / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.5
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 4
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     refused = ranks.fit(tmp_path / "run", *words, f"model.weights={other}", "cluster.gpus=2", "parallel.zero=1", "train.steps=6")
     assert set(refused.codes) == {1}
@@ -173,6 +229,8 @@ def test_published_weights_are_tuned_on_pairs_saved_resumed_and_exported(ranks: 
     found = load_saved_run(tmp_path / "run")
     assert {row.name.rpartition(".lora_")[0].rpartition(".")[2] for row in found.checkpoint.manifest.tensors} == {"query", "value", "down"}
     export(tmp_path / "run", tmp_path / "out", "fp32")
+    export_adapter(tmp_path / "run", tmp_path / "adapter", "fp32")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["lora_dropout"] == 0.1
     plain = without_lora(found.run)
     before, after = dict(read_hf_weights(published, plain)), dict(read_hf_weights(tmp_path / "out", plain))
     changed = {name for name, each in after.items() if not torch.equal(each, before[name])}

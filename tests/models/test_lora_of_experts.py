@@ -33,6 +33,10 @@ CURVES = {
     "gpt-oss": ("model=tiny_gpt_oss", "model.layers=2", "model.lora.targets=[value,gate,down]"),
     "latent":  ("model=tiny_mla", "model.layers=4"),
     "latent keys": ("model=tiny_mla", "model.layers=2", "model.q_lora_rank=0", "model.lora.targets=[query,kv_a_proj_with_mqa,up]"),
+    "dropped latent": ("model=tiny_mla", "model.layers=2", "model.lora.targets=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj]",
+                       "model.lora.dropout=0.2"),
+    "dropped keys": ("model=tiny_mla", "model.layers=2", "model.q_lora_rank=0", "model.lora.targets=[query,kv_a_proj_with_mqa]",
+                     "model.lora.dropout=0.2"),
     "attention": ("model=tiny_moe", "model.layers=2", "model.lora.targets=[query,value]"),
 }
 LAYOUTS = (  # ranks, degrees, the rest
@@ -42,6 +46,8 @@ LAYOUTS = (  # ranks, degrees, the rest
     ("gpt-oss",     2, "tp: 2, sequence: true, zero: 1",           "train.microbatch=2"),
     ("latent",      4, "ep: 2, tp: 2, sequence: true, zero: 2",    "train.microbatch=2"),
     ("latent keys", 2, "tp: 2, zero: 0, recompute: selective",     "train.microbatch=4"),
+    ("dropped latent", 4, "ep: 2, tp: 2, sequence: true, zero: 1", "train.microbatch=2"),
+    ("dropped keys", 2, "tp: 2, zero: 0, recompute: selective",    "train.microbatch=4"),
     ("attention",   2, "ep: 2, zero: 1",                           "train.microbatch=2"),
     ("attention",   2, "zero: 3",                                  "train.microbatch=2"),
 )

@@ -94,6 +94,11 @@ BROKEN: list[tuple[Keys, str]] = [
     (MOE | {"model.lora.rank": 4, "model.lora.targets": ("gate", "q_a_proj", "kv_b_proj")},
         ("model.lora.targets=[gate,q_a_proj,kv_b_proj] names q_a_proj, kv_b_proj, which this model does not have: "
          "set model.lora.targets=[gate] or model.lora.targets=null")),
+    (MOE | {"model.lora.rank": 4, "model.lora.dropout": 0.1, "model.lora.targets": ("query", "up")},
+        ("model.lora.dropout=0.1 does not go with up of routed experts, whose rows are sent without their tokens (PEFT refuses it too): "
+         "set model.lora.targets=[query] or model.lora.dropout=0.0")),
+    ({"model.lora.rank": 4, "model.lora.dropout": 0.1, "train.compile": True},
+        "model.lora.dropout=0.1 does not go with train.compile=true: set train.compile=false or model.lora.dropout=0.0"),
     ({"model.lora.rank": 4, "model.lora.weights": "adapter"},
         ("model.lora.weights=adapter adds to published weights, and model.weights names none: "
          "set model.weights to the folder that the adapter was trained on")),

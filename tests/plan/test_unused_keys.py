@@ -66,6 +66,7 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("model.layer_types", ("full_attention",), "model.window=null", {}, {"model.window": 16}),
     ("model.lora.alpha", 8.0, "model.lora.rank=0", {}, {"model.lora.rank": 4}),
     ("model.lora.weights", "adapter", "model.lora.rank=0", {}, {"model.lora.rank": 4, "model.weights": "base"}),
+    ("model.lora.dropout", 0.1, "model.lora.rank=0", {}, {"model.lora.rank": 4}),
     ("model.lora.targets", ("query",), "model.lora.rank=0", {}, {"model.lora.rank": 4}),
     ("model.mtp.weight", 0.1, "model.mtp.layers=0", {}, {"model.mtp.layers": 1}),
     ("model.rope.type", "linear", "model.positions=learned", {}, {"model.positions": "rope"}),

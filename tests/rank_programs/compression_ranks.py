@@ -65,7 +65,7 @@ def shard(at: int) -> WeightShard:
 def compression(flat: Tensor, rank: int) -> BucketCompression:
     """Our compression of the weights, one after another in a flat tensor."""
     assert dist.group.WORLD is not None
-    group = Group(axis="data", ranks=tuple(range(RANKS)), rank=rank, handle=dist.group.WORLD)
+    group = Group(name="data", ranks=tuple(range(RANKS)), rank=rank, handle=dist.group.WORLD)
     return BucketCompression([shard(at) for at in range(len(SHAPES))], STARTS, flat, RANK, SEED, group)
 
 

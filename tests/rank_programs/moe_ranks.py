@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from distrain.tests.rank_programs.forked_ranks import fork_ranks
 from distrain.trainer.layers.counter_rng import DropoutKeys, dropout_keys, normal
 from distrain.trainer.layers.cross_entropy import IGNORED
-from distrain.trainer.layers.group import Group
+from distrain.trainer.layers.group import Group, GroupName
 from distrain.trainer.layers.tensor_parallel import TensorParallel
 from distrain.trainer.models.build import build_model, build_module, named_constants, named_weights
 from distrain.trainer.models.families import op_table
@@ -163,15 +163,18 @@ def differences(experts: Group | None, tensor: Group | None) -> dict[str, float]
 def compare_layout(layout: str) -> int:
     """Fork the ranks of a layout; rank 0 prints the differences. Return how many failed."""
     ep, tp = map(int, layout.split("x"))
-    rows = [("ep", [tuple(range(at, ep * tp, tp)) for at in range(tp)]), ("tp", [tuple(range(at * tp, at * tp + tp)) for at in range(ep)])]
+    rows: dict[GroupName, list[tuple[int, ...]]] = {
+        "ep": [tuple(range(at, ep * tp, tp)) for at in range(tp)],
+        "tp": [tuple(range(at * tp, at * tp + tp)) for at in range(ep)],
+    }
 
     def run_rank(rank: int) -> None:
-        groups: dict[str, Group] = {}
-        for axis, ranks in rows:
+        groups: dict[GroupName, Group] = {}
+        for name, ranks in rows.items():
             for members in ranks:
                 handle = dist.new_group(list(members))
                 if rank in members and len(members) > 1:
-                    groups[axis] = Group(axis=axis, ranks=members, rank=members.index(rank), handle=handle)
+                    groups[name] = Group(name=name, ranks=members, rank=members.index(rank), handle=handle)
         found = differences(groups.get("ep"), groups.get("tp"))
         if rank == 0:
             print(json.dumps({layout: found}), flush=True)

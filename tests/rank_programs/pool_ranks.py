@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from distrain.tests.rank_programs import added_rows_ranks, device_ranks, fit_ranks, pipe_ranks, spoiled_ranks, trace_ranks
+from distrain.tests.rank_programs import added_rows_ranks, device_ranks, fit_ranks, pipe_ranks, spoiled_ranks, together_ranks, trace_ranks
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
@@ -20,6 +20,7 @@ PROGRAMS: dict[str, Callable[..., int]] = {
     "fit": fit_ranks.run_faulty_rank,
     "pipe": pipe_ranks.work,
     "spoiled": spoiled_ranks.run_faulty_rank,
+    "together": together_ranks.run_rank_together,
     "trace": trace_ranks.run_faulty_rank,
 }
 

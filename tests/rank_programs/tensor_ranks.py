@@ -233,7 +233,7 @@ def main(ranks: int, measure: Measure = differences, *, others: int = 1) -> int:
         handle = dist.new_group(list(range(ranks)))
         if rank >= ranks:
             return
-        found = measure(Group(axis="any", ranks=tuple(range(ranks)), rank=rank, handle=handle))
+        found = measure(Group(name="tp", ranks=tuple(range(ranks)), rank=rank, handle=handle))
         if rank == 0:
             print(json.dumps(found), flush=True)
 

@@ -243,6 +243,17 @@ LORA_JOBS = [  # of experts: of all linear layers, or where no expert needs what
         (GLM, "tp", ("parallel.recompute=none", "model.lora.targets=[query,value]")),
     )
 ]
+# fmt: off
+MIXTURE_JOBS = [  # compiled, each layer one graph: a router in float32, experts of all tokens, what is computed again keeps no rows
+    TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN[:-1], *sizes, *LAYOUTS[layout], "train.precision=bf16", "model.dropout=0", *words))
+    for sizes, layout, words in (
+        (MODELS["moe"][1:], "one rank", ("parallel.recompute=none", "train.compile=true")),
+        (MODELS["moe"][1:], "one rank", ("parallel.recompute=full", "train.compile=true")),
+        (GLM, "tp", ("parallel.recompute=none", "train.compile=true")),
+        (LATENT, "one rank", ("parallel.recompute=none", "train.compile=true", "model.lora.rank=16")),
+    )
+]
+# fmt: on
 JOBS = [
     TraceJob(recipe="gpt2_124m_1gpu", words=("model.layers=3", "model.dropout=0.1")),
     TraceJob(recipe="gpt2_124m", words=(*GPU, *PLAIN, "model.layers=4", *LAYOUTS["tp"], *DROPOUT_AGAIN)),
@@ -254,6 +265,7 @@ JOBS = [
     *LATENT_JOBS,
     *GLM_JOBS,
     *LORA_JOBS,
+    *MIXTURE_JOBS,
     *OLMO_JOBS,
     *GEMMA_JOBS,
     *SINK_JOBS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import inf
 from time import perf_counter
@@ -19,7 +19,7 @@ from ..layers.preference_loss import FIGURES, take_pair_results
 from ..layers.transformer.further_tokens import take_further_losses
 from ..models.build import named_constants
 from ..models.moe.routing import step_bias, take_loads
-from ..parallel.process_groups import Grid
+from ..parallel.process_groups import Grid, GroupName
 from ..parallel.rank_model import RankPart
 from ..plan.axes.weight_slices import WeightShard
 from ..plan.costs.control_message import further_losses
@@ -145,6 +145,10 @@ class Engine(ABC):
         evaluated or saved."""
         return []
 
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """While the block runs, have forward use the average of the weights (optim.ema), where the engine keeps one. All ranks enter it."""
+        return nullcontext()
+
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank holds now, by kind."""
         return bytes_by_kind([*self._held_tensors(), *(("weights", tensor) for _, tensor in self.constants())])
@@ -257,10 +261,11 @@ class Engine(ABC):
         """Sum, once a step, gradients of which each tensor-parallel rank has only a part, in one message each: those of weights that all
         ranks hold whole, where the sequence is split; those of key and value heads that some ranks share."""
         sequence = self.run.parallel.sequence
-        for axis in ("tp", "copies"):
-            group = self.grid.group(axis)
+        names: tuple[GroupName, ...] = ("tp", "copies")
+        for name in names:
+            group = self.grid.group(name)
             trained = [each for each in self.parameters if each.parameter.requires_grad]
-            rows = [each for each in trained if (each.shard.shared if axis == "copies" else sequence and not each.shard.is_split)]
+            rows = [each for each in trained if (each.shard.shared if name == "copies" else sequence and not each.shard.is_split)]
             if group is None or not rows:
                 continue
             gradients = list(self._summed_gradients(rows))

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..layers.group import GroupName
 from ..plan.axes.weight_slices import WeightShard
+from ..plan.layout.weight_average import AVERAGE
 from ..plan.layout.workers import OUTER_MOMENTUM
 from .quantized_moment import QuantizedMoment
 
 ERROR = "compression_error"  # the kind of errors in checkpoints
-STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", OUTER_MOMENTUM)  # tensors that optimizers keep for each element
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", OUTER_MOMENTUM, AVERAGE)  # tensors that optimizers keep for each element
 
 
 class RankParameter(NamedTuple):
@@ -36,7 +38,7 @@ class OptimizerShard:
     """Flat elements [start, start + length) of a parameter, which the optimizer of this rank steps.
 
     `weight` is the float32 tensor that is stepped. `state` is the optimizer's state of a tensor in which these elements begin at `offset`.
-    `copies` is the group of data-parallel ranks that step them too; "": no other does. `error` is what compression left out of these
+    `copies` is the group of data-parallel ranks that step them too; None: no other does. `error` is what compression left out of these
     elements' gradients, alike on all of those ranks where a checkpoint is saved; None: it left out nothing.
     """
 
@@ -47,7 +49,7 @@ class OptimizerShard:
     weight: Tensor
     state: dict[str, Any]
     offset: int
-    copies: str
+    copies: GroupName | None
     error: Tensor | None = None
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
@@ -73,7 +75,7 @@ def whole_parameter(row: RankParameter, optimizer: torch.optim.Optimizer) -> Opt
     """Return all of a parameter that torch's optimizer steps directly."""
     flat = row.parameter.data.view(-1)
     state = optimizer_state(optimizer, row.parameter)
-    copies = "expert_copies" if row.shard.expert else "data"
+    copies: GroupName = "expert_copies" if row.shard.expert else "data"
     return OptimizerShard(shard=row.shard, tied=row.tied, start=0, length=flat.numel(), weight=flat, state=state, offset=0, copies=copies)
 
 

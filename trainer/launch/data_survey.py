@@ -18,7 +18,7 @@ Mode = Literal["look", "prepare"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """Numbers of tokens for training and validation and of documents in a run's data; None where that is not known yet.
+    """Numbers of tokens to train on and of documents in a run's data; None where that is not known yet.
 
     `key` identifies the tokens and does not depend on the names of their files. `exact`: none of the numbers is an estimate. `epochs` are
     the tokens that an epoch of each source reads. `remarks` are lines for the user.
@@ -26,7 +26,6 @@ class DataFacts:
 
     key: str | None
     train_tokens: int | None
-    validation_tokens: int | None
     documents: int | None
     exact: bool
     epochs: tuple[int | None, ...]
@@ -82,7 +81,6 @@ def survey_data(run: Run, mode: Mode, progress: Callable[[str], None] = lambda l
     return DataFacts(
         key=facts["key"],
         train_tokens=facts["tokens"]["train"],
-        validation_tokens=facts["tokens"]["validation"],
         documents=facts["documents"],
         exact=facts["exact"],
         epochs=tuple(each["epoch"] for each in facts["sources"]),

@@ -11,8 +11,8 @@ from ..machine import facts as machine
 from ..machine.doctor_checks import MachineCheck, compiler_check
 from ..plan.result import Plan
 from ..rundir.absolute_paths import relative_folder
-from ..rundir.files import run_folder
-from ..rundir.run_summary import is_run_folder, run_summary
+from ..rundir.files import is_run_folder, run_folder
+from ..rundir.run_summary import run_summary
 from ..spec.numbers.as_text import count_text, plural, size_text
 from ..spec.problem import Problem
 from ..spec.run import Run

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..plan.result import Plan
-from ..rundir.checkpoints import newest_saved
+from ..rundir.checkpoints import checkpoints_folder, newest_saved
 from ..rundir.files import write_launch_files
 from ..spec.problem import Unreadable
 from ..spec.run import Run
@@ -43,7 +43,7 @@ def run_attempts(
     others, or fewer, as it must.
     """
     command = command or [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
-    goodput, faults, suspects = GoodputMeter(folder=folder), HostFaults(), SuspectCheckpoints(folder=folder / "checkpoints")
+    goodput, faults, suspects = GoodputMeter(folder=folder), HostFaults(), SuspectCheckpoints(folder=checkpoints_folder(folder))
     whole = last = HostedRun(run=run, plan=plan, hosts=tuple(hosts))
     before = last.hosts
     with collect_stop_requests(stop_requests) as requests:
@@ -147,7 +147,7 @@ def no_restart_reason(run: Run, outcome: Outcome, *, restarts: int, has_stepped:
 
 def _newest_step(folder: Path) -> int | None:
     """The step of RUN_DIR's newest checkpoint; None where there is none."""
-    saved, _ = newest_saved(folder / "checkpoints")
+    saved, _ = newest_saved(checkpoints_folder(folder))
     return saved.step if saved else None
 
 

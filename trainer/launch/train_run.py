@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..plan.result import Plan
-from ..rundir.checkpoints import newest_saved
+from ..rundir.checkpoints import checkpoints_folder, newest_saved
 from ..rundir.files import read_launch_files, remove_outcome, restore_launch_files, run_folder, write_launch_files, write_outcome
 from ..rundir.lock import RunFolderInUse, hold_run_folder
 from ..rundir.run_summary import run_summary
@@ -37,7 +37,7 @@ class TrainingResult:
 def train_run(run: Run, plan: Plan, hosts: Sequence[Host], show: Callable[[str], None], live: Callable[[str], None]) -> TrainingResult:
     """Write the run's folder, start its ranks, on `hosts` or on this machine, and wait for the last attempt to end."""
     folder = run_folder(run)
-    checkpoints = folder / "checkpoints"
+    checkpoints = checkpoints_folder(folder)
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)

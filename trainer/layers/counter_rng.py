@@ -88,20 +88,21 @@ def normal_at(seed: int, name: str, positions: Tensor) -> Tensor:
     return uniform.erfinv_().mul_(sqrt(2.0)).float()
 
 
-def dropout(x: Tensor, p: float, rows: Tensor) -> Tensor:
+def dropout(x: Tensor, p: float, rows: Tensor, first: int = 0) -> Tensor:
     """Return x [..., E] with each element 0 with probability p, else divided by 1 - p; keyed by the row's state [...] and the
-    element's index in the row."""
-    return x.masked_fill(dropout_mask(rows, x.shape[-1], p), 0.0) * (1.0 / (1.0 - p))
+    element's index in the row, which begins with index `first`."""
+    return x.masked_fill(dropout_mask(rows, x.shape[-1], p, first), 0.0) * (1.0 / (1.0 - p))
 
 
-def dropout_mask(rows: Tensor, elements: int, p: float) -> Tensor:
-    """Return the dropout mask, bool [..., E], of rows of so many elements by their states [...]: True, dropped, with probability p.
+def dropout_mask(rows: Tensor, elements: int, p: float, first: int = 0) -> Tensor:
+    """Return the dropout mask, bool [..., E], of elements first <= i < first + E of rows by their states [...]: True, dropped, with
+    probability p.
 
     Dropout costs little else than this hash, so the hash is 32-bit: a row's first word and an element's word, mixed, plus the row's
     second word, mixed again. The top bits of a product depend on all bits of its factor, so the finalizer's last shift is left out.
     """
     halves = rows.contiguous().unsqueeze(-1).view(torch.int32)  # [..., 2]
-    words = splitmix64((torch.arange(elements, device=rows.device) + 1) * GOLDEN).unsqueeze(-1).view(torch.int32)  # [E, 2]
+    words = splitmix64((torch.arange(first, first + elements, device=rows.device) + 1) * GOLDEN).unsqueeze(-1).view(torch.int32)  # [E, 2]
     return _mixed(halves[..., :1], halves[..., 1:], words[:, 0]) < round(p * 2**32) - 2**31
 
 

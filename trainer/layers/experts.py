@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .compiled_outputs import as_output
 from .group import Group
 from .group_messages import all_reduce
 from .parameters_by_prefix import Parameters, sub_parameters
@@ -84,7 +85,7 @@ class _GroupedMatmul(torch.autograd.Function):
         if bias is not None:
             experts = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)  # [C]
             output.add_(bias[experts], alpha=1 / ranks)
-        return output
+        return as_output(output)
 
     @staticmethod
     @once_differentiable
@@ -120,7 +121,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def grouped_weight_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient [E, I, O] of each expert's matrix, from its rows x [C, I] and their output's gradient [C, O]."""
     if _has_fused_kernel(x, grad):
-        return F.grouped_mm(x.mT, grad, offs=ends.int())
+        return F.grouped_mm(x.transpose(0, 1), grad, offs=ends.int())
     weight_grad = x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
     for expert, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
         torch.mm(x[first:last].mT, grad[first:last], out=weight_grad[expert])
@@ -248,7 +249,7 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: TokenExchange) -> Tensor:
         ctx.exchange = exchange
-        return _from_experts(x, exchange)
+        return as_output(_from_experts(x, exchange))
 
     @staticmethod
     @once_differentiable

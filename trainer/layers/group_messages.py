@@ -23,6 +23,11 @@ def _is_async() -> bool:
     return not torch.compiler.is_compiling()
 
 
+def _under_way(work: Any) -> Any:
+    """Return a message under way; None in a compiled graph, where it is done, and where torch 2.11 and 2.12 return its tensor."""
+    return work if _is_async() else None
+
+
 class AsyncAllGather:
     """An all-gather, under way, of each rank's part of the sequence [B, s, ...]; wait() returns [B, S, ...].
 
@@ -32,7 +37,7 @@ class AsyncAllGather:
     def __init__(self, x: Tensor, group: Group) -> None:
         self.ranks, self.own = group.size, x.contiguous()
         self.received = x.new_empty((group.size * x.shape[0], *x.shape[1:]))  # [T B, s, ...]
-        self.work = dist.all_gather_into_tensor(self.received, self.own, group=group.handle, async_op=_is_async())
+        self.work = _under_way(dist.all_gather_into_tensor(self.received, self.own, group=group.handle, async_op=_is_async()))
 
     def wait(self) -> Tensor:
         if self.work is not None:
@@ -46,7 +51,7 @@ class AsyncReduceScatter:
     def __init__(self, x: Tensor, group: Group) -> None:
         self.sent = torch.unflatten(x, 1, (group.size, -1)).transpose(0, 1).contiguous()  # [T, B, s, ...]
         self.received = torch.empty_like(self.sent[0])
-        self.work = dist.reduce_scatter_tensor(self.received, self.sent.flatten(0, 1), group=group.handle, async_op=_is_async())
+        self.work = _under_way(dist.reduce_scatter_tensor(self.received, self.sent.flatten(0, 1), group=group.handle, async_op=_is_async()))
 
     def wait(self) -> Tensor:
         if self.work is not None:
@@ -59,7 +64,7 @@ class AsyncAllReduce:
 
     def __init__(self, x: Tensor, group: Group) -> None:
         self.x = x
-        self.work = dist.all_reduce(x, group=group.handle, async_op=_is_async())
+        self.work = _under_way(dist.all_reduce(x, group=group.handle, async_op=_is_async()))
 
     def wait(self) -> Tensor:
         if self.work is not None:

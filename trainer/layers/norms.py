@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..spec.run import Model
+from .compiled_outputs import as_output
 from .dtypes import at_least_float32
 from .group import Group
 from .group_messages import all_reduce
@@ -194,7 +195,7 @@ class _RMSNorm1p(torch.autograd.Function):
         wide = at_least_float32(x)  # [B, S, H]
         inverse = _inverse_root(wide, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(1 + at_least_float32(weight)).to(x.dtype)
+        return as_output((wide * inverse).mul_(1 + at_least_float32(weight)).to(x.dtype))
 
     @staticmethod
     @once_differentiable

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .compiled_outputs import as_output
 from .dtypes import at_least_float32
 from .parameters_by_prefix import Parameters
 from .tensor_parallel import TensorParallel, gather_inputs
@@ -25,7 +26,7 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, logits: Tensor) -> Tensor:
         ctx.save_for_backward(x, logits)
-        return (at_least_float32(x) * torch.sigmoid(at_least_float32(logits))).to(x.dtype)
+        return as_output((at_least_float32(x) * torch.sigmoid(at_least_float32(logits))).to(x.dtype))
 
     @staticmethod
     @once_differentiable
@@ -48,7 +49,7 @@ class _AddGated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, x: Tensor, logits: Tensor) -> Tensor:
         ctx.save_for_backward(x, logits)
-        return (at_least_float32(total) + at_least_float32(x) * torch.sigmoid(at_least_float32(logits))).to(total.dtype)
+        return as_output((at_least_float32(total) + at_least_float32(x) * torch.sigmoid(at_least_float32(logits))).to(total.dtype))
 
     @staticmethod
     @once_differentiable
@@ -86,7 +87,7 @@ class _GatedNorm(torch.autograd.Function):
         wide, logits = at_least_float32(x), at_least_float32(gate)
         inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, gate, weight, inverse)
-        return (wide * inverse * at_least_float32(weight) * logits * torch.sigmoid(logits)).to(x.dtype)
+        return as_output((wide * inverse * at_least_float32(weight) * logits * torch.sigmoid(logits)).to(x.dtype))
 
     @staticmethod
     @once_differentiable

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .compiled_outputs import as_output
 from .fp8 import BACKWARD, FORWARD, OUTPUT, Scaled, cast, fp8_affine, fp8_input_gradient, fp8_product, scaled_product
 from .group import Group
 from .group_messages import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter, all_reduce
@@ -75,7 +76,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         if torch.compiler.is_compiling():
-            return all_reduce(x.clone(), group)
+            return as_output(all_reduce(x.clone(), group))
         ctx.mark_dirty(x)
         return all_reduce(x, group)
 
@@ -100,7 +101,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return AsyncReduceScatter(x, group).wait()
+        return as_output(AsyncReduceScatter(x, group).wait())
 
     @staticmethod
     @once_differentiable
@@ -108,11 +109,18 @@ class _Scatter(torch.autograd.Function):
         return AsyncAllGather(grad, ctx.group).wait(), None
 
 
+class InputDropout(Protocol):
+    """Dropout that knows the tokens of its input."""
+
+    def drop(self, x: Tensor) -> Tensor:
+        """Return x [B, S or s, I] with some elements 0."""
+
+
 class Linear(nn.Module):
     """x W + b. Autograd saves the parameter, never a view of it: ZeRO-3 frees the parameter's memory before backward.
 
-    With LoRA parameters it adds scale x A B, of A [I, R] and B [R, O]. `in_fp8`: it multiplies inputs in bf16 as 8-bit
-    floats; a saved model, which is read in float32, does not.
+    With LoRA parameters it adds scale x A B, of A [I, R] and B [R, O], with `lora_dropout` of that x. `in_fp8`: it multiplies inputs in
+    bf16 as 8-bit floats; a saved model, which is read in float32, does not.
     """
 
     def __init__(self, parameters: Parameters, lora_scale: float = 0.0) -> None:
@@ -122,6 +130,7 @@ class Linear(nn.Module):
         self.lora_a: Linear | None = None
         self.lora_b: Linear | None = None
         self.lora_scale = lora_scale
+        self.lora_dropout: InputDropout | None = None
         self.in_fp8 = False
         if "lora_a.weight" in parameters:
             self.lora_a, self.lora_b = self.make_lora(sub_parameters(parameters, "lora_a"), sub_parameters(parameters, "lora_b"))
@@ -134,6 +143,7 @@ class Linear(nn.Module):
         """Return `output` with LoRA's scale x A B of the layer's input x, where the layer has it."""
         if self.lora_a is None or self.lora_b is None:
             return output
+        x = x if self.lora_dropout is None else self.lora_dropout.drop(x)
         return torch.add(output, self.lora_b(self.lora_a(x)), alpha=self.lora_scale)
 
     def casts(self, x: Tensor) -> bool:

@@ -9,6 +9,7 @@ from ..engines.engine import StepResult
 from ..engines.held_bytes import ByteCounter
 from ..launch.rank.channel import STOPPED_UNSAVED
 from ..parallel.world import StopVote, any_rank
+from ..rundir.metric_rows import AVERAGED, VALIDATION, key_of_set
 from ..spec.derived.batch_levels import samples_before
 from ..spec.run import Run
 from ..spec.sections.lr_schedule import learning_rate
@@ -146,13 +147,23 @@ def log_step(
 
 
 def _validation_row(run: Run, setup: TrainingSetup) -> dict[str, Any]:
-    """Evaluate the text that is held out and each validation set; return what a row has of them."""
+    """Evaluate the text that is held out and each validation set, with the average of the weights too where the run keeps one; return what
+    a row has of them."""
     setup.channel.report_phase("evaluate")
+    row = _validation_figures(run, setup, VALIDATION)
+    if run.optim.ema:
+        with setup.engine.averaged_weights():
+            row |= _validation_figures(run, setup, f"{VALIDATION}{AVERAGED}")
+    return row
+
+
+def _validation_figures(run: Run, setup: TrainingSetup, of: str) -> dict[str, Any]:
+    """Evaluate each set with the weights that forward has now; `of` stands before the figures' names."""
     on_progress, row = setup.channel.report_progress, dict[str, Any]()
     for each in setup.validations:
         found = evaluate(run, setup.engine, setup.grid, each.batches, each.samples, on_progress)
-        row |= {each.key: finite_or_none(found.loss)}
-        row |= preference_row(found.preferences, of="validation_", name=each.name) if found.preferences else {}
+        row |= {key_of_set(f"{of}loss", each.name): finite_or_none(found.loss)}
+        row |= preference_row(found.preferences, of=of, name=each.name) if found.preferences else {}
     return row
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch.distributed as dist
 
-from ..layers.group import Group
+from ..layers.group import Group, GroupName
 from ..plan.axes import AXES
 from ..plan.layout.mesh import Mesh, mesh_order
 from ..plan.mesh_position import MeshPosition
 from .world import COLLECTIVE_TIMEOUT, World
 
-__all__ = ["Grid", "Group", "make_grid"]
+__all__ = ["Grid", "Group", "GroupName", "make_grid"]
 
 Ranks = tuple[int, ...]
 
@@ -42,18 +42,18 @@ class Grid:
 
     world: World
     position: MeshPosition
-    groups: dict[str, Group]
+    groups: dict[GroupName, Group]
     alone: dist.ProcessGroup | None  # of this rank only, for callers that need a group where the axis has none
 
-    def group(self, name: str) -> Group | None:
+    def group(self, name: GroupName) -> Group | None:
         """The group with this name; None where it has one rank."""
         return self.groups.get(name)
 
-    def size(self, name: str) -> int:
+    def size(self, name: GroupName) -> int:
         """Ranks in a group."""
         return self.groups[name].size if name in self.groups else 1
 
-    def coordinate(self, name: str) -> int:
+    def coordinate(self, name: GroupName) -> int:
         """This rank's number in a group."""
         return self.groups[name].rank if name in self.groups else 0
 
@@ -70,7 +70,7 @@ def make_grid(
     """Create the process groups; every rank calls it. `copies` neighbours on the tensor axis hold the same key and value heads; ZeRO shards
     over `shard` ranks of the data axis, `worker` ranks of which step together (None: all); `inner` of them, where there are several, sum
     gradients before the nodes do."""
-    groups: dict[str, Group] = {}
+    groups: dict[GroupName, Group] = {}
     apart = worker is not None and worker < position.mesh.size("data")
     for name, rows in _group_ranks(position.mesh, copies, shard, worker if apart else None, inner):
         if len(rows[0]) == 1:
@@ -79,17 +79,17 @@ def make_grid(
             # One even of all ranks: the ledger tells axes apart by their groups.
             handle = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
             if world.rank in ranks:
-                groups[name] = Group(axis=name, ranks=ranks, rank=ranks.index(world.rank), handle=handle)
+                groups[name] = Group(name=name, ranks=ranks, rank=ranks.index(world.rank), handle=handle)
     if _data_is_dp(position.mesh) and "dp" in groups:
         groups["data"] = groups["dp"]
     if not apart:
-        _name_again(groups, worker_data="data", expert_worker_data="expert_copies")
+        _name_again(groups, {"worker_data": "data", "expert_worker_data": "expert_copies"})
     if shard == "all":
-        _name_again(groups, shard="worker_data", expert_shard="expert_worker_data")
+        _name_again(groups, {"shard": "worker_data", "expert_shard": "expert_worker_data"})
     return Grid(world=world, position=position, groups=groups, alone=_single_rank_group(world) if {"ep", "tp"} & groups.keys() else None)
 
 
-def _name_again(groups: dict[str, Group], **names: str) -> None:
+def _name_again(groups: dict[GroupName, Group], names: Mapping[GroupName, GroupName]) -> None:
     """Give each group that is there a second name: new name = its name."""
     groups |= {name: groups[known] for name, known in names.items() if known in groups}
 
@@ -99,10 +99,12 @@ def _single_rank_group(world: World) -> dist.ProcessGroup:
     return own[world.rank]
 
 
-def _group_ranks(mesh: Mesh, copies: int, shard: int | Literal["all"], worker: int | None, inner: int) -> Iterator[tuple[str, list[Ranks]]]:
+def _group_ranks(
+    mesh: Mesh, copies: int, shard: int | Literal["all"], worker: int | None, inner: int
+) -> Iterator[tuple[GroupName, list[Ranks]]]:
     """(name, the ranks of every group of that name)."""
     for axis in AXES:
-        yield axis, list(mesh.groups(axis))
+        yield cast(GroupName, axis), list(mesh.groups(axis))
     if not _data_is_dp(mesh):
         yield "data", list(mesh.groups("data"))
     yield "model", _replicas(mesh)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+
+UNCHECKED = "_tensors_no_vc_check"
 
 
 class SavedTensors:
@@ -54,8 +57,28 @@ def count_saved_tensors(*alive: Iterable[Tensor]) -> Iterator[SavedTensors]:
             saved.add(tensor, reference)
         return tensor.detach()  # the tensor itself would hold the graph that holds it
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, lambda tensor: tensor), _unchecked_tensors(pack):
         yield saved
+
+
+@contextmanager
+def _unchecked_tensors(see: Callable[[Tensor], object]) -> Iterator[None]:
+    """Show what compiled graphs save in the body past autograd's hooks: intermediate results that a custom backward of theirs reads, views
+    of what its forward saved (torch/_functorch/_aot_autograd/runtime_wrappers.py; torch 2.13 keeps them as an attribute of the node)."""
+    before = FunctionCtx.__dict__.get(UNCHECKED)
+
+    def keep(node: Any, tensors: Iterable[Tensor]) -> None:
+        node.__dict__[UNCHECKED] = tensors
+        for tensor in tensors:
+            see(tensor)
+
+    setattr(FunctionCtx, UNCHECKED, property(lambda node: node.__dict__[UNCHECKED], keep))
+    try:
+        yield
+    finally:
+        delattr(FunctionCtx, UNCHECKED)
+        if before is not None:
+            setattr(FunctionCtx, UNCHECKED, before)
 
 
 def storage_references(tensors: Iterable[Tensor]) -> set[Any]:

@@ -44,7 +44,7 @@ class Bar(NamedTuple):
     rule: BarRule
 
 
-OF_ENGINES = "an engine here, measured on one H200 alone"  # by four runs (tests/gpu/), which changed no width
+OF_ENGINES = "distrain's engines on a GPU, measured on one H200 alone"  # by four runs (tests/gpu/), which changed no width
 MANY_DEVICES = 1000  # devices
 SHARDED = 500  # devices over which ZeRO-3 scatters most
 FEW_TOKENS = 2048  # a device a step

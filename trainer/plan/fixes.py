@@ -14,7 +14,7 @@ from ..spec.problem import Problem
 from ..spec.run import Run
 from .costs.precision import widths
 from .engines import data_ranks, engine_for
-from .engines.engine_limits import EngineLimit
+from .engines.engine_limit import EngineLimit
 from .estimate import Estimator
 from .layout.mesh import replica_size
 from .layout.schedule_of_run import schedule_of

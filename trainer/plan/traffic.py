@@ -27,14 +27,6 @@ def rank_traffic(run: Run, rank: int) -> tuple[Message, ...]:
     return _messages(_stage_rows(context, layout, cost, coordinates["pp"], layout.mesh.data_rank(coordinates), coordinates["tp"]), cost)
 
 
-def stage_traffic(run: Run, stage: int) -> tuple[Message, ...]:
-    """The messages of a step on the rank of a pipeline stage that sends most: its ranks may differ under ZeRO 1 and 2."""
-    context = CostContext(run)
-    layout = layout_of_run(context, run.parallel, run.train.microbatch)
-    cost = layout_cost(context, layout)
-    return _messages(_stage_rows(context, layout, cost, stage, None), cost)
-
-
 def busiest_traffic(context: CostContext, layout: Layout, cost: LayoutCost) -> tuple[Message, ...]:
     """The messages of a step on the rank that sends most."""
     one_of_each = [layout.partition.kind_of_stage.index(at) for at in range(len(cost.kinds))]

@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from ..rundir.checkpoints import checkpoints_folder
 from ..system.cpu import cpu_count
 from .checks.compare_trial_messages import compare_trial_messages, message_differences
 from .checks.curve import Curve, read_curve
@@ -236,4 +237,4 @@ def run_proof(proof: Proof, on_result: Callable[[LayoutResult], None], live: Sho
 
 def _remove_checkpoints(results: Iterable[LayoutResult]) -> None:
     for each in results:
-        shutil.rmtree(each.trial.folder / "checkpoints", ignore_errors=True)
+        shutil.rmtree(checkpoints_folder(each.trial.folder), ignore_errors=True)

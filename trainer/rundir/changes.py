@@ -28,6 +28,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("model.parameters",     "free"),        # the weights' shapes are compared one by one
     ("model.vocab_multiple", "free"),        # padding of a rank's slice
     ("model.dropout",        "reported"),
+    ("model.lora.dropout",   "reported"),
     ("model.aux_loss",       "reported"),        # the weight of an additional loss
     ("model.mtp.weight",     "reported"),        # the weight of an additional loss
     ("model.router.bias_rate", "reported"),      # how fast, not where
@@ -126,6 +127,8 @@ class Changes:
     other_data: bool = False
     new_moments: tuple[str, ...] = ()
     dropped_moments: tuple[str, ...] = ()
+    begins_average: bool = False
+    drops_average: bool = False
 
     def remarks(self, step: int) -> Iterator[str]:
         """Yield what changed since a step, a line for each kind of change."""
@@ -141,8 +144,12 @@ class Changes:
             yield "the data are different: the run reads them from their first sample on"
         if self.new_moments:
             yield f"optimizer moments that start at zero: {', '.join(self.new_moments)}"
+        if self.begins_average:
+            yield "the average of the weights begins with those of the checkpoint (optim.ema)"
         if self.dropped_moments:
             yield f"moments in the checkpoint that this optimizer does not use: {', '.join(self.dropped_moments)}"
+        if self.drops_average:
+            yield "the checkpoint's average of the weights is dropped (optim.ema=0.0)"
 
 
 def key_policy(key: str) -> Policy:
@@ -216,6 +223,8 @@ def compare_runs(
         other_data=any(each.key.startswith("data.") and each.key != DOCUMENTS_KEY for each in accepted),
         new_moments=tuple(kind for kind in new if kind not in old),
         dropped_moments=tuple(kind for kind in kept if kind not in new or kind not in old),
+        begins_average=bool(now.optim.ema) and not before.optim.ema,
+        drops_average=bool(before.optim.ema) and not now.optim.ema,
     )
 
 
@@ -293,6 +302,7 @@ def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
         "query_pre_attn_scalar": model.score_scalar if model.family != "mla" else None,
         "layer_types": model.types_of_layers if window or model.has_local_rope else None,
         "lora.alpha": model.lora.alpha if model.lora.rank else None,
+        "lora.dropout": model.lora.dropout if model.lora.rank else None,
         "lora.targets": sorted(model.lora_layers) if model.lora.rank else None,
         "mtp.weight": model.mtp.weight if model.mtp.layers else None,
         **{f"rope.{row.name}": rope.get(row.name) for row in fields(model.rope)},

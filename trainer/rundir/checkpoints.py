@@ -24,6 +24,16 @@ class BrokenCheckpoint(Exception):
     """A checkpoint that can't be trusted; the message says why."""
 
 
+def checkpoints_folder(run_folder: Path) -> Path:
+    """Return the folder in which a run's checkpoints are."""
+    return run_folder / "checkpoints"
+
+
+def has_checkpoints(run_folder: Path) -> bool:
+    """Whether a run folder has a folder of a checkpoint, verified or not; raises OSError where that can't be read."""
+    return any(checkpoints_folder(run_folder).glob("step_*"))
+
+
 def step_path(folder: Path, step: int) -> Path:
     """Return the folder of a step's checkpoint."""
     return folder / f"step_{step}"

@@ -13,6 +13,7 @@ from ..spec.run import Run
 from ..system import atomic_file
 from ..system.regular_file import expand_home
 from .absolute_paths import with_absolute_paths
+from .checkpoints import has_checkpoints
 
 LAUNCH_FILES = ("run.json", "plan.json")
 OUTCOME_FILE = "ended.json"
@@ -64,9 +65,9 @@ def restore_launch_files(before: Mapping[str, bytes], folder: Path) -> None:
 
 
 def find_run_folder(folder: Path) -> Path:
-    """Return RUN_DIR as an absolute path; raises Unreadable where it is not the folder of a run."""
+    """Return RUN_DIR as an absolute path; raises Unreadable where it is not the folder of a run whose config can be read."""
     path = expand_home(folder).absolute()
-    if os.path.isfile(path / "run.json") or any(name.startswith("step_") for name in _entries(path / "checkpoints")):
+    if _holds_config(path):
         return path
     exists = os.path.isdir(path)
     runs = [name for name in _entries(path) if os.path.isfile(path / name / "run.json")] if exists else []
@@ -76,6 +77,18 @@ def find_run_folder(folder: Path) -> Path:
         says = f"{folder / 'run.json'} is not a plain file"
     mend = f"did you mean {folder / inside[-1]}?" if inside else "give the folder of a run, such as runs/quickstart"
     raise Unreadable([Problem(rule="folder", says=says, mend=mend)])
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a folder is a run's, whole or damaged: without its config, plans or logged steps show that it was one."""
+    return _holds_config(folder) or any(os.path.isfile(folder / name) for name in ("plan.json", "metrics.jsonl"))
+
+
+def _holds_config(folder: Path) -> bool:
+    """Whether a folder holds run.json, or a checkpoint, which records its run."""
+    with suppress(OSError):
+        return os.path.isfile(folder / "run.json") or has_checkpoints(folder)
+    return False
 
 
 def _entries(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Literal
 
 from ..spec.numbers.as_text import plural
-from .checkpoints import checkpoint_steps
+from .checkpoints import checkpoint_steps, checkpoints_folder
 from .metric_rows import SLOW_KEY, is_step_row, validation_losses
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number
 from .run_summary import newest_checkpoint, planned_steps
@@ -132,7 +132,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         spikes=sum("spike" in row and "skipped" not in row for row in last),
         goodput=next((each for row in reversed(written) if (each := finite_number(row.get("goodput"))) is not None), None),
         again=tuple((one, two) for one, two in again if two <= one),
-        saved=tuple(_saved_steps(folder / "checkpoints")),
+        saved=tuple(_saved_steps(checkpoints_folder(folder))),
         device=str(plan.get("device", "")),
         entropy=finite_number(counted.get("unigram_entropy")),
         memory=tuple(_memory(plan, counted, nested_value(run, "train", "batch"))),

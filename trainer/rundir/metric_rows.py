@@ -12,8 +12,10 @@ SLOW_KEY = "slow_devices"  # of the rows that name slow devices
 SAVE_KEY = "save_pause"  # of the rows of saves: the seconds that training waited
 END_WAIT_KEY = "save_end_wait"  # of the same rows: those of them in which nothing was left to train under the save
 RESTART_KEY = "restart"  # of the rows of restarts: their number in this `fit`
-VALIDATION_KEY = "validation_loss"  # of the text that is held out; of a validation set its name follows, after a slash
+VALIDATION, AVERAGED = "validation_", "ema_"  # before the figures of validations; behind it, those of the average of the weights
+VALIDATION_KEY = f"{VALIDATION}loss"  # of the text that is held out; of a validation set its name follows, after a slash
 ACCURACY_KEY = "validation_accuracy"  # of preferences, in the same way
+AVERAGED_KEY = f"{VALIDATION}{AVERAGED}loss"  # of the average of the weights (optim.ema), in the same way
 OTHER_KEYS = frozenset({SLOW_KEY, SAVE_KEY, RESTART_KEY})
 
 

@@ -11,7 +11,7 @@ from ..spec.problem import Problem, suggest_name
 from ..spec.run import Run
 from .absolute_paths import with_absolute_paths
 from .changes import Changes, acceptable_keys, compare_runs
-from .checkpoints import SavedStep, newest_saved
+from .checkpoints import SavedStep, checkpoints_folder, newest_saved
 from .run_in_manifest import CONFIG_KEY, read_hf_config, read_run_file, run_from_record
 
 Mode = Literal["auto", "must", "never"]
@@ -31,8 +31,9 @@ def check_resume(run: Run, folder: Path, *, data_key: str | None = None) -> Resu
 
     A checkpoint of an earlier version does not name the run that saved it: RUN_DIR/run.json is used instead.
     """
-    saved, passed = newest_saved(folder / "checkpoints")
-    problem = resume_mode_problem(folder / "checkpoints", run.checkpoint.resume, saved.path if saved else None, passed)
+    checkpoints = checkpoints_folder(folder)
+    saved, passed = newest_saved(checkpoints)
+    problem = resume_mode_problem(checkpoints, run.checkpoint.resume, saved.path if saved else None, passed)
     problems = (*unacceptable_key_problems(run), *((problem,) if problem else ()))
     if problems or saved is None:
         return ResumeCheck(saved=saved, problems=problems)

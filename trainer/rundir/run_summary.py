@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem, Unreadable
-from .checkpoints import newest_saved
-from .files import OUTCOME_FILE
+from .checkpoints import checkpoints_folder, newest_saved
+from .files import OUTCOME_FILE, is_run_folder
 from .lock import LOCK_FILE as LOCK
 from .lock import lock_holder
 from .metric_rows import VALIDATION_KEY, is_step_row, main_validation_loss, validation_key, validation_losses
@@ -23,7 +23,6 @@ from .read_files import nested_value
 State = Literal["running", "finished", "stopped", "failed", "new", "damaged"]
 
 RUNS = "runs"  # the default of log.dir, and the word for runs on the command line
-RUN_FILES = ("run.json", "plan.json", "metrics.jsonl")  # a folder with any of them, or with a checkpoint, is a run's
 MAX_DEPTH = 3  # folders below the listed one: a run's name may have slashes
 PROOFS = ".prove"  # suffix of the folders of `distrain prove`, whose runs are not listed
 TAIL_BYTES = 16 << 20  # bytes of metrics.jsonl that are read, from its end
@@ -66,13 +65,6 @@ def run_folders(top: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
         for row in sorted(rows, key=lambda row: row.name):
             if depth and row.is_dir() and not row.name.startswith(".") and not row.name.endswith(PROOFS):
                 yield from run_folders(Path(row.path), depth - 1)
-
-
-def is_run_folder(folder: Path) -> bool:
-    """Whether a folder is a run's, whole or damaged."""
-    with suppress(OSError):
-        return any((folder / name).is_file() for name in RUN_FILES) or any((folder / "checkpoints").glob("step_*"))
-    return False
 
 
 def run_summary(folder: Path) -> RunSummary:
@@ -130,7 +122,7 @@ def _is_outcome_newest(folder: Path) -> bool:
 def newest_checkpoint(folder: Path) -> tuple[int | None, tuple[str, ...]]:
     """The step of the newest checkpoint whose files have their sizes, and why newer ones were skipped."""
     with suppress(OSError):
-        saved, skipped = newest_saved(folder / "checkpoints")
+        saved, skipped = newest_saved(checkpoints_folder(folder))
         return saved.step if saved else None, skipped
     return None, ()
 

@@ -54,7 +54,8 @@ def layout_key(run: Run) -> str:
     pairs = [run.train.preference] if run.data.has_preferences else []
     documents = [lengths] if (lengths := document_lengths(run)) else []
     moments = [run.optim.moments, run.optim.rounding] if run.optim.moments != "fp32" else []
-    return sha256(msgspec.json.encode([*told, *chunks, *ramp, *moments, *pairs, *documents])).hexdigest()[:16]
+    average = ["ema"] if run.optim.ema else []
+    return sha256(msgspec.json.encode([*told, *chunks, *ramp, *moments, *average, *pairs, *documents])).hexdigest()[:16]
 
 
 def write_rank_timeline(folder: Path, timeline: RankTimeline) -> None:

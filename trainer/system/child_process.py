@@ -50,10 +50,7 @@ def start_child(arguments: Sequence[str], environment: Mapping[str, str] = os.en
         os.close(held)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        for pipe in (child.stdout, child.stderr):
-            if pipe is not None:
-                pipe.close()
-        child.wait()
+        end_child(child)
 
 
 def interrupt_child(child: subprocess.Popen[Any]) -> None:

@@ -25,11 +25,10 @@ class ExpertGroups(MoE):  # type: ignore[misc]
         self.name, self.grid, self.num_experts = name, grid, 1
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        for axis, handles, ranks in (
-            ("ep", groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
-            ("expert_copies", groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
+        for group, handles, ranks in (
+            (self.grid.group("ep"), groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
+            (self.grid.group("expert_copies"), groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
         ):
-            group = self.grid.group(axis)
             handles[self.name] = group.handle if group else self.grid.alone
             ranks[self.name] = list(group.ranks if group else (self.grid.world.rank,))
         groups.expert_tensor_parallel_world_size = self.grid.size("tp")  # then DeepSpeed sums norms over the tensor axis

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.feed_forward import FeedForward
-from ...parallel.process_groups import Grid
+from ...parallel.process_groups import Grid, GroupName
 from ...parallel.rank_model import RankPart
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.deepspeed.ds_config import deepspeed_config
@@ -49,8 +49,8 @@ class ModelParallelUnit:
     def get_data_parallel_world_size(self) -> int:
         return self.grid.size("data")
 
-    def _handle(self, axis: str) -> dist.ProcessGroup | None:
-        group = self.grid.group(axis)
+    def _handle(self, name: GroupName) -> dist.ProcessGroup | None:
+        group = self.grid.group(name)
         return group.handle if group else self.grid.alone
 
 

@@ -39,7 +39,7 @@ def _flat_shards(rows: Sequence[RankParameter], stepper: Any) -> Iterator[Optimi
             weight=mapping.hp_fragment.data.view(-1),
             state=optimizer_state(stepper.optimizer, groups[mapping.param_group_index]),
             offset=in_group.start,
-            copies="",
+            copies=None,
         )
 
 
@@ -60,7 +60,7 @@ def _stage3_shards(rows: Sequence[RankParameter], stepper: Any) -> Iterator[Opti
             weight=safe_get_local_fp32_param(each.parameter).detach().view(-1)[:length],
             state=optimizer_state(stepper.optimizer, stepper.fp32_partitioned_groups_flat[group]),
             offset=offset,
-            copies="",
+            copies=None,
         )
 
 

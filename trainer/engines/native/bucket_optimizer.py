@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .data_parallel.weight_buckets import WeightBucket
 from .host_optimizer import HostOptimizer
 from .muon import MuonStep
 from .rounded_moments import TAKEN, MomentRounding, step_adamw, step_sgd
+from .weight_average import WeightAverage
 
 
 class BucketOptimizer:
@@ -63,6 +65,7 @@ class BucketOptimizer:
         self._muon = MuonStep(run, grid, self._matrices, self.optimizer, rounding) if self._matrices else None
         on_host = [each for each in others if isinstance(each, WeightBucket) and each.on_host]
         self.host = HostOptimizer(self.optimizer, on_host, device, types, rounding) if on_host else None
+        self._average = WeightAverage(run, buckets, self.optimizer) if run.optim.ema else None
         self.steps_in_one_kernel = self._is_adamw and self.host is None and has_kernel(device, *types, rounding, warn)
 
     def set_rate(self, lr: float) -> None:
@@ -87,6 +90,12 @@ class BucketOptimizer:
         if self._muon:
             self._muon.step(divisor.float())
             self._finish(self._matrices)
+        if self._average:
+            self._average.update(is_finite)
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """While the block runs, have forward use the average of the weights, where the run keeps one."""
+        return self._average.shown() if self._average else nullcontext()
 
     def _step_others(self, divisor: Tensor, is_finite: Tensor, *, scales: bool) -> None:
         if self.host:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...layers.group_messages import all_reduce
-from ...parallel.process_groups import Grid
+from ...parallel.process_groups import Grid, GroupName
 from ...parallel.rank_model import RankPart
 from ...plan.layout.schedule_of_run import schedule_of
 from ...plan.layout.schedules import SCHEDULES, Schedule
@@ -45,6 +45,7 @@ from .data_parallel.sharded_weights import (
 )
 from .data_parallel.weight_buckets import WeightBucket
 from .data_parallel.worker_average import WorkerAverage
+from .layers_taken_together import layers_taken_together
 from .loss_scale import LossScale
 from .pipeline import PassHooks, Pipeline, ScheduledStep
 from .stage_messages import StageChain, StageMessages
@@ -161,6 +162,9 @@ class NativeEngine(Engine):
             self.step_together()
         return []
 
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        return self.bucket_optimizer.averaged_weights()
+
     def prepare_save(self) -> None:
         if self.together is not None:
             self.together.average_states()
@@ -195,10 +199,10 @@ class NativeEngine(Engine):
                     copies=self._copies_of(bucket),
                 )
 
-    def _copies_of(self, bucket: WeightBucket | ShardedWeight) -> str:
-        """Return the group of the data-parallel ranks that step the same elements; "": no other does."""
+    def _copies_of(self, bucket: WeightBucket | ShardedWeight) -> GroupName | None:
+        """Return the group of the data-parallel ranks that step the same elements; None: no other does."""
         if self.together is None:
-            return bucket.copies.axis if bucket.copies else ""
+            return bucket.copies.name if bucket.copies else None
         if isinstance(bucket, WeightBucket) and bucket.sharing is None:
             return "expert_copies" if bucket.kind.expert else "data"
         return "expert_workers" if bucket.kind.expert else "workers"
@@ -288,7 +292,7 @@ class NativeEngine(Engine):
 
     def _fill_buckets(self) -> tuple[list[WeightBucket], BucketReducer]:
         """Move the weights into flat buckets, and take each gradient as soon as autograd has it."""
-        run, grid = self.run, self.grid
+        run, grid, layers = self.run, self.grid, layers_taken_together(self.run, self.modules)
         rows = {row.name: row for row in self._owned}
         made = [
             WeightBucket(
@@ -297,7 +301,7 @@ class NativeEngine(Engine):
                 shard_groups(run, grid, expert=each.kind.expert),
                 run.parallel.zero,
                 self._types[1],
-                defers_weight_gradients=self._defers_weight_gradients,
+                by_autograd=not (self._defers_weight_gradients or layers),
                 on_host=run.parallel.offload.optimizer,
             )
             for each in gradient_buckets(run, grid.position.mesh, [row.shard for row in self._owned])
@@ -308,9 +312,11 @@ class NativeEngine(Engine):
         uses = Counter(parameter for module in self.modules for parameter in module.parameters())
         if self._defers_weight_gradients:
             uses += further_uses(run, self.modules[-1])
-        reducer = BucketReducer(made, uses, overlap=run.parallel.overlap.data)
-        for row in (row for bucket in made if reducer.needs_hooks(bucket) for row in bucket.rows):
-            row.parameter.register_post_accumulate_grad_hook(reducer.take_gradient)  # type: ignore[no-untyped-call]
+        reducer = BucketReducer(made, uses, layers, overlap=run.parallel.overlap.data)
+        for parameter in reducer.hooked_parameters():
+            parameter.register_post_accumulate_grad_hook(reducer.take_gradient)  # type: ignore[no-untyped-call]
+        for module in self.modules if layers else ():
+            module.watch_layer = reducer.watch_layer  # type: ignore[assignment]
         return made, reducer
 
     def _shard_fully(self, groups: RowGroups) -> tuple[list[ShardedWeight], ShardedReducer]:
@@ -337,7 +343,7 @@ class NativeEngine(Engine):
         messages = StageMessages(grid, StageChain(stages=grid.position.mesh.pp, chunks=len(self.modules), folded=self._schedule.folded))
         tokens = run.train.seq // grid.size("cp") // (grid.size("tp") if run.parallel.sequence else 1)
         stream = torch.empty(run.train.microbatch, tokens, run.model.hidden, dtype=self._types[0], device="meta")
-        return Pipeline(self.modules, messages, stream, reducer.add_gradient, reducer.before_backward, self._measure_time, hooks)
+        return Pipeline(self.modules, messages, stream, reducer, self._measure_time, hooks)
 
     def _change_micros(self) -> None:
         stages = range(self.grid.position.mesh.pp)

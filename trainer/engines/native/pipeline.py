@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter, thread_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from ..engine import ReadMicrobatch
 from ..held_bytes import ByteCounter
 from .stage_messages import MessageKey, StageMessages
 
-AddGradient = Callable[[nn.Parameter, Tensor], None]
 TimePart = Callable[..., AbstractContextManager[None]]  # times a part of the step: its name, then kind, micro-batch and part of a span
 
 
@@ -35,6 +34,19 @@ class ScheduledStep:
     byte_counter: ByteCounter | None = None
     first: int = 0
     flushes: bool = True
+
+
+class GradientTaker(Protocol):
+    """What takes the gradients of weights."""
+
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Take the gradient of a weight whose product was deferred."""
+
+    def before_backward(self, chunk: int) -> None:
+        """Called with the chunk whose backward comes."""
+
+    def after_backward(self) -> None:
+        """Called when autograd has computed a backward."""
 
 
 class PassHooks:
@@ -78,15 +90,14 @@ class Pipeline:
         parts: Sequence[nn.Module],
         messages: StageMessages,
         stream: Tensor,
-        add_gradient: AddGradient,
-        before_backward: Callable[[int], None],
+        gradients: GradientTaker,
         timed: TimePart,
         hooks: PassHooks,
     ) -> None:
-        """`stream` has the shape and type of a micro-batch's hidden states on this rank, and no memory; `add_gradient` takes the gradient
-        of each weight whose product was deferred; `before_backward` is called with the chunk whose backward comes; `hooks` at each pass."""
+        """`stream` has the shape and type of a micro-batch's hidden states on this rank, and no memory; `gradients` takes
+        weights' gradients; `hooks` are called at each pass."""
         self.parts, self.messages, self.chain, self.stage = tuple(parts), messages, messages.chain, messages.stage
-        self._stream, self._add_gradient, self._before_backward, self._timed = stream, add_gradient, before_backward, timed
+        self._stream, self._gradients, self._timed = stream, gradients, timed
         self._hooks = hooks
         self._forwarded: dict[tuple[int, int], PendingBackward] = {}  # (micro-batch, chunk) whose backward is to come
         self._waiting: dict[tuple[int, int], WeightGradients] = {}  # whose weights' gradients are to come
@@ -149,7 +160,7 @@ class Pipeline:
         stream = given.get("stream")
         if stream is not None:
             stream.requires_grad_()
-        weights = WeightGradients(self._add_gradient) if (micro, chunk) in self._apart else None
+        weights = WeightGradients(self._gradients.add_gradient) if (micro, chunk) in self._apart else None
         self._hooks.before_pass(action)
         counter = self._step.byte_counter
         counting = counter.count_forward(self.parts, tokens, labels, further) if counter else nullcontext()
@@ -167,10 +178,11 @@ class Pipeline:
         given, output, weights = self._forwarded.pop((micro, chunk))
         with self._timed("messages", "receive", micro, part):
             gradient = None if part == last else self._take(MessageKey("B", part + 1, micro))
-        self._before_backward(chunk)
+        self._gradients.before_backward(chunk)
         self._hooks.before_pass(action)
         with self._compute(action, part, "backward"), defer_weight_gradients(weights):
             torch.autograd.backward([output], None if gradient is None else [gradient])
+            self._gradients.after_backward()
         if given is not None:
             assert given.grad is not None
             with self._timed("messages", "send", micro, part):

@@ -6,7 +6,6 @@ import re
 
 from ...spec.problem import Problem, Unreadable
 
-SAFE = re.compile(r"[A-Za-z0-9._/=:-]+")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._/=:-]")
 SAFE_CHARACTERS = "letters, digits and . _ / = : -"
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...spec.derived.document_kernel import MOST_HEAD_DIM
+from ..compiled_outputs import as_output
 from ..dtypes import at_least_float32
 from . import core_attention
 from .core_attention import KeyBlock, attention_scores
@@ -87,7 +88,7 @@ class _SinkAttention(torch.autograd.Function):
         log_sums = torch.logaddexp(log_sums, wide)
         ctx.save_for_backward(query, key, value, sinks, mask, band, values, log_sums)
         ctx.first, ctx.window, ctx.scale = first, window, scale
-        return values
+        return as_output(values)
 
     @staticmethod
     @once_differentiable
@@ -201,7 +202,7 @@ class _SinkSoftmax(torch.autograd.Function):
         weights.mul_(torch.sigmoid(log_sums - _wide_sinks(sinks, first, scores.shape[1])).unsqueeze(-1))
         ctx.save_for_backward(weights, sinks)
         ctx.first = first
-        return weights
+        return as_output(weights)
 
     @staticmethod
     @once_differentiable

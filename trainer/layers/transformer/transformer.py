@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
@@ -31,29 +31,11 @@ from .document_mask import document_mask, document_starts
 from .embedding_and_head import Embedding, LMHead, VocabEmbedding
 from .feed_forward import FeedForward
 from .further_tokens import FurtherTokenModule
+from .layer_inputs import LayerInputs as LayerInputs
+from .lora_dropout import LoraDropout, add_lora_dropouts
 from .rotary import local_rotary, rotary_angles
 
 # B batch, S sequence, H hidden, D head_dim, V vocabulary; under context parallelism S are this rank's tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerInputs:
-    """The inputs of every layer in one micro-batch, besides the hidden states.
-
-    `dropout_states` key the dropout of attention, `sharded_dropout_states` that of the hidden states: under sequence parallelism
-    those of this rank's part of the sequence. S of `mask` and `dropout_states` are the queries that this rank attends with.
-    """
-
-    angles: Tensor | None  # [2, S, D/2] rotary angles
-    local_angles: Tensor | None  # of the layers that have the window, where those are other ones
-    mask: Tensor | None  # [B, 1, S, all keys] of attention
-    starts: Tensor | None  # [B, S] where each token's document starts
-    dropout_states: Tensor | None  # [B, S]
-    sharded_dropout_states: Tensor | None  # [B, S or this rank's part of it]
-    cp: ContextParallel | None
-    band: Tensor | None = None  # [W, 2W] mask of a block of the window W, where it does not cover the sequence
-    bounds: DocumentBounds | None = None  # of documents, where attention's kernel takes them in place of a mask
-    document_starts: Tensor | None = None  # [B, all keys] int32, as `starts`: linear attention reads them
 
 
 class AttentionHalf(nn.Module):
@@ -76,9 +58,12 @@ class AttentionHalf(nn.Module):
         self.norm2 = make_norm(model, sub_parameters(parameters, "norm2")) if before else None
         self.post_norm2 = make_norm(model, sub_parameters(parameters, "post_norm2")) if after else None
         self.dropout2 = Dropout(model.dropout, layer, "mlp.residual")
+        self.lora_dropouts: list[LoraDropout] = []  # of this layer's products
 
     def attend(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [B, S, H] -> x + post_norm1(attention(norm1(x)))."""
+        for each in self.lora_dropouts:
+            each.take_states(inputs)
         normed = x if self.norm1 is None else self.norm1(x)
         angles = inputs.local_angles if self.is_windowed and inputs.local_angles is not None else inputs.angles
         output = self.attention(normed, angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band, inputs.bounds)
@@ -119,6 +104,7 @@ class Transformer(nn.Module):
     """
 
     attention_class: type[Attention] = Attention
+    watch_layer: Callable[[nn.Module, Tensor], None] | None = None  # called with each layer and its input before it runs
 
     def __init__(
         self,
@@ -135,8 +121,7 @@ class Transformer(nn.Module):
         super().__init__()
         model = run.model
         self.model, self.tp, self.cp, self.ep = model, tp, cp, ep
-        self.recompute = run.parallel.recompute == "full"
-        self.is_fused = run.train.attention == "flash"
+        self.recompute, self.is_fused = run.parallel.recompute == "full", run.train.attention == "flash"
         self.gathers_in_graphs = gathers_in_graphs(run)
         self.first, self.last = first, last
         self.compute_type: torch.dtype | None = None  # of activations, where it is not that of parameters
@@ -150,6 +135,9 @@ class Transformer(nn.Module):
                 for index in (range(model.layer_groups) if layers is None else layers)
             }
         )
+        if model.lora.dropout:
+            for index, layer in self.layers.items():
+                layer.lora_dropouts = add_lora_dropouts(layer, model, int(index), tp)  # type: ignore[assignment]
         if last:
             if model.shares_embedding and not first:  # this part's own copy of the embedding, by the embedding's name
                 self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
@@ -272,6 +260,8 @@ class Transformer(nn.Module):
 
     def run_layer(self, layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Any:
         """Return a layer's output; under full recomputation backward runs the layer again."""
+        if self.watch_layer:
+            self.watch_layer(layer, x)
         if self.recompute:
             tensors = inputs.angles, inputs.local_angles, inputs.mask, inputs.dropout_states, inputs.band, inputs.document_starts
             return recompute(_call_layer, layer, x, inputs, *tensors)
@@ -315,6 +305,7 @@ class Transformer(nn.Module):
             starts=starts,
             dropout_states=states,
             sharded_dropout_states=self.tp.shard(own_states) if own_states is not None and self.tp else own_states,
+            own_dropout_states=own_states,
             cp=self.cp,
         )
 
@@ -344,7 +335,6 @@ class Transformer(nn.Module):
         return embedded
 
 
-def _call_layer(layer: nn.Module, x: Tensor, inputs: LayerInputs, *tensors: Tensor | None) -> Tensor:
+def _call_layer(layer: nn.Module, x: Tensor, inputs: LayerInputs, *tensors: Tensor | None) -> Any:
     """Call a layer. `tensors` are those of `inputs`, named again so that recomputation saves them and they are counted as saved."""
-    output: Tensor = layer(x, inputs)
-    return output
+    return layer(x, inputs)

@@ -1,14 +1,13 @@
 """Statistics and problems of a run's data before it starts, in a child process.
 
-Run it as `python -m distrain.trainer.loop.data.survey`.
-
+`ask_json_child` runs it.
 
 stdin: one JSON document, {"data": the keys of `data`, "vocab": model.vocab, "seq": train.seq, "mode": "look" or "prepare",
 "evaluate": whether the run validates (default false)}. stdout: JSON lines {"progress": [activity, bytes done, bytes in all]} and
 {"remark": "..."}, and a last one {"facts": {...}} or {"problems": [{"rule", "says", "mend"}, ...]}.
 
 "look" is fast: it tokenizes a sample. "prepare" fills the cache and gives exact figures. The exit status is 0 if an answer was
-given, else 128 plus the signal that ended it. It dies with its parent.
+given, else 128 plus the signal that ended it.
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from threading import Thread
 from typing import Any
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Data
-from ...system.parent_watch import die_with_parent
 from .check import CheckedData, check_data
 from .files.data_error import data_problem
 from .prepare import cache_folder, cached_corpus, prepare_corpus
@@ -38,7 +35,6 @@ from .token_files import TokenFile
 from .tokenize.estimate import TokenEstimate, estimate_tokens
 from .tokenize.pairs import PairReader, keys_of
 from .tokenize.text_files import text_reader
-from .tokenize.workers import exit_with_parent
 from .validation_sets import CheckedSet, check_validation_sets, evaluates_held_out, read_validation_sets
 
 _INTERVAL = 0.1  # seconds between progress lines
@@ -80,10 +76,6 @@ class AnswerStream:
 
 def main() -> int:
     """Answer the request on stdin; return the exit status."""
-    parent = os.getppid()
-    die_with_parent(parent)
-    if sys.platform != "linux":
-        Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     out = os.dup(1)

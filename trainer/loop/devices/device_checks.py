@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...layers.dtypes import PRECISION_DTYPES
-from ...rundir.checkpoints import checkpoint_steps
+from ...rundir.checkpoints import checkpoint_steps, checkpoints_folder
 from ...rundir.metric_rows import SLOW_KEY
 from ...spec.numbers.as_text import share_text
 from ...spec.run import Run
@@ -100,7 +100,7 @@ class DeviceChecks:
         """Return since when the fault may have been there, and which checkpoints may hold its results."""
         if self._good is None:
             return f" (in the check at step {done}, before this start's first step)"
-        suspect = sorted(step for step in checkpoint_steps(self._setup.folder / "checkpoints") if step > self._good)
+        suspect = sorted(step for step in checkpoint_steps(checkpoints_folder(self._setup.folder)) if step > self._good)
         saved = f"; checkpoints saved since are suspect: step {', '.join(map(str, suspect))}" if suspect else ""
         return f" (in the check after step {done}; the last good check was after step {self._good}{saved})"
 

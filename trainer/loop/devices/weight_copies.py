@@ -12,11 +12,15 @@ from torch import Tensor
 
 from ...engines.engine import Engine
 from ...layers.counter_rng import hash64
+from ...layers.group import GroupName
 from ...plan.layout.schedule_of_run import delay_of
 from ...spec.run import Run
 from .checksum import checksum
 
-GROUPS = {False: "worker_data", True: "expert_worker_data"}  # of the ranks with the same weights, by whether these are experts
+GROUPS: Mapping[bool, GroupName] = {
+    False: "worker_data",
+    True: "expert_worker_data",
+}  # of the ranks with the same weights, by whether these are experts
 
 Ranks = tuple[int, ...]
 GroupRows = Mapping[Ranks, Sequence[tuple[str, int]]]  # (name, checksum) of each weight of which these ranks have copies

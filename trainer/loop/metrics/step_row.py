@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from ...engines.engine import PreferenceFigures, StepResult
-from ...rundir.metric_rows import ACCURACY_KEY, figures_of_sets, key_of_set, validation_losses
+from ...rundir.metric_rows import ACCURACY_KEY, AVERAGED_KEY, figures_of_sets, key_of_set, validation_losses
 from ..step.train_progress import TrainProgress
 from .throughput import ThroughputMeter
 
@@ -57,6 +57,8 @@ def console_line(row: Row, last: int) -> str:
         parts.append(f"margin {row['margin']:.4f}")
     if held := [f"{name} {loss:.4f}".lstrip() for name, loss in validation_losses(row).items() if loss is not None]:
         parts.append(f"validation {', '.join(held)}")
+    if held := [f"{name} {loss:.4f}".lstrip() for name, loss in figures_of_sets(row, AVERAGED_KEY).items() if loss is not None]:
+        parts.append(f"averaged {', '.join(held)}")
     if right := [f"{name} {share:.3f}".lstrip() for name, share in figures_of_sets(row, ACCURACY_KEY).items() if share is not None]:
         parts.append(f"accuracy {', '.join(right)}")
     if row.get("grad_norm") is not None:

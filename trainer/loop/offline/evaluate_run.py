@@ -66,11 +66,17 @@ def main() -> int:
 
 
 def evaluate_run(
-    folder: Path, *, changes: Mapping[str, Any], step: int | None = None, sequences: int | None = None, as_json: bool = False
+    folder: Path,
+    *,
+    changes: Mapping[str, Any],
+    step: int | None = None,
+    sequences: int | None = None,
+    ema: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Print the loss of a checkpoint of RUN_DIR on each set of data, in float32 and one process; `changes` are keys of `data` with other
     values, `sequences` how many of each set are read at most. Raises Unreadable, LoadFailed."""
-    saved = load_saved_run(folder, step=step)
+    saved = load_saved_run(folder, step=step, ema=ema)
     for remark in saved.remarks:
         write_problem(remark)
     run = replace(saved.run, data=changed_data(saved.run.data, changes))
@@ -85,7 +91,7 @@ def evaluate_run(
     if as_json:
         write_stdout(f"{json.dumps({'version': 1, 'step': saved.checkpoint.step, 'sets': [each.figures for each in found]}, indent=2)}\n")
         return
-    write_stdout(f"step {saved.checkpoint.step} of {run.name}, in float32\n")
+    write_stdout(f"{saved.title} of {run.name}, in float32\n")
     write_stdout("".join(f"{each}\n" for each in found))
 
 

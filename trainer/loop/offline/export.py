@@ -41,14 +41,23 @@ def main() -> int:
     return run_verb(lambda: export(Path(source), Path(destination), **json.loads(options)))
 
 
-def export(folder: Path, destination: Path, dtype: str, *, step: int | None = None, average: int = 1, memory: float | None = None) -> None:
+def export(
+    folder: Path,
+    destination: Path,
+    dtype: str,
+    *,
+    step: int | None = None,
+    average: int = 1,
+    ema: bool = False,
+    memory: float | None = None,
+) -> None:
     """Write the folder under a temporary name, check it, then rename it; raises Unreadable, LoadFailed, OSError.
 
-    The weights are those of the newest checkpoint, or of a step's, or the mean over the `average` checkpoints of which that is the last.
-    One file's weights are in memory at a time, unless transformers makes the model. The check takes at most `memory` bytes, by default what
-    is free.
+    The weights are those of the newest checkpoint, or of a step's, or the mean over the `average` checkpoints of which that is the last;
+    with `ema` they are the average that each keeps. One file's weights are in memory at a time, unless transformers makes the model. The
+    check takes at most `memory` bytes, by default what is free.
     """
-    found = load_exported_run(folder, step=step, average=average)
+    found = load_exported_run(folder, step=step, average=average, ema=ema)
     run = without_lora(found.run)
     check_exportable(found)
     tokenizer = run_tokenizer(run)

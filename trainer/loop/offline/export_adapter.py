@@ -43,13 +43,20 @@ def main() -> int:
 
 
 def export_adapter(
-    folder: Path, destination: Path, dtype: str, *, step: int | None = None, average: int = 1, memory: float | None = None
+    folder: Path,
+    destination: Path,
+    dtype: str,
+    *,
+    step: int | None = None,
+    average: int = 1,
+    ema: bool = False,
+    memory: float | None = None,
 ) -> None:
     """Write the folder under a temporary name, check it, then rename it; raises Unreadable, LoadFailed, OSError. The check takes at most
     `memory` bytes, by default what is free."""
     if average > 1:
         raise refusal("--adapter writes one checkpoint: a mean of products A B is no product", MERGE)
-    found = load_exported_run(folder, step=step)
+    found = load_exported_run(folder, step=step, ema=ema)
     run = found.run
     _check_has_adapter(run)
     check_exportable(found)

@@ -20,9 +20,9 @@ from .load_run import SavedRun, check_weights, load_saved_run
 from .verb_process import write_stdout
 
 
-def load_exported_run(folder: Path, *, step: int | None, average: int = 1) -> SavedRun:
+def load_exported_run(folder: Path, *, step: int | None, average: int = 1, ema: bool = False) -> SavedRun:
     """Find the checkpoint that is exported (`load_saved_run`), and print its remarks; raises Unreadable, LoadFailed."""
-    found = load_saved_run(folder, step=step, average=average)
+    found = load_saved_run(folder, step=step, average=average, ema=ema)
     for remark in found.remarks:
         write_stdout(f"{remark}\n")
     return found
@@ -76,7 +76,7 @@ def print_result(saved: SavedRun, says: str, remarks: Sequence[str], files: Sequ
 def _steps_text(saved: SavedRun) -> str:
     """Return which checkpoints were written: `step 4`, `mean of steps 2 and 4`."""
     steps = sorted(reader.step for reader in saved.readers)
-    return f"step {steps[0]}" if len(steps) == 1 else f"mean of steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
+    return saved.title if len(steps) == 1 else f"mean of steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
 
 
 def refusal(says: str, mend: str) -> Unreadable:

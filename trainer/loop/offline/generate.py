@@ -40,6 +40,7 @@ class Sampling:
     seed: int
     tokenizer: str | None  # None: the run's
     step: int | None = None  # of the checkpoint; None: the newest
+    ema: bool = False  # with the average of the weights
     chat: bool = False  # the prompt is a user's turn, rendered by the tokenizer's chat template, and the answer alone is printed
 
 
@@ -52,7 +53,7 @@ def main() -> int:
 
 def generate(folder: Path, wanted: Sampling) -> None:
     """Print the prompt and the generated text, of a chat the answer alone, token by token; raises Unreadable, LoadFailed."""
-    found = load_saved_run(folder, step=wanted.step)
+    found = load_saved_run(folder, step=wanted.step, ema=wanted.ema)
     run = found.run
     for remark in found.remarks:
         write_problem(remark)

@@ -16,7 +16,8 @@ from ...models.build import build_model, load_weights, module_of_family
 from ...models.families import FAMILIES, family_of, is_made_by_transformers, op_table
 from ...models.hf_format.weights import read_hf_weights
 from ...models.ops.op_table import parameter_count, round_up
-from ...rundir.checkpoints import checkpoint_steps, step_path
+from ...plan.layout.weight_average import AVERAGE
+from ...rundir.checkpoints import checkpoint_steps, checkpoints_folder, step_path
 from ...rundir.run_in_manifest import CONFIG_KEY, read_run_file, run_from_record
 from ...spec.keys.units import gib_text
 from ...spec.problem import Problem, Unreadable
@@ -30,19 +31,21 @@ if TYPE_CHECKING:
     from ...layers.transformer.transformer import Transformer
     from ...models.hf.module import CausalLM
 
+WEIGHT = "weight"  # the kind of weights in checkpoints
 RESTORE_RUN_JSON = "restore the run.json that was there when it was saved"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
     """A checkpoint that verifies, its weights opened for reading, the run that saved it, and remarks for the user, a line each; `earlier`
-    checkpoints are those that its weights are averaged with."""
+    checkpoints are those that its weights are averaged with. `kind` of what is read of each: its weights, or their average (optim.ema)."""
 
     run: Run
     checkpoint: SavedCheckpoint
     weights: CheckpointReader
     remarks: tuple[str, ...]
     earlier: tuple[CheckpointReader, ...] = ()
+    kind: str = WEIGHT
 
     @property
     def readers(self) -> tuple[CheckpointReader, ...]:
@@ -51,12 +54,17 @@ class SavedRun:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a weight, the mean over the checkpoints that are averaged, in float32; raises LoadFailed."""
-        return mean(read_float(reader, name, shape) for reader in self.readers)
+        return mean(self.read_of(reader, name, shape) for reader in self.readers)
 
+    def read_of(self, reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a weight of one checkpoint in float32; a constant, which has no average, as it is. Raises LoadFailed."""
+        wanted = whole_slice(name, self.kind, shape)
+        return reader.read(wanted if reader.holds(wanted) else replace(wanted, kind=WEIGHT)).float()
 
-def read_float(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a checkpoint's weight in float32; raises LoadFailed."""
-    return reader.read(whole_slice(name, "weight", shape)).float()
+    @property
+    def title(self) -> str:
+        """What was loaded, for people: `step 300`."""
+        return f"step {self.checkpoint.step}{', averaged weights' if self.kind == AVERAGE else ''}"
 
 
 def mean(tensors: Iterable[Tensor]) -> Tensor:
@@ -68,17 +76,18 @@ def mean(tensors: Iterable[Tensor]) -> Tensor:
     return total.div_(count)
 
 
-def load_saved_run(folder: Path, *, step: int | None = None, average: int = 1) -> SavedRun:
+def load_saved_run(folder: Path, *, step: int | None = None, average: int = 1, ema: bool = False) -> SavedRun:
     """Find RUN_DIR's newest checkpoint that verifies, or that of a step, and the run that saved it; with `average`, as many checkpoints, of
-    which that is the last. Raises Unreadable where there are fewer.
+    which that is the last; with `ema` the average of the weights that each keeps. Raises Unreadable where there are fewer, or one keeps
+    none.
 
     A run that goes on removes old checkpoints: the weights are opened at once, and then stay readable. RUN_DIR/run.json may be of a later
     attempt: it is used only for checkpoints of earlier versions, which do not record the run.
     """
-    checkpoints = folder / "checkpoints"
-    found, weights = _open_newest(checkpoints) if step is None else _open_step(checkpoints, step)
+    checkpoints, kind = checkpoints_folder(folder), AVERAGE if ema else WEIGHT
+    found, weights = _open_newest(checkpoints, kind) if step is None else _open_step(checkpoints, step, kind)
     if found.checkpoint is not None and weights is not None:
-        earlier = _open_earlier(checkpoints, found.checkpoint, average - 1)
+        earlier = _open_earlier(checkpoints, found.checkpoint, average - 1, kind)
         remarks = [f"passed over {reason}" for reason in found.passed]
         run = run_from_record(found.checkpoint.extra)
         if run is None:
@@ -87,7 +96,7 @@ def load_saved_run(folder: Path, *, step: int | None = None, average: int = 1) -
         if run is None:
             says = f"{found.checkpoint.path} does not name its model, and {folder / 'run.json'} can't be read"
             raise _refusal(says, RESTORE_RUN_JSON)
-        return SavedRun(run=run, checkpoint=found.checkpoint, weights=weights, remarks=tuple(remarks), earlier=earlier)
+        return SavedRun(run=run, checkpoint=found.checkpoint, weights=weights, remarks=tuple(remarks), earlier=earlier, kind=kind)
     if found.passed:
         raise _refusal(f"no checkpoint in {folder} verifies ({'; '.join(found.passed)})", "restore one of them")
     raise _refusal(
@@ -96,20 +105,20 @@ def load_saved_run(folder: Path, *, step: int | None = None, average: int = 1) -
     )
 
 
-def _open_newest(folder: Path) -> tuple[CheckpointSearch, CheckpointReader | None]:
+def _open_newest(folder: Path, kind: str) -> tuple[CheckpointSearch, CheckpointReader | None]:
     """Find the newest checkpoint that verifies and open its weights, and look again where it was removed in between; raises LoadFailed."""
     while True:
         found = find_newest(folder)
         if found.checkpoint is None:
             return found, None
         try:
-            return found, _open_weights(found.checkpoint)
+            return found, _open_weights(found.checkpoint, kind)
         except LoadFailed:
             if found.checkpoint.path.exists():
                 raise
 
 
-def _open_step(folder: Path, step: int) -> tuple[CheckpointSearch, CheckpointReader]:
+def _open_step(folder: Path, step: int, kind: str) -> tuple[CheckpointSearch, CheckpointReader]:
     """Open the weights of a step's checkpoint; raises Unreadable where there is none that verifies, LoadFailed."""
     steps = checkpoint_steps(folder)
     if step not in steps:
@@ -119,10 +128,10 @@ def _open_step(folder: Path, step: int) -> tuple[CheckpointSearch, CheckpointRea
     if fault := verification_fault(path):
         raise _refusal(f"{path} does not verify: {fault}", "restore it, or take another step")
     checkpoint = open_checkpoint(path)
-    return CheckpointSearch(checkpoint=checkpoint, passed=()), _open_weights(checkpoint)
+    return CheckpointSearch(checkpoint=checkpoint, passed=()), _open_weights(checkpoint, kind)
 
 
-def _open_earlier(folder: Path, last: SavedCheckpoint, count: int) -> tuple[CheckpointReader, ...]:
+def _open_earlier(folder: Path, last: SavedCheckpoint, count: int, kind: str) -> tuple[CheckpointReader, ...]:
     """Open the weights of the `count` checkpoints before one; raises Unreadable where fewer verify, or their weights have other shapes."""
     opened: list[CheckpointReader] = []
     shapes = _stored_shapes(last)
@@ -135,23 +144,27 @@ def _open_earlier(folder: Path, last: SavedCheckpoint, count: int) -> tuple[Chec
         checkpoint = open_checkpoint(path)
         if _stored_shapes(checkpoint) != shapes:
             raise _refusal(f"{path} and {last.path} hold different weights", "average fewer checkpoints")
-        opened.append(_open_weights(checkpoint))
+        opened.append(_open_weights(checkpoint, kind))
     if len(opened) < count:
         says = f"of the checkpoints in {folder} up to step {last.step}, {len(opened) + 1} can be averaged, not {count + 1}"
         raise _refusal(says, f"train with checkpoint.keep={count + 1} and checkpoint.every, or average fewer")
     return tuple(opened)
 
 
-def _open_weights(checkpoint: SavedCheckpoint) -> CheckpointReader:
-    """Open every weight of a checkpoint for reading; raises LoadFailed."""
+def _open_weights(checkpoint: SavedCheckpoint, kind: str) -> CheckpointReader:
+    """Open every weight of a checkpoint for reading, and what it has of a `kind`; raises LoadFailed, and Unreadable where it has none."""
     weights = CheckpointReader(checkpoint)
-    for name, shape in _stored_shapes(checkpoint).items():
-        weights.open(whole_slice(name, "weight", shape))
+    if not _stored_shapes(checkpoint, kind):
+        says = f"{checkpoint.path} keeps no average of the weights: the run was trained with optim.ema=0.0"
+        raise _refusal(says, "leave out --ema, or train with optim.ema=0.999")
+    for each in dict.fromkeys((WEIGHT, kind)):
+        for name, shape in _stored_shapes(checkpoint, each).items():
+            weights.open(whole_slice(name, each, shape))
     return weights
 
 
-def _stored_shapes(checkpoint: SavedCheckpoint) -> dict[str, tuple[int, ...]]:
-    return {row.name: row.shape for row in checkpoint.manifest.tensors if row.kind == "weight"}
+def _stored_shapes(checkpoint: SavedCheckpoint, kind: str = WEIGHT) -> dict[str, tuple[int, ...]]:
+    return {row.name: row.shape for row in checkpoint.manifest.tensors if row.kind == kind}
 
 
 def load_model(saved: SavedRun, device: torch.device) -> Transformer | CausalLM:

@@ -16,7 +16,7 @@ from ...models.ops.op_table import model_constants
 from ...spec.run import Run
 from ..checkpoint.shard_positions import weight_shapes
 from .export_folder import refusal
-from .load_run import SavedRun, mean, read_float
+from .load_run import SavedRun, mean
 
 Wanted = Callable[[str], bool]  # whether a weight of this logical name is read
 
@@ -57,7 +57,7 @@ def _merged_weights(saved: SavedRun, wanted: Wanted) -> Iterator[tuple[str, Tens
         if name in trained:
             yield name, saved.read(name, trained[name])
         elif pair[0] in trained:
-            pairs = ([read_float(reader, each, trained[each]) for each in pair] for reader in saved.readers)
+            pairs = ([saved.read_of(reader, each, trained[each]) for each in pair] for reader in saved.readers)
             yield name, mean(add_lora(weight.float(), a, b, run.model.lora) for a, b in pairs)
         else:
             yield name, weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ...models.hf_format.transformers_weights import open_published_weights
 from ...models.hf_format.weights import open_hf_weights
 from ...parallel.process_groups import Grid
 from ...plan.axes.weight_slices import WeightShard
+from ...plan.layout.weight_average import AVERAGE
 from ...plan.layout.workers import OUTER_MOMENTUM
 from ...spec.run import Run
 from ..checkpoint import CheckpointReader, SavedCheckpoint, Shard, Slice
@@ -35,8 +37,8 @@ def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
     """
     turns = {name: turn for turn, name in enumerate(weight_shapes(run))}
     for part in engine.optimizer_shards():
-        copies = {"replica": grid.coordinate(part.copies), "replicas": grid.size(part.copies)}
-        if part.tied or not is_saved_here(part.shard, turns[part.shard.name], **copies):
+        replica, replicas = (grid.coordinate(part.copies), grid.size(part.copies)) if part.copies else (0, 1)
+        if part.tied or not is_saved_here(part.shard, turns[part.shard.name], replica=replica, replicas=replicas):
             continue
         errors = [(ERROR, part.error)] if part.error is not None else []
         for kind, held in (("weight", part.weight), *part.states(), *errors):
@@ -55,12 +57,14 @@ def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Seq
     """Load a checkpoint of any layout into an engine; each rank reads its own slices. Raises LoadFailed.
 
     Optimizer moments of the kinds in `new_moments`, which the checkpoint does not hold, start at zero; with those of the optimizer itself
-    Adam's step count does. So do errors of compressed gradients that it does not hold.
+    Adam's step count does. So do errors of compressed gradients that it does not hold. An average of weights that it does not hold begins
+    with its weights.
     """
     reader = CheckpointReader(checkpoint)
 
     def read(part: Slice) -> Tensor:
         on_progress("read")
+        part = _source_of(part, has_average=reader.holds(part))
         is_new = part.kind in new_moments or (part.kind == ERROR and not reader.holds(part))
         return torch.zeros(part.count) if is_new else reader.read(part)
 
@@ -72,6 +76,11 @@ def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Seq
         tensor.view(-1).copy_(read_range(shard, "weight", 0, tensor.numel(), read=read))
 
 
+def _source_of(part: Slice, *, has_average: bool) -> Slice:
+    """Return what a slice is read from: an average of weights that is not there begins with the weights."""
+    return replace(part, kind="weight") if part.kind == AVERAGE and not has_average else part
+
+
 def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
     """Say that a checkpoint holds errors of compressed gradients, and that the engine compresses none; "" where it keeps them."""
     is_there = any(row.kind == ERROR for row in checkpoint.manifest.tensors)
@@ -80,7 +89,7 @@ def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
     return "what compression has left out of gradients until then is dropped: gradients travel whole now"
 
 
-def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress, *, adapter: str | None) -> None:
+def load_hf_weights(run: Run, engine: Engine, on_progress: OnProgress, *, adapter: str | None) -> None:
     """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that, and LoRA's
     own weights from the folder of an adapter. Without one they keep their initial values, and so do modules for further tokens that
     model.weights lacks.
@@ -97,6 +106,7 @@ def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgres
 
         def read(part: Slice) -> Tensor:
             on_progress("read")
+            part = _source_of(part, has_average=False)
             return slice_values(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
 
         engine.restore(partial(read_range, read=read), UNTRAINED, there.__contains__)

@@ -43,7 +43,8 @@ def reference_identity(run: Run, corpus: Corpus) -> Identity:
         scale = [f"x {run.model.lora.scale:g}"] if adapter else []
         return identity | {"weights": None if None in found else " ".join([*(each for each in found if each), *scale])}
     # What may change on a resume is no part of it; nor are keys at their defaults, so that a key added later changes nothing.
-    model = replace(run.model, hf=None, dropout=0.0, vocab_multiple=1, aux_loss=0.0, router=run.model.router.form)
+    lora = replace(run.model.lora, dropout=0.0)
+    model = replace(run.model, hf=None, dropout=0.0, vocab_multiple=1, aux_loss=0.0, router=run.model.router.form, lora=lora)
     drawn = msgspec.json.encode((_changed_values(model), run.train.seed, run.optim.mup))
     return identity | {"weights": blake2b(drawn, digest_size=16).hexdigest()}
 

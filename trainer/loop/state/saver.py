@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ...parallel.world import new_host_group
+from ...rundir.checkpoints import checkpoints_folder
 from ...rundir.run_in_manifest import run_record
 from ...spec.derived.batch_levels import run_steps
 from ...spec.run import Run
@@ -63,7 +64,7 @@ class Saver:
         ranks: dict[str, Any] = {"rank": setup.world.rank, "world": setup.world.size, "gather": self._gather}
         what: dict[str, Any] = {"shards": owned_shards(run, setup.engine, setup.grid), "extra": extra, "keep": run.checkpoint.keep}
         what["checked"] = checked
-        folder, self._step = setup.folder / "checkpoints", progress.step
+        folder, self._step = checkpoints_folder(setup.folder), progress.step
         if self._writer is None:
             self._end(lambda: save_shards(folder, progress.step, **what, **ranks, on_progress=setup.channel.report_progress), since)
             return

@@ -13,6 +13,7 @@ from ...engines.engine import Engine
 from ...launch.rank.channel import Channel, ignore_text
 from ...parallel.process_groups import Grid
 from ...rundir.changes import Changes, compare_runs
+from ...rundir.checkpoints import checkpoints_folder
 from ...rundir.run_in_manifest import CONFIG_KEY, read_hf_config, run_from_record
 from ...spec.derived.data_blends import blends
 from ...spec.run import Run
@@ -54,7 +55,7 @@ def load_initial_state(
     """
     say = channel.say if grid.world.is_rank0 else ignore_text
     changes_since = partial(_changes_since, run, batches)
-    choose = partial(choose_checkpoint, folder / "checkpoints", run.checkpoint.resume, weight_shapes(run), changes_since)
+    choose = partial(choose_checkpoint, checkpoints_folder(folder), run.checkpoint.resume, weight_shapes(run), changes_since)
     on_ranks = partial(choose, rank=grid.world.rank, world=grid.world.size, gather=gather, on_progress=channel.report_progress)
     search = fail_together(gather, on_ranks)
     for reason in search.passed:
@@ -70,7 +71,7 @@ def load_initial_state(
     begins = not search.checkpoint or (reference is not None and not reference.is_complete)
     if run.model.weights and (run.model.lora.rank or begins):  # LoRA's checkpoints hold what is trained alone
         adapter = run.model.lora.weights if begins and run.model.lora.rank else None
-        fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.report_progress, adapter=adapter))
+        fail_together(gather, partial(load_hf_weights, run, engine, channel.report_progress, adapter=adapter))
         if not search.checkpoint or run.model.lora.rank:
             say(f"starts from the weights in {run.model.weights}{f', with the adapter in {adapter}' if adapter else ''}")
     if reference is not None:

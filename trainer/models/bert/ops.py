@@ -26,6 +26,6 @@ def table(model: Model, train: Train) -> OpTable:
         sizes=logical_sizes(model, train),
         embedding=(*embedding(model, train, types=True), norm("embedding.norm", model)),
         layer=layer,
-        head=(*transform, *head(model, bias=True)),
+        head=(*transform, *head(bias=True)),
         tied=model.tied,
     )

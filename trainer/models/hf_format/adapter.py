@@ -105,7 +105,7 @@ def _config(targets: list[_Target], run: Run) -> dict[str, object]:
         "rank_pattern": {name: many * lora.rank for name, many in several.items()},
         "alpha_pattern": {name: many * lora.alpha for name, many in several.items()},
         "fan_in_fan_out": hf_model_type(run) == "gpt2",
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,

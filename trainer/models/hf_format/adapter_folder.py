@@ -96,7 +96,7 @@ def check_adapter(folder: Path, run: Run) -> tuple[AdapterWeight, ...]:
     problems = list(_target_problems(folder, held, places, ours, run)) or list(_scale_problems(folder, config, held, run))
     if problems:
         raise Unreadable(problems)
-    return tuple(_adapter_weight(weight, held, places, ours, run, shapes) for weight in ours)
+    return tuple(_adapter_weight(weight, held, ours, run, shapes) for weight in ours)
 
 
 def _form_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -227,7 +227,6 @@ def _scale(config: Mapping[str, Any], module: str, name: str, rank: int) -> floa
 def _adapter_weight(
     weight: str,
     held: Mapping[str, _Held],
-    places: Mapping[str, AdapterPlace],
     ours: list[str],
     run: Run,
     shapes: Mapping[str, tuple[int, ...]],

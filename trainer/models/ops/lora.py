@@ -32,12 +32,28 @@ def _layer_ops(op: Op, run: Run) -> Iterator[Op]:
     """Yield a layer's op, frozen, and the products of A and of B for each of its weights that is a target."""
     product, model = op.product, run.model
     weights = [each for each in op.weights if product and each.name.endswith(".weight") and _last_word(each) in model.lora_layers]
-    yield _core_that_saves_its_result(op, run) if op.core else _frozen_op(op, model, is_target=bool(weights))
+    drops = model.lora.dropout > 0
+    yield _core_that_saves_its_result(op, run) if op.core else _frozen_op(op, model, is_target=bool(weights) and not drops)
     shares = _is_query_of_shared_input(op, model)
     for weight in weights:
         assert product is not None
         a, b = _added_ops(weight, product)
-        yield from (replace(a, shares_input=shares or weight is not weights[0]), b)
+        if drops:
+            yield from (_dropout_op(a, product), replace(a, saves_megatron=(own := _input_of(product),), saves_torch=(own,)), b)
+        else:
+            yield from (replace(a, shares_input=shares or weight is not weights[0]), b)
+
+
+def _input_of(product: Product) -> Tensor:
+    return Tensor(product.rows + product.inner)
+
+
+def _dropout_op(a: Op, product: Product) -> Op:
+    """Return the dropout of A's input: it saves a mask, and A what is left of its input, which no other product has."""
+    whole = _input_of(product)
+    mask = replace(whole, width=1)
+    moves = (whole, whole, mask)
+    return Op(name=a.name.replace(".lora_a", ".lora_dropout"), moves=moves, saves_megatron=(mask,), saves_torch=(mask,), eager_passes=1.5)
 
 
 def _added_ops(weight: Weight, product: Product) -> tuple[Op, Op]:
@@ -65,7 +81,8 @@ def _core_that_saves_its_result(op: Op, run: Run) -> Op:
     """Return an op of attention's core. A fused kernel saves what it returns, which is the input of a frozen output product; of a window's
     blocks it is another tensor."""
     op = replace(op, weights=tuple(replace(each, frozen=True) for each in op.weights))
-    if "out" in run.model.lora_layers or not (op.product and op.product.fused and has_fused_core(run.model, run.train)):
+    is_saved_by_a = "out" in run.model.lora_layers and not run.model.lora.dropout
+    if is_saved_by_a or not (op.product and op.product.fused and has_fused_core(run.model, run.train)):
         return op
     is_whole = run.model.sinks or has_document_kernel(run) or not run.model.effective_window(run.train.seq)
     result = Tensor((*(TOKENS if is_whole else ("unwindowed_tokens", "batch")), *QUERY))

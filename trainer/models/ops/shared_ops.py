@@ -263,7 +263,7 @@ def embedding(model: Model, train: Train, *, types: bool = False) -> tuple[Op, .
     )
 
 
-def head(model: Model, *, bias: bool = False) -> tuple[Op, ...]:
+def head(*, bias: bool = False) -> tuple[Op, ...]:
     """Logits and cross entropy: 2sbv for the logits and 4sbv for the float32 softmax (fp32: 4 and 4). Our modules save the logits and one
     float32 per token."""
     logits, softmax = Tensor((*TOKENS, "vocab")), Tensor((*TOKENS, "vocab"), 4)
@@ -292,7 +292,7 @@ def decoder_table(
         sizes={**logical_sizes(model, train), **(sizes or {})},
         embedding=embedding(model, train),
         layer=layer_ops(model, attention, feed_forward),
-        head=(norm("norm", model), *head(model)),
+        head=(norm("norm", model), *head()),
         tied=model.tied,
     )
 

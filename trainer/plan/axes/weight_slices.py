@@ -72,11 +72,6 @@ class WeightShard:
         rows, columns = self.shape[-2:]
         return rows, columns
 
-    @property
-    def is_unpadded(self) -> bool:
-        """Whether the tensor has no padding."""
-        return self.length == self.size
-
 
 class HeadShards:
     """Attention heads on the ranks of the tensor axis.

@@ -7,7 +7,7 @@ from ..layout.workers import outer_momentum_bytes
 from .block_costs import BlockCosts
 from .cost_context import CostContext
 from .cost_model import StageElements
-from .precision import moment_count, saved_moment_width
+from .precision import average_bytes, moment_count, saved_moment_width
 
 WEIGHT_BYTES = 4  # bytes a parameter in a checkpoint: float32
 
@@ -18,6 +18,7 @@ def saved_width(context: CostContext) -> int:
     return (
         WEIGHT_BYTES
         + saved_moment_width(run.optim) * moment_count(run.optim)
+        + average_bytes(run.optim)
         + outer_momentum_bytes(run.parallel, context.world, run.cluster.gpus)
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...models.ops.op_table import Op
+from ...models.ops.op_table import Op, Product
 from ..axes import tp
 from .local_tensors import LocalTensors
 
@@ -17,9 +17,22 @@ def deferred_bytes(op: Op, local: LocalTensors) -> int:
     if all(weight.frozen or weight.name.endswith("bias") for weight in op.weights):
         return 0
     style = tp.split_style(op)
+    if "experts" in product.groups:
+        return _experts_bytes(op, product, local)
     rows, outer = local.count(product.rows, without="tp" if style else ""), sum(map(local.count, product.outers))
     width = 1 if op.in_fp8 else local.activation
     is_shard = local.sequence and style == "column"  # of the input, which is gathered again, and cast then
     inputs = 0 if op.shares_input else local.count((*product.rows, *product.inner)) * (local.activation if is_shard else width)
     inputs *= "one" not in product.outers[0]  # of a gate of shared experts it is theirs, which their products hold
     return inputs + width * rows * outer
+
+
+def _experts_bytes(op: Op, product: Product, local: LocalTensors) -> int:
+    """Return the bytes that a product of experts holds: the rows that they were sent, which every tensor rank has whole, with and without
+    sequence parallelism; the gradients of what they make of them; and in int64 the end of each expert's rows, which their first product
+    holds for all."""
+    rows = tuple("tokens" if dim == "seq" else dim for dim in product.rows)
+    inputs = 0 if op.shares_input else local.count((*rows, *product.inner))
+    outputs = sum(local.count((*rows, *outer)) for outer in product.outers)
+    ends = 8 * local.count(product.groups) if op.name == "experts" else 0
+    return local.activation * (inputs + outputs) + ends

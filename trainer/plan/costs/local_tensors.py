@@ -8,7 +8,7 @@ from functools import cache
 from math import prod
 from typing import NamedTuple
 
-from ...models.ops.op_table import Dims, Op, OpTable, Tensor, round_up
+from ...models.ops.op_table import Dims, Op, OpTable, Tensor, is_frozen, round_up
 from ...models.ops.shared_ops import STREAM
 from ...spec.run import Parallel
 from ..axes import AXES, tp
@@ -125,18 +125,24 @@ def _saved_tensors(op: Op, local: LocalTensors) -> Iterable[Tensor]:
             if op.in_fp8 and local.sequence and tp.split_style(op) == "column":  # what came, this rank's part, which backward gathers again
                 kept, *others = saves  # that of shared experts is the router's
                 return others if op.name == "shared" else [replace(kept, width=None), *others]
-            return _gate_saves(op, saves) if local.fused else saves
+            return _saves_of_graphs(op, saves, local.activation) if local.fused else saves
         case "megatron":
             return op.saves_megatron
         case _:
             return _compiled_saves(op, local)
 
 
-def _gate_saves(op: Op, saves: list[Tensor]) -> Iterable[Tensor]:
-    """Return what an op saves where the compiler makes one kernel of a gated activation, though the layer is several graphs: backward
-    computes the activated gate again."""
-    is_activation = op.product is None and op.name.endswith(".act")
-    return op.saves_megatron if is_activation and len(op.saves_megatron) < len(saves) else saves
+def _saves_of_graphs(op: Op, saves: list[Tensor], activation: int) -> Iterable[Tensor]:
+    """Return what an op saves where the compiler makes kernels of parts of a layer, with `activation` bytes an element: backward computes
+    an activated gate again, and a router's input and weight are saved as its product reads them, in float32. So the experts of all tokens
+    save that input themselves, which else they share with the router."""
+    if op.product is None and op.name.endswith(".act"):
+        return op.saves_megatron if len(op.saves_megatron) < len(saves) else saves
+    if activation >= 4:
+        return saves
+    if op.name == "router":
+        return [*(replace(each, width=4) if each == STREAM else each for each in saves), Tensor(op.weights[0].dims, 4)]
+    return [STREAM, *saves] if op.name == "shared" and STREAM not in saves and not is_frozen(op) else saves
 
 
 def _compiled_saves(op: Op, local: LocalTensors) -> Iterator[Tensor]:

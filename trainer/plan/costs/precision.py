@@ -89,6 +89,12 @@ def spared_bytes(optim: Optim) -> int:
     return moment_width(optim) if optim.name == "muon" else 0
 
 
+def average_bytes(optim: Optim) -> int:
+    """Bytes a parameter of the average of the weights (optim.ema), which is kept where the optimizer's states are."""
+    return MASTER_BYTES if optim.ema else 0
+
+
 def state_bytes(optim: Optim) -> int:
-    """Bytes a parameter of an optimizer's own states and of its second copy of gradients, if it keeps one."""
-    return moment_bytes(optim) + 4 * optim.gradient_copy
+    """Bytes a parameter of an optimizer's own states, of its second copy of gradients and of the average of the weights, if it keeps
+    these."""
+    return moment_bytes(optim) + 4 * optim.gradient_copy + average_bytes(optim)

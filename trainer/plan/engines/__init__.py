@@ -10,7 +10,8 @@ from ..costs.precision import has_moments
 from ..deepspeed.cost_model import DeepSpeedCosts
 from ..layout.schedule_of_run import delay_of
 from ..native.cost_model import NativeCosts
-from .engine_limits import EngineLimit, exceeded_limits
+from .engine_limit import EngineLimit
+from .engine_limits import exceeded_limits
 from .engine_row import EngineRow
 
 PAPERS = CostModel()  # of layouts that no engine runs
@@ -67,6 +68,7 @@ ENGINES = {
             compresses=True,
             steps_matrices=True,
             rounds_moments=True,
+            averages_weights=True,
             rates_by_width=True,
             skips_spikes=True,
             fp16_on_cpu=True,
@@ -80,9 +82,9 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[En
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
     With `auto` that is `native` at one data-parallel rank on a GPU, for schedules without a flush, for replicas that step alone, for sums
-    that are used late, in two levels or by parameter servers, for fp8, for moments in bf16 or 8 bits, for Muon, for muP and where spikes
-    are skipped, DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where none does, there is no
-    engine. `papers` is none that runs.
+    that are used late, in two levels or by parameter servers, for fp8, for moments in bf16 or 8 bits, for Muon, for muP, where weights are
+    averaged and where spikes are skipped, DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where
+    none does, there is no engine. `papers` is none that runs.
     """
     if run.engine == PAPERS_NAME:
         return None, (EngineLimit(PAPERS_NAME, "engine", PAPERS_NAME, ((("engine", "auto"),),)),)
@@ -123,6 +125,8 @@ def _key_of_native(run: Run, parallel: Parallel) -> str:
         return f"optim.moments={run.optim.moments}"
     if run.train.skip_spikes:
         return f"train.skip_spikes={run.train.skip_spikes:g}"
+    if run.optim.ema:
+        return f"optim.ema={run.optim.ema}"
     if run.optim.mup:
         return f"optim.mup={run.optim.mup}"
     return f"optim.name={MUON}" if run.optim.name == MUON else ""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ...models.families import has_experts, is_made_by_transformers
-from ...spec.changed_run import Change, overrides
+from ...spec.changed_run import Change
 from ...spec.derived.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
 from ..axes import AXES
@@ -14,29 +13,10 @@ from ..costs.muon import MUON
 from ..costs.precision import has_moments
 from ..layout.schedule_of_run import legal_schedule
 from ..layout.schedules import Schedule
+from .engine_limit import EngineLimit
 from .engine_row import EngineRow
 
 NOT_LATE = ("fp16", "fp8")  # precisions in which late weights, late sums and compressed gradients are not run
-DOES_NOT_RUN = " does not run "  # between the engine and the override, in the sentence of a limit
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimit:
-    """A value of a key that an engine does not run; changes that may fix it, the nearest first, or a fix in words where there is none."""
-
-    engine: str
-    key: str
-    value: object
-    candidates: tuple[Change, ...] = ()
-    fix: str = ""
-
-    @property
-    def says(self) -> str:
-        """The limit as a sentence."""
-        (override,) = overrides(((self.key, self.value),))
-        if self.key == "engine":
-            return f"{override} can be planned, but has no class that trains"
-        return f"engine {self.engine}{DOES_NOT_RUN}{override}"
 
 
 def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
@@ -104,6 +84,8 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     if run.optim.moments != "fp32" and has_moments(run.optim) and not row.rounds_moments:
         without: Change = (("optim.moments", "fp32"),)
         yield EngineLimit(row.name, "optim.moments", run.optim.moments, (*_any_engine(run), (("engine", "native"),), without))
+    if run.optim.ema:
+        yield from _average_limits(row, run, parallel, delayed=delay is not None)
     if run.data.has_preferences:
         yield from _preference_limits(row, parallel, delayed=delay is not None)
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
@@ -171,6 +153,19 @@ def _sync_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool)
         (run.optim.moments == "int8", "optim.moments", "int8", (("optim.moments", "bf16"),)),  # which are averaged when they are saved
     )
     yield from _first_conflict(row, key, value, conflicts, together)
+
+
+def _average_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
+    """Weights of which a rank steps several versions, or its own, are no one's average."""
+    key, value, none = "optim.ema", run.optim.ema, (("optim.ema", 0.0),)
+    if not row.averages_weights:
+        yield EngineLimit(row.name, key, value, (*_any_engine(run), (("engine", "native"),), none))
+        return
+    conflicts: tuple[Conflict, ...] = (
+        (delayed, "parallel.schedule", parallel.schedule, _change_to_flush(parallel)),
+        (parallel.sync.every > 1, "parallel.sync.every", parallel.sync.every, (("parallel.sync.every", 1),)),
+    )
+    yield from _first_conflict(row, key, value, conflicts, none)
 
 
 def _staleness_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:

@@ -38,6 +38,7 @@ class EngineRow:
     compresses: bool = False  # gradients travel as two factors where the run says so (parallel.compress)
     steps_matrices: bool = False  # the optimizer steps whole matrices where the run says so (optim.name=muon)
     rounds_moments: bool = False  # moments are kept in bf16 or 8 bits where the run says so (optim.moments)
+    averages_weights: bool = False  # it keeps an average of the weights where the run says so (optim.ema)
     rates_by_width: bool = False  # learning rates differ by weight where the run says so (optim.mup)
     skips_spikes: bool = False  # it skips steps beyond limits that it is given (train.skip_spikes)
     fp16_on_cpu: bool = False  # it computes in fp16 on every CPU, slowly

@@ -23,7 +23,7 @@ from ..costs.cost_model import (
 )
 from ..costs.muon import MUON, data_place, element_bytes, sent_parts, step_bytes
 from ..costs.offload import GradientCopies, HostBytes, HostWork
-from ..costs.precision import MASTER_BYTES, Widths, has_moments, scale_share, widths
+from ..costs.precision import MASTER_BYTES, Widths, average_bytes, has_moments, scale_share, widths
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
@@ -176,7 +176,9 @@ class NativeCosts(CostModel):
         # fully_shard's weights are float32, and cast when they are gathered
         weight, gradient = (MASTER_BYTES, MASTER_BYTES) if _is_sharded(layout) else (width.weight, width.gradient)
         rounded = rounded_step_moves(context.run) if has_moments(context.run.optim) else None
-        each: float = rounded or step_moves(weight, gradient, context.states + scale_share(context.run.optim), one_kernel=one_kernel)
+        average, scales = average_bytes(context.run.optim), scale_share(context.run.optim)
+        each: float = rounded or step_moves(weight, gradient, context.states - average + scales, one_kernel=one_kernel)
+        each += 3 * average  # the stepped weight and the average are read, and this is written
         if _steps_alone(layout):  # the mean and the narrow copy, and what the step together reads and writes beside them
             each += (2 * MASTER_BYTES + weight + 3 * _outer_bytes(layout)) / layout.gradient_sync.every
         moved = elements_to_step(layout, held) * each

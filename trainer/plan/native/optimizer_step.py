@@ -8,7 +8,7 @@ from ...spec.sections.optimizer import Optim
 from ..costs.cost_context import CostContext
 from ..costs.muon import MUON
 from ..costs.offload import HostBytes, HostWork, pinned_bytes
-from ..costs.precision import MASTER_BYTES, has_moments
+from ..costs.precision import MASTER_BYTES, average_bytes, has_moments
 
 PIECE = 2**24  # elements of a bucket's shard that are copied to the host, stepped and copied back in turn
 PARTS = {"cpu": 2**16, "cuda": 2**24}  # elements of bf16 and int8 moments that are in float32 at once where no kernel steps them, by device
@@ -88,10 +88,10 @@ def step_moves(weight: int, gradient: int, states: float, *, one_kernel: bool) -
 
 def bucket_work(context: CostContext, stepped: int) -> HostWork:
     """Return the step of a rank's `stepped` elements. Pieces of buckets are copied, stepped and copied back in turn; parts of them are cast
-    in a processor's cache."""
-    width = context.widths
+    in a processor's cache. An average of the weights reads these once more."""
+    width, average = context.widths, average_bytes(context.run.optim)
     each = width.gradient + width.weight
-    moved = 2 * (MASTER_BYTES + context.states) + each
+    moved = 2 * (MASTER_BYTES + context.states) + average + each
     return HostWork(stepped * moved, stepped * width.gradient, stepped * width.weight, exposed=min(PIECE, stepped) * each)
 
 

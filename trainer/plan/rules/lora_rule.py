@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...models.families import is_made_by_transformers
+from ...spec.derived.compiled_layers import has_compiled_layers
 from ...spec.run import Model, Parallel, Run
 from ...spec.sections.lora import PEFT_TARGETS
 from .broken_rule import BrokenRule
@@ -34,6 +35,20 @@ def lora_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenR
         rate = model.router.bias_rate
         says = f"model.router.bias_rate={rate} does not go with model.lora.rank={model.lora.rank}, which freezes the router"
         yield BrokenRule("lora", says, ((("model.router.bias_rate", 0.0),),))
+    if model.lora.dropout:
+        yield from _dropout_rule(run)
+
+
+def _dropout_rule(run: Run) -> Iterator[BrokenRule]:
+    """Masks are keyed by tokens, which the rows of routed experts have left, and drawn anew where backward needs them."""
+    model, none = run.model, (("model.lora.dropout", 0.0),)
+    says = f"model.lora.dropout={model.lora.dropout:g} does not go with "
+    if model.experts and (routed := sorted(model.lora_layers & {"gate", "up", "down"})):
+        rest = tuple(each for each in ("query", "key", "value", "out") if each in model.lora_layers) or ("query", "value")
+        says += f"{', '.join(routed)} of routed experts, whose rows are sent without their tokens (PEFT refuses it too)"
+        yield BrokenRule("lora", says, ((("model.lora.targets", rest),), none))
+    elif has_compiled_layers(run.train, run.parallel):
+        yield BrokenRule("lora", f"{says}train.compile=true", ((("train.compile", False),), none))
 
 
 def _is_there(target: str, model: Model) -> bool:

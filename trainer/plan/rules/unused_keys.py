@@ -156,6 +156,7 @@ IDLE: dict[str, Condition] = {
     "model.init.std":          _made_by_transformers,
     "model.init.scale_residual": _made_by_transformers,
     "model.lora.alpha":        _is("model.lora.rank", 0),
+    "model.lora.dropout":      _is("model.lora.rank", 0),
     "model.lora.targets":      _is("model.lora.rank", 0),
     "model.lora.weights":      _any(_is("model.lora.rank", 0), _begun),
     "model.mtp.weight":        _is("model.mtp.layers", 0),
@@ -258,7 +259,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
     "train.rampup":    ("batch", "until", "by"),
     "train.evaluate":  ("every",),
     "search":          ("by", "runnable", "rows", "headroom", "nodes", "boundaries", "within"),
-    "optim":           ("name", "lr", "weight_decay", "mup", "schedule", "warmup", "gradient_copy"),
+    "optim":           ("name", "lr", "weight_decay", "mup", "ema", "schedule", "warmup", "gradient_copy"),
     "data":            ("name", "stages", "documents", "validation"),
     "log":             ("every", "sinks", "dir", "ledger"),
     "checkpoint":      ("every", "final", "keep", "resume", "accept"),  # the ends of runs that go on are saves, of which some are kept

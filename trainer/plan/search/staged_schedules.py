@@ -62,7 +62,7 @@ def _seconds_or_zero(seconds: Array) -> Array:
 
 
 class StagedSchedule(NamedTuple):
-    """A schedule of a mesh with so many micro-batches: the layers of its stages, the micro-batches that the first and the last hold at
+    """A schedule of a mesh with so many micro-batches: the layers of its stages, the micro-batches that the first holds at
     once; the shares of the other stages' seconds that a step waits, and of their weights' gradients that fill the wait; on which engines
     a step is simulated."""
 
@@ -71,7 +71,6 @@ class StagedSchedule(NamedTuple):
     micros: int
     parts: int  # of a stage
     in_flight: float
-    in_flight_of_last: float
     kept: float  # of those that the first and the last hold the ones between forward and backward, on every engine
     kept_of_last: float
     fill: float
@@ -102,7 +101,6 @@ class StagedSchedules:
     micros: Array
     parts: Array
     in_flight: Array
-    in_flight_of_last: Array
     kept: Array
     kept_of_last: Array
     fill: Array
@@ -165,7 +163,6 @@ def stacked_schedules(rows: Sequence[StagedSchedule]) -> StagedSchedules:
         "micros",
         "parts",
         "in_flight",
-        "in_flight_of_last",
         "kept",
         "kept_of_last",
         "fill",
@@ -227,7 +224,6 @@ def staged_schedule(
         micros=micros,
         parts=schedule.parts(choice.chunks) if stages > 1 else 0,
         in_flight=schedule.in_flight(0, stages, micros, choice.chunks) if stages > 1 else 1.0,
-        in_flight_of_last=schedule.in_flight(stages - 1, stages, micros, choice.chunks) if stages > 1 else 1.0,
         kept=_least_kept(schedule, 0, stages, micros, choice.chunks),
         kept_of_last=_least_kept(schedule, stages - 1, stages, micros, choice.chunks),
         fill=schedule.fill(choice.chunks) if has_closed_form else 0.0,

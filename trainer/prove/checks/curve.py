@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf, isfinite, nan
 from pathlib import Path
+from typing import Any
 
-from ...rundir.metric_rows import is_step_row, main_validation_loss, validation_key, validation_losses
+from ...rundir.metric_rows import AVERAGED_KEY, VALIDATION_KEY, figures_of_sets, is_step_row, key_of_set, main_validation_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,21 @@ def read_curve(folder: Path) -> Curve | None:
     with suppress(OSError, ValueError, KeyError):
         written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         rows = [row for row in written if is_step_row(row)]
-        evaluations = [found for row in rows if (found := validation_losses(row))]
+        evaluations = [found for row in rows if (found := _evaluated_losses(row))]
         return Curve(
             losses=tuple(_number(row["loss"]) for row in rows),
             norms=tuple(_number(row["grad_norm"]) for row in rows),
             rates=tuple(row["lr"] for row in rows),
-            evaluations={validation_key(name): _number(loss) for name, loss in evaluations[-1].items()} if evaluations else {},
+            evaluations={key: _number(loss) for key, loss in evaluations[-1].items()} if evaluations else {},
         )
     return None
+
+
+def _evaluated_losses(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The validation losses of a row by their keys, with those of the average of the weights behind."""
+    return {
+        key_of_set(figure, name): loss for figure in (VALIDATION_KEY, AVERAGED_KEY) for name, loss in figures_of_sets(row, figure).items()
+    }
 
 
 def first_step(curve: Curve) -> Curve:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...plan.plan import make_plan
-from ...rundir.checkpoints import step_path
+from ...rundir.checkpoints import checkpoints_folder, step_path
 from ...rundir.metric_rows import read_step_rows
 from ...spec.derived.batch_levels import common_divisor
 from ...spec.numbers.divisors import divisors
@@ -55,10 +55,10 @@ def midway_step(steps: int) -> int:
 def move_midway_checkpoint(saver: Trial, resume: Trial, steps: int) -> None:
     """Move what one run saved midway, with its metrics up to there, to the run folder of the one that resumes."""
     step = midway_step(steps)
-    source = step_path(saver.folder / "checkpoints", step)
+    source = step_path(checkpoints_folder(saver.folder), step)
     if not source.is_dir():
         return  # the run that resumes says that it has no checkpoint
-    target = step_path(resume.folder / "checkpoints", step)
+    target = step_path(checkpoints_folder(resume.folder), step)
     target.parent.mkdir()
     source.rename(target)
     rows = (f"{json.dumps(row)}\n" for row in read_step_rows(saver.folder) if row["step"] <= step)

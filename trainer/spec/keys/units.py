@@ -41,6 +41,7 @@ UNITS: dict[str, str] = {
     "model.capacity":           "times top_k x seq / experts tokens",
     "model.rope_share":         "share of a head",
     "model.dropout":            "probability",
+    "model.lora.dropout":       "probability",
     "parallel.bucket":          "elements",
     "parallel.shard":           "ranks",
     "parallel.staleness":       "steps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..numbers.bounded import Natural, Positive
+from ..numbers.bounded import Below1, Natural, Positive
 
 LoraTarget = Literal[
     "query", "key", "value", "out", "gate", "up", "down",
@@ -30,12 +30,14 @@ PEFT_TARGETS: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True, kw_only=True)
 class Lora:
     """Low-rank adaptation (arXiv:2106.09685): each target W computes x W + alpha / rank x A B; only A and B are trained. Rank 0: none.
+    `dropout` is of the x that A multiplies, in training.
 
     Without `targets` all linear layers of a layer are targets, but the router. `weights`: a folder whose A and B training begins with.
     """
 
     rank: Natural = 0
     alpha: Positive = 16.0
+    dropout: Below1 = 0.0
     targets: tuple[LoraTarget, ...] | None = None
     weights: str | None = None
 

@@ -34,6 +34,7 @@ class Optim:
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     mup: Count | None = None
+    ema: Below1 = 0.0
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: Natural = 0
     min_lr: NotNegative = 0.0

@@ -28,12 +28,14 @@ RowGroups = Mapping[bool, ShardGroups]  # of experts that ranks share out (True)
 def shard_groups(run: Run, grid: Grid, *, expert: bool) -> ShardGroups:
     """Return the groups of a weight: at ZeRO 0 each rank owns all of it."""
     if not run.parallel.zero:
-        whole, inside, across = (grid.group(name) for name in ("expert_worker_data" if expert else "worker_data", "inside", "across"))
+        whole = grid.group("expert_worker_data" if expert else "worker_data")
+        inside, across = grid.group("inside"), grid.group("across")
         if whole and (servers := server_count(run.parallel, grid.position.mesh)):
             return ShardGroups(None, None, servers=ParameterServers(whole, servers, keeps_all=run.parallel.staleness > 0))
         return ShardGroups(None, whole, levels=(inside, across) if inside and across and not expert else None)
-    shard = "expert_shard" if expert else "shard"
-    return ShardGroups(grid.group(shard), grid.group(f"{shard}_copies"))
+    if expert:
+        return ShardGroups(grid.group("expert_shard"), grid.group("expert_shard_copies"))
+    return ShardGroups(grid.group("shard"), grid.group("shard_copies"))
 
 
 def row_groups(run: Run, grid: Grid) -> RowGroups | None:
@@ -44,5 +46,5 @@ def row_groups(run: Run, grid: Grid) -> RowGroups | None:
     experts = shard_groups(run, grid, expert=True)
     if experts.sharing is None and grid.alone:
         rank = grid.world.rank
-        experts = experts._replace(sharing=Group(axis="expert_shard", ranks=(rank,), rank=0, handle=grid.alone))
+        experts = experts._replace(sharing=Group(name="expert_shard", ranks=(rank,), rank=0, handle=grid.alone))
     return {False: shard_groups(run, grid, expert=False), True: experts}

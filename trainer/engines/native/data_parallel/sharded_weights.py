@@ -151,6 +151,9 @@ class ShardedReducer:
             _keep_gathered(self._modules[chunk], False)
         _sum_copies(self._modules[chunk], last)
 
+    def after_backward(self) -> None:
+        """Do nothing: fully_shard has taken all gradients."""
+
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient of a gathered weight whose product was deferred."""
         held = self._deferred.get(parameter)

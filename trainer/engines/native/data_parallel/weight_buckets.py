@@ -32,8 +32,9 @@ class WeightBucket:
     The ranks of `sharing` each step a shard of it, those of `copies` the same one. At ZeRO 0 all step the whole bucket, or parameter
     servers do, each its part.
 
-    Gradients are summed in `gradients`. Where autograd can add to them, because they are as wide as the weights, each parameter's gradient
-    is a view of it (`in_place`). At ZeRO 2 it is there only while a micro-batch's backward fills it, except for a late bucket.
+    Gradients are summed in `gradients`. Where autograd adds to them, because they are as wide as the weights, each parameter's gradient
+    is a view of it (`in_place`); else the first of a step is stored there. At ZeRO 2 it is there only while a micro-batch's backward fills
+    it, except for a late bucket.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class WeightBucket:
         zero: int,
         gradient: torch.dtype,
         *,
-        defers_weight_gradients: bool,
+        by_autograd: bool,
         on_host: bool = False,
     ) -> None:
-        """`defers_weight_gradients`: some products of weights' gradients are deferred: their parameters' hooks run without a gradient.
+        """`by_autograd`: autograd adds gradients where it can; else all are given their place by `take_place`.
         `on_host`: the float32 weights that are stepped are in the host's memory."""
         self.bucket, self.kind = bucket, bucket.kind
         sharing, self.copies, servers, self.levels = groups
@@ -69,8 +70,9 @@ class WeightBucket:
         self.master = nn.Parameter(stepped, requires_grad=False)
         self.gradients: Tensor | None = None
         self._held: dict[nn.Parameter, Tensor] = {}  # each parameter's gradient in `gradients`
+        self.fills = 0  # how often the bucket was made empty, or got other memory for gradients
         self._filled: set[nn.Parameter] = set()  # parameters whose gradient has arrived since the bucket was empty
-        self.in_place = gradient == first.dtype and not (self.often or defers_weight_gradients)
+        self.in_place = gradient == first.dtype and by_autograd and not self.often
         if not self.often:
             self._allocate()
         self.rounds: SumRounds | None = None  # at ZeRO 0, where gradients are summed in several messages
@@ -100,19 +102,18 @@ class WeightBucket:
         """Where in this rank's shard the elements of a weight begin that it steps."""
         return max(0, self.bucket.starts[self.bucket.names.index(name)] - self.shard.start)
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient of a parameter that autograd has not added."""
+    def take_place(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+        """Return where a parameter's gradient that has come belongs, and whether it is added there to those before."""
         if self.gradients is None:
             self._allocate()
-        if self.in_place or parameter in self._filled:
-            self._held[parameter].add_(gradient)
-        else:
-            self._held[parameter].copy_(gradient)
-            self._filled.add(parameter)
+        has_come = parameter in self._filled
+        self._filled.add(parameter)
+        return self._held[parameter], has_come
 
     def empty(self) -> None:
         """Forget the gradients of the step before."""
         self._filled.clear()
+        self.fills += 1
         self._summed = None
         if self.in_place:
             if self.gradients is None:  # all others are under way
@@ -144,6 +145,7 @@ class WeightBucket:
         if self.often:
             self._sent, self.gradients, self._held = self.gradients, None, {}
             self._filled.clear()
+            self.fills += 1
 
     def wait(self) -> None:
         """Wait for a sum under way."""
@@ -163,11 +165,13 @@ class WeightBucket:
         """Return the gradients whose sum is under way; the next ones get other memory."""
         aside = SumUnderWay(self.gradients, self._held, self._scattered, self._work)
         self.gradients, self._held, self._scattered, self._work = None, {}, None, None
+        self.fills += 1
         return aside
 
     def take_sum_back(self, aside: SumUnderWay) -> None:
         """Take the gradients that were set aside as those of the step to come; their memory is used again after it."""
         self.gradients, self._held, self._scattered, self._work = aside
+        self.fills += 1
 
     def sum_copies(self) -> None:
         """Begin to sum the shard over the ranks that own the same one, after the last reduce-scatter of a step; where a sum takes several

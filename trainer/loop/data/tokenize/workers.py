@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -13,12 +12,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
-from time import sleep
 
 from ....spec.problem import Unreadable
-from ....system.child_process import end_child
-from ....system.parent_watch import die_with_parent
+from ....system.child_process import module_arguments, start_child
 from ..files.data_error import data_error
 from .pairs import Keys, PairReader, read_keys, tokenize_pairs
 from .text_files import BadText, Span, tokenize
@@ -95,21 +91,15 @@ def _worker_answers(lines: Sequence[str], settings: Settings, processes: int) ->
 @contextmanager
 def start_worker(settings: Settings) -> Iterator[Child]:
     """Start a process that tokenizes and that ends with the context; raises Unreadable if it can't be started."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "PYTHONSAFEPATH": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    command = [sys.executable, "-m", __name__, json.dumps(settings), str(os.getpid())]
-    try:
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    except OSError as error:
-        raise data_error(f"a tokenizer process can't be started: {error.strerror or error}") from None
-    try:
+    path = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    arguments = module_arguments(__name__, json.dumps(settings))
+    with ExitStack() as held:
+        try:
+            child = held.enter_context(start_child(arguments, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        except OSError as error:
+            raise data_error(f"a tokenizer process can't be started: {error.strerror or error}") from None
         yield child
-    finally:
-        end_child(child)
 
 
 def _ask_worker(child: Child, line: str) -> str:
@@ -125,11 +115,7 @@ def _ask_worker(child: Child, line: str) -> str:
 
 
 def main() -> None:
-    """Tokenize turns until the pipe or the parent ends; the parent handles Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = int(sys.argv[2])
-    die_with_parent(parent)
-    Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
+    """Tokenize turns until the pipe ends."""
     tokenize_turn, wrong = None, ""
     try:
         tokenize_turn = _turn_tokenizer(json.loads(sys.argv[1]))
@@ -137,14 +123,3 @@ def main() -> None:
         wrong = str(error)
     for line in sys.stdin:
         print(json.dumps(_do_turn(line, tokenize_turn) if tokenize_turn else wrong), flush=True)
-
-
-def exit_with_parent(parent: int) -> None:
-    """Exit when the parent has ended."""
-    while os.getppid() == parent:
-        sleep(0.5)
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,59 @@
+"""Ranks of engine native that take each layer's gradients together, as those whose layers are compiled do, though theirs are not.
+
+Each writes RUN_DIR/together.RANK: of a step's calls for several gradients at once, how many stored them and how many added them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from distrain.trainer.engines.native import engine as engine_module
+from distrain.trainer.engines.native.data_parallel import gradients_together as gradients_module
+from distrain.trainer.engines.native.engine import NativeEngine
+from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.loop.rank import run_rank
+from distrain.trainer.spec.run import Run
+
+CALLS = {"_foreach_copy_": "stored", "_foreach_add_": "added"}
+
+
+def run_rank_together(path: Path, channel: Channel) -> int:
+    """Run a rank of RUN_DIR/run.json."""
+    module: Any = engine_module
+    taken: Any = gradients_module
+    native, calls = NativeEngine, Counter[str]()
+    step = native.step
+    module.layers_taken_together = _every_layer
+    counted = {name: _counted(getattr(torch, name), what, calls) for name, what in CALLS.items()}
+    taken.torch = SimpleNamespace(**counted)
+
+    def count_step(engine: NativeEngine, *given: Any) -> Any:
+        calls.clear()
+        result = step(engine, *given)
+        (path.parent / f"together.{engine.grid.world.rank}").write_text(json.dumps(calls))
+        return result
+
+    native.step = count_step  # type: ignore[method-assign, assignment]
+    return run_rank(path, channel)
+
+
+def _every_layer(run: Run, modules: Iterable[Any]) -> list[nn.Module]:
+    return [
+        layer for module in modules for layer in (*module.layers.values(), *(each.layer for each in getattr(module, "mtp", {}).values()))
+    ]
+
+
+def _counted(call: Any, what: str, calls: Counter[str]) -> Any:
+    def counted(places: list[Any], gradients: list[Any]) -> None:
+        calls[what] += len(places) > 1
+        call(places, gradients)
+
+    return counted
