@@ -25,7 +25,7 @@ from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.system.regular_file import expand_home, read_plain
 from ..arguments.cluster_argument import join_readings
 from ..arguments.overrides import Override
-from ..keys import library
+from ..keys import config_files
 from . import ask_transformers
 from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
@@ -59,12 +59,12 @@ class Composer:
 
     def __init__(self, config_dir: Path | None) -> None:
         self._config_dir = config_dir
-        self._roots = library.roots(config_dir)
+        self._roots = config_files.roots(config_dir)
         self._configs: dict[tuple[str, ...], bytes] = {}
 
     def compose(self, recipe: DictConfig, choices: Sequence[Override], file: Path) -> DictConfig:
         """Return a copy of the recipe in `file` composed with chosen options; raises Unreadable."""
-        is_built_in = self._config_dir is None and file.is_relative_to(library.PACKAGE_ROOT)
+        is_built_in = self._config_dir is None and file.is_relative_to(config_files.PACKAGE_ROOT)
         configs = _built_in_configs if is_built_in else self._configs
         cache_key = (str(file), *(each.text for each in choices))
         if cache_key not in configs:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from ...trainer.system.regular_file import why_unreadable
-from ..keys import library, synonyms
+from ..keys import config_files, synonyms
 
 REQUIRED_SECTIONS = ("model", "cluster", "train")
 DEFAULTS_ENTRY = {  # the key that chooses an option of a section in a recipe's defaults
@@ -54,12 +54,12 @@ def _is_current_folder_gone() -> bool:
 
 def _missing_default(name: str, file: Path, config_dir: Path | None) -> Problem:
     group, _, option = name.rpartition("/")
-    groups = library.groups(config_dir)
+    groups = config_files.groups(config_dir)
     if group and group not in groups:
         return Problem(
             rule="option", says=f"{file}: its defaults name group {group}, which does not exist", mend=suggest_name(group, groups)
         )
-    known = library.options(group, config_dir) if group else library.recipes(config_dir)
+    known = config_files.options(group, config_dir) if group else config_files.recipes(config_dir)
     if option in known:
         return Problem(rule="file", says=f"{known[option]} can't be read: {why_unreadable(known[option])}")
     says = f"{file}: its defaults name {group or 'recipe'} {option}, which does not exist"
@@ -112,12 +112,12 @@ def improve_problem(problem: Problem, config: Mapping[str, Any], config_dir: Pat
 def _option_as_text_problem(section: str, value: str, config_dir: Path | None) -> Problem:
     """Return the problem of a section whose value is a text: the name of an option, or nearly one."""
     group = section.rpartition(".")[2]
-    options = library.options(group, config_dir)
+    options = config_files.options(group, config_dir)
     entry = f"- {DEFAULTS_ENTRY[section]}"
     if value in options:
         says = f"{section}={value} is not a mapping of keys"
         return Problem(rule="type", says=says, mend=f"to choose an option, write `{entry}: {value}` in the recipe's defaults instead")
-    hint = library.suggest_option(value, options)
+    hint = config_files.suggest_option(value, options)
     stop = "" if hint.endswith("?") else "."
     return Problem(
         rule="type",

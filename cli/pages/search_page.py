@@ -188,6 +188,7 @@ def _other_words(layout: FoundLayout) -> str:
         "sequence parallel" if layout.sequence else "",
         f"{layout.recompute} recomputation" if layout.recompute != "none" else "",
         f"{' and '.join(layout.offload)} on the host" if layout.offload else "",
+        "compiled" if layout.compiled else "",
         f"engine {layout.engine}" if layout.engine else "no engine runs it",
     ]
     return ", ".join(filter(None, words))

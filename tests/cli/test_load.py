@@ -9,13 +9,13 @@ from msgspec import to_builtins
 
 from distrain.cli.config.composition import config_yaml
 from distrain.cli.config.load import compose_config, load_recipe, load_sweep
-from distrain.cli.keys import library
+from distrain.cli.keys import config_files
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read_run
 from distrain.trainer.spec.run import Run
 
-RECIPES = list(library.recipes(None))
-GROUPS = {group: list(library.options(group, None)) for group in library.groups(None)}
+RECIPES = list(config_files.recipes(None))
+GROUPS = {group: list(config_files.options(group, None)) for group in config_files.groups(None)}
 # Rows of one option of every group, in which every option occurs.
 ROWS = [[f"{group}={names[row % len(names)]}" for group, names in GROUPS.items()] for row in range(max(map(len, GROUPS.values())))]
 

@@ -51,9 +51,14 @@ def run_of(name: str) -> Run:
     return Run(name=name, model=model, cluster=cluster, parallel=Parallel(), train=train)
 
 
-def every_layout(run: Run) -> Iterator[Run]:
-    """Yield the runs of plain loops over all values, legal or not."""
+def compiled_run(run: Run, compiled: bool) -> Run:
+    return replace(run, train=replace(run.train, compile=compiled))
+
+
+def every_layout(run: Run, *, compiled: bool | None = None) -> Iterator[Run]:
+    """Yield the runs of plain loops over all values, legal or not; train.compile as given, or None: both."""
     world, layers = run.cluster.nodes * run.cluster.gpus, run.model.repeated_layers
+    own = (run.train.compile, not run.train.compile) if compiled is None else (compiled,)  # ZeRO 3 does not read it
     whole = [each for each in range(1, world + 1) if world % each == 0]
     for tp, pp, cp, ep in product(whole, whole, whole, whole if run.model.experts else [1]):
         if world % (tp * pp * cp):
@@ -72,12 +77,12 @@ def every_layout(run: Run) -> Iterator[Run]:
         ):  # fmt: skip
             if run.train.batch % (dp * micro) or (shard != "all" and not zero) or (pp <= layers and (layers // pp) % chunks):
                 continue
-            for comm in get_args(CpComm)[: 1 + (cp > 1)]:
+            for comm, fused in product(get_args(CpComm)[: 1 + (cp > 1)], own[: 1 + (zero < 3)]):
                 parallel = Parallel(
                     dp=dp, tp=tp, pp=pp, cp=cp, cp_comm=comm, ep=ep, zero=zero, shard=shard, sequence=sequence, recompute=recompute,
                     offload=offload, schedule=schedule, chunks=chunks,
                 )  # fmt: skip
-                yield replace(run, parallel=parallel, train=replace(run.train, microbatch=micro), engine=engine)
+                yield replace(run, parallel=parallel, train=replace(run.train, microbatch=micro, compile=fused), engine=engine)
 
 
 @cache
@@ -86,11 +91,11 @@ def brute_force(name: str) -> dict[MeshKey, list[Figures]]:
     found: dict[MeshKey, list[Figures]] = {}
     whole = run_of(name)
     estimators = {
-        (engine, comm): Estimator(replace(whole, engine=engine, parallel=Parallel(cp_comm=comm)))
-        for engine, comm in product(ENGINES, get_args(CpComm))
+        (engine, comm, compiled): Estimator(replace(compiled_run(whole, compiled), engine=engine, parallel=Parallel(cp_comm=comm)))
+        for engine, comm, compiled in product(ENGINES, get_args(CpComm), (False, True))
     }
     for run in every_layout(whole):
-        estimate = estimators[run.engine, run.parallel.cp_comm](run.parallel, run.train.microbatch)
+        estimate = estimators[run.engine, run.parallel.cp_comm, run.train.compile](run.parallel, run.train.microbatch)
         if estimate.legal and not engine_for(run, run.parallel)[1]:
             assert estimate.peak
             key = (run.parallel.tp, run.parallel.pp, run.parallel.cp, run.parallel.ep)
@@ -152,7 +157,7 @@ def test_some_layouts_are_too_large_and_most_are_discarded(name: str) -> None:
     [
         {"parallel.tp": 2}, {"parallel.pp": 2, "parallel.schedule": "zb_h1"}, {"parallel.zero": 1, "train.microbatch": 2},
         {"parallel.dp": 2}, {"engine": "native"}, {"parallel.sequence": True, "parallel.tp": 2},
-        {"parallel.offload.optimizer": True}, {"parallel.shard": 2, "parallel.zero": 3},
+        {"parallel.offload.optimizer": True}, {"parallel.shard": 2, "parallel.zero": 3}, {"train.compile": False}, {"train.compile": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -166,11 +171,16 @@ def test_keys_that_the_user_fixed_stay(fixed: dict[str, Any]) -> None:
             run = replace(run, **{section: replace(getattr(run, section), **{name: value})})
         else:
             run = replace(run, engine=value)
-    found = LayoutSearch(Space(run, frozenset(fixed)), rows=10).run_all()
+    found = search_layouts(run, frozenset(fixed), rows=10)
     assert found.best
     for each in (*found.best, *found.front):
-        parallel, microbatch, engine = each.candidate
-        values = {"train.microbatch": microbatch, "engine": engine, "parallel.offload.optimizer": parallel.offload.optimizer}
+        parallel, microbatch, engine, compiled = each.candidate
+        values = {
+            "train.microbatch": microbatch,
+            "train.compile": compiled,
+            "engine": engine,
+            "parallel.offload.optimizer": parallel.offload.optimizer,
+        }
         for key, value in fixed.items():
             assert values.get(key, getattr(parallel, key.rpartition(".")[2], None)) == value
 
@@ -181,7 +191,7 @@ def test_layers_as_the_user_gives_them_are_searched_as_brute_force_does() -> Non
     found = LayoutSearch(Space(run, frozenset({"parallel.pp", "parallel.stages"})), rows=100).run_all()
     expected: dict[MeshKey, list[Figures]] = {}
     capacity = CASES["gpt"][3]
-    for each in every_layout(run):
+    for each in every_layout(run, compiled=False):
         changed = replace(each, parallel=replace(each.parallel, stages=(1, 3)))
         if each.parallel.pp == 2 and not engine_for(changed, changed.parallel)[1]:
             estimate = Estimator(changed)(changed.parallel, changed.train.microbatch)
@@ -207,7 +217,7 @@ def test_layouts_that_sum_gradients_otherwise_are_searched_as_brute_force_does(k
     run = replace(run, parallel=replace(run.parallel, **keys), train=replace(run.train, steps=9))
     found = LayoutSearch(Space(run, frozenset(f"parallel.{key}" for key in keys)), rows=100).run_all()
     expected: dict[MeshKey, list[Figures]] = {}
-    for each in every_layout(run):
+    for each in every_layout(run, compiled=False):
         changed = replace(each, parallel=replace(each.parallel, **keys))
         if engine_for(changed, changed.parallel)[1]:
             continue
@@ -231,16 +241,15 @@ def test_where_the_batch_grows_the_whole_run_ranks_as_brute_force_does(name: str
     expected: dict[MeshKey, list[Figures]] = {}
     of_step: dict[MeshKey, float] = {}
     estimators = {
-        (batch, engine, comm): Estimator(
-            replace(run_at_batch(run, batch) if batch else run, engine=engine, parallel=Parallel(cp_comm=comm))
-        )
-        for batch, engine, comm in product((0, 2, 6, 12), ENGINES, get_args(CpComm))
+        (batch, engine, comm, compiled): Estimator(replace(at_batch, parallel=Parallel(cp_comm=comm), engine=engine))
+        for batch, engine, comm, compiled in product((0, 2, 6, 12), ENGINES, get_args(CpComm), (False, True))
+        for at_batch in [compiled_run(run_at_batch(run, batch) if batch else run, compiled)]
     }
     for each in every_layout(run):
         assert each.parallel.dp != "auto"
         if 2 % (each.parallel.dp * each.train.microbatch) or engine_for(each, each.parallel)[1]:
             continue
-        kind, layout = (each.engine, each.parallel.cp_comm), (each.parallel, each.train.microbatch)
+        kind, layout = (each.engine, each.parallel.cp_comm, each.train.compile), (each.parallel, each.train.microbatch)
         estimate = estimators[0, *kind](*layout)
         if estimate.legal and estimate.peak is not None and estimate.fits:
             steps = [estimators[batch, *kind](*layout).step for batch in (2, 6, 12)]
@@ -270,7 +279,7 @@ def test_each_layout_keeps_documents_apart_as_it_trains_them(given: int, fixed: 
         parallel = each.parallel
         if engine_for(each, parallel)[1] or (fixed and parallel.cp_comm != "all_gather"):
             continue
-        key = (each.engine, parallel.cp_comm, parallel.cp > 1, parallel.zero == 3)
+        key = (each.engine, parallel.cp_comm, parallel.cp > 1, parallel.zero == 3, each.train.compile)
         if key not in estimators:
             estimators[key] = Estimator(each)
         estimate = estimators[key](parallel, each.train.microbatch)
@@ -282,13 +291,13 @@ def test_each_layout_keeps_documents_apart_as_it_trains_them(given: int, fixed: 
     best = sorted(min(figures) for figures in expected.values())
     assert found.legal == legal
     assert [(each.seconds, each.peak) for each in found.best] == [each for each in best if each[0] <= SLOWEST * best[0][0]]
-    assert len(found.contexts) == (3 if fixed else 4)
+    assert len(found.contexts) == (3 if fixed else 4) + (1 if fixed else 2), "those that are not compiled read bounds in any case"
 
 
 def test_where_no_rate_is_known_the_smallest_layouts_are_found() -> None:
     run = run_of("gpt")
     bare = replace(run, cluster=replace(run.cluster, device=replace(run.cluster.device, peak={})))
-    found = LayoutSearch(Space(bare), rows=3).run_all()
+    found = search_layouts(replace(bare, search=replace(bare.search, headroom=0.0)), rows=3)
     assert {each.seconds for each in found.best} == {float("inf")}
     assert [each.peak for each in found.best] == [peak for peak, _ in sorted(min((p, s) for s, p in f) for f in fitting("gpt").values())][
         :3

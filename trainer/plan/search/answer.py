@@ -58,6 +58,7 @@ class FoundLayout:
     sequence: bool
     recompute: str
     offload: tuple[str, ...]
+    compiled: bool
     engine: str | None
     memory: int  # bytes of the fullest rank
     memory_low: int  # ends of its error bar
@@ -120,7 +121,7 @@ def faster_layout(run: Run, fixed: frozenset[str], seconds: float) -> FoundLayou
     """The fastest layout of a run, if the whole run takes it less than `seconds`. It is quick where there is none: slower ones are not
     costed."""
     known = CostedLayout(
-        seconds / whole_steps(run.train), 0, Candidate(run.parallel, run.train.microbatch, None)
+        seconds / whole_steps(run.train), 0, Candidate(run.parallel, run.train.microbatch, None, run.train.compile)
     )  # as fast as asked, and smaller than any layout
     found = search_layouts(run, fixed, rows=1, known=known)
     (best,) = found.best
@@ -140,6 +141,8 @@ def answer_changes(run: Run, candidate: Candidate) -> Change:
             changes.append((f"parallel.offload.{name}", getattr(parallel.offload, name)))
     if candidate.microbatch != run.train.microbatch:
         changes.append(("train.microbatch", candidate.microbatch))
+    if candidate.compiled != run.train.compile:
+        changes.append(("train.compile", candidate.compiled))
     return (*changes, *_engine_change(run, candidate, tuple(changes)))
 
 
@@ -229,7 +232,7 @@ def _with_best_stages(context: CostContext, found: CostedLayout) -> tuple[Costed
 def _found_layout(
     given: Run, context: CostContext, found: CostedLayout, best: StepSeconds | None, boundaries: FoundBoundaries | None = None
 ) -> FoundLayout:
-    run, (parallel, microbatch, engine) = context.run, found.candidate
+    run, (parallel, microbatch, engine, _) = context.run, found.candidate
     layout, seconds = _layout_seconds(context, found)
     speed = plan_throughput(context, layout, seconds) if seconds else None
     whole = plan_whole_run(context, layout, seconds)
@@ -248,6 +251,7 @@ def _found_layout(
         sequence=parallel.sequence,
         recompute=parallel.recompute,
         offload=moved.names,
+        compiled=layout.fused,
         engine=engine,
         memory=found.peak,
         memory_low=round(held.low),

@@ -21,7 +21,7 @@ from ..stage_cost import stage_costs
 from .bounds import Bounds
 from .front import Best, CostedLayout, Front, MeshKey, mesh_key
 from .garbage_collection import pause_garbage_collection
-from .op_kinds import OpKind, op_kinds
+from .layout_kinds import LayoutKind, layout_kinds
 from .pass_table import Pass, PassTable
 from .run_seconds import ranked_seconds, share_of_several
 from .space import Candidate, Space, StateChoice, Zero
@@ -40,22 +40,23 @@ class SearchResult:
     front: tuple[CostedLayout, ...]
     legal: int  # layouts
     costed: int  # of them; the others were discarded by bounds
-    contexts: tuple[tuple[OpKind, CostContext], ...]
+    contexts: tuple[tuple[LayoutKind, CostContext], ...]
 
     def context_of(self, candidate: Candidate) -> CostContext:
         """The context in which a candidate was costed."""
-        return next(context for kind, context in self.contexts if kind.holds(candidate.parallel))
+        return next(context for kind, context in self.contexts if kind.holds(candidate))
 
 
 def search_layouts(
     run: Run, fixed: frozenset[str] = frozenset(), *, rows: int, by_memory: bool = False, known: CostedLayout | None = None
 ) -> SearchResult:
     """Search the layouts of a run, as its `search` section says; keys in `fixed` stay as the run has them. Layouts whose ranks share
-    sequences are searched with both ways of parallel.cp_comm. `known`: a layout that others have to beat."""
+    sequences are searched with both ways of parallel.cp_comm, layouts of GPUs with compiled layers and without. `known`: a layout that
+    others have to beat."""
     settings, searches, found = run.search, list[LayoutSearch](), list[SearchResult]()
-    kinds = op_kinds(run, fixed)
+    kinds = layout_kinds(run, fixed)
     for kind in kinds:
-        space = Space(kind.run, fixed, runnable=settings.runnable, shares=kind.shares, zeros=kind.zeros)
+        space = Space(kind.run, fixed, runnable=settings.runnable or kind.runnable, shares=kind.shares, zeros=kind.zeros)
         after = searches[-1] if searches else None
         searches.append(LayoutSearch(space, rows=rows, by_memory=by_memory, headroom=settings.headroom, after=after))
         if known is not None and after is None:
@@ -101,7 +102,7 @@ class MeshStates(NamedTuple):
 
 def candidate_layout(context: CostContext, candidate: Candidate) -> Layout:
     """The layout that a candidate names, costed as its engine, or without one as the papers do."""
-    parallel, microbatch, engine = candidate
+    parallel, microbatch, engine, _ = candidate
     return layout_on(ENGINES[engine] if engine else None, context, parallel, microbatch)
 
 
@@ -262,7 +263,7 @@ class LayoutSearch:
             self.front.add(found)
 
     def _layout(self, each: Pass, state: StateChoice, engine: str | None) -> tuple[Candidate, Layout]:
-        candidate = Candidate(self.space.layout(each.parallel, state, each.staged.choice), each.microbatch, engine)
+        candidate = Candidate(self.space.layout(each.parallel, state, each.staged.choice), each.microbatch, engine, self.run.train.compile)
         return candidate, candidate_layout(self.context, candidate)
 
     def _share_of_several(self, each: Pass) -> float:

@@ -50,11 +50,12 @@ class ScheduleChoice(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One layout: its degrees, its micro-batch, and the engine that trains it (None: none does)."""
+    """One layout: its degrees, its micro-batch, the engine that trains it (None: none does), and train.compile."""
 
     parallel: Parallel
     microbatch: int
     engine: str | None
+    compiled: bool
 
 
 class Space:
