@@ -24,4 +24,4 @@ def without_choice(key: str, own: DictConfig) -> DictConfig:
     """Return the keys of a recipe's own section that stay over a chosen option: not its name, nor another device's figures."""
     device = own.get("device") if key == "cluster" and "device" in own else None
     is_other = isinstance(device, str) or (isinstance(device, DictConfig) and is_whole_section("cluster.device", device))
-    return OmegaConf.masked_copy(own, [name for name in own if (name in SIZES if is_other else name != CHOSEN)])
+    return OmegaConf.masked_copy(own, [name for name in map(str, own) if (name in SIZES if is_other else name != CHOSEN)])

@@ -102,3 +102,11 @@ def test_an_evaluation_takes_longer_with_sets() -> None:
         (("data.validation=0",), 1),
     )  # fmt: skip
     assert [evaluation_seconds(load(*evaluated, *words), 1.5) for words, _ in rows] == [3.0 * many for _, many in rows]
+
+
+def test_the_epochs_of_a_warning_are_of_the_tokens_that_it_names() -> None:
+    """100 steps of 2,048 tokens are 8.9 epochs of 23,040 with padding, not 12.6 of the 16,200 without."""
+    run = load_recipe("quickstart", ["data=pairs", "data.path=a.jsonl", "train.steps=100"])
+    facts = DataFacts(key=None, train_tokens=16_200, documents=400, exact=True, epochs=(23_040,), remarks=())
+    (warning,) = epoch_warnings(run, make_plan(run), facts)
+    assert warning.says == "the run reads 205 k tokens, and an epoch has 23,040, with padding: 9 epochs"

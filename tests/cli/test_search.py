@@ -275,6 +275,15 @@ def test_the_smallest_cluster_that_trains_in_so_many_days(capsys: pytest.Capture
     assert tried == {nodes: every[nodes] for nodes in (1, 2, 4, 8, 9, 10, 11, 12, 16)}
 
 
+def test_sizes_far_apart_are_searched_until_no_size_is_between(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the 30 sizes between 1 and 32 the first ones are 4, 7 and 10: an eighth of the gap apart."""
+    tried = sizes("search.within=3.2 search.nodes=1..32+31", capsys)
+    found = min(nodes for nodes, days in tried.items() if days <= 3.2)
+    assert {1, 4, 7, 10, 32} < set(tried)
+    assert found - 1 in tried
+    assert len(tried) < 20
+
+
 def test_a_recipe_that_is_wrong_on_every_size_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("search.within=3 search.nodes=1..2", "search.nodes=1..2"):
         status, out, _ = call(f"conf=llama3_2_1b_1node train.steps=10 optim.warmup=20 {words}", capsys)

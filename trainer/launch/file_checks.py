@@ -118,7 +118,10 @@ def epoch_warnings(run: Run, plan: Plan, data: DataFacts | None) -> Iterator[Pro
     if epochs > MANY_EPOCHS and data.train_tokens:
         about = "" if data.exact else "about "
         often = f"{epochs:,.0f} epochs" + (" of one of its sources" if len(data.epochs) > 1 else "")
-        says = f"the run reads {count_text(plan.run.tokens)} tokens, and the data hold {about}{count_text(data.train_tokens)}: {often}"
+        holds = f"the data hold {about}{count_text(data.train_tokens)}"
+        if run.data.has_prompts and len(data.epochs) == 1 and data.epochs[0]:
+            holds = f"an epoch has {about}{count_text(data.epochs[0])}, with padding"
+        says = f"the run reads {count_text(plan.run.tokens)} tokens, and {holds}: {often}"
         yield Problem(rule="epochs", says=says, mend=f"beyond {MANY_EPOCHS:.0f} they teach less and less (arXiv:2305.16264)")
 
 

@@ -29,20 +29,29 @@ def search_sizes(run: Run, fixed: frozenset[str], counts: Sequence[int]) -> Iter
 
 def search_within(run: Run, fixed: frozenset[str], counts: Sequence[int], days: float) -> Iterator[SizedAnswer]:
     """Yield the best layout on numbers of nodes (ascending) up to the first on which the whole run takes at most `days`; then on sizes
-    between it and the one before, an eighth of that apart: of these the fewest nodes that take at most `days` are the answer."""
+    between it and the one before, an eighth of the gap apart, and so on until no size is between: the fewest nodes that take at most `days`
+    are the answer."""
     before = 0
     for nodes in counts:
         each = _search_size(run, fixed, nodes)
         yield each
         if is_within(each, days):
-            step = max(1, before // 8)
-            for between in range(before + step, nodes, step) if before else ():
-                each = _search_size(run, fixed, between)
-                yield each
-                if is_within(each, days):
-                    return
+            yield from _search_between(run, fixed, before, nodes, days) if before else ()
             return
         before = nodes
+
+
+def _search_between(run: Run, fixed: frozenset[str], fewer: int, enough: int, days: float) -> Iterator[SizedAnswer]:
+    """Yield sizes between one that takes more than `days` and one that does not, until they are neighbours."""
+    while enough - fewer > 1:
+        step = max(1, (enough - fewer) // 8)
+        for between in range(fewer + step, enough, step):
+            each = _search_size(run, fixed, between)
+            yield each
+            if is_within(each, days):
+                enough = between
+                break
+            fewer = between
 
 
 def is_within(sized: SizedAnswer, days: float) -> bool:
