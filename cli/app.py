@@ -75,7 +75,7 @@ def _no_verb(
     distrain report runs/quickstart          planned against measured
     """
     if version:
-        from .keys.library import distrain_version
+        from .keys.config_files import distrain_version
 
         raise typer.Exit(print_output(f"distrain {distrain_version()}"))
     if context.invoked_subcommand is None:

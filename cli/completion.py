@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..trainer.system.regular_file import expand_home
-from .keys import library
+from .keys import config_files
 
 OPTIONS = {
     "ls": ("--json", "--config-dir", "--help"),
@@ -66,7 +66,7 @@ def candidates(before: Sequence[str], word: str) -> list[str]:
     key, equals, _ = word.partition("=")
     if equals:
         return _with_prefix(word, [f"{key}={value}" for value in _values(key, config_dir)])
-    conf = [] if any(each.startswith("conf=") for each in before) else [f"conf={name}" for name in library.recipes(config_dir)]
+    conf = [] if any(each.startswith("conf=") for each in before) else [f"conf={name}" for name in config_files.recipes(config_dir)]
     found = _with_prefix(word, [*conf, *_keys(config_dir, word)]) if word or not conf else conf
     return (
         _with_prefix(word, [f"{found[0]}{value}" for value in _values(found[0][:-1], config_dir)]) or found if _is_one_key(found) else found
@@ -77,9 +77,9 @@ def _ls_words(word: str, config_dir: Path | None) -> list[str]:
     """What `ls` takes: groups, the options of one once its = is typed, or keys once a dot is."""
     group, equals, _ = word.partition("=")
     if equals:
-        known = (*library.groups(config_dir), "conf")
+        known = (*config_files.groups(config_dir), "conf")
         return [f"{group}={value}" for value in _values(group, config_dir)] if group in known else []
-    groups = [*library.groups(config_dir), "recipes", "runs"]
+    groups = [*config_files.groups(config_dir), "recipes", "runs"]
     if "." not in word:
         return groups
     from .keys.key_help import key_fields, sections
@@ -90,9 +90,9 @@ def _ls_words(word: str, config_dir: Path | None) -> list[str]:
 def _cp_words(word: str, config_dir: Path | None) -> list[str]:
     """What `cp` takes: recipes and groups, or a group's options once its slash is typed; the shell completes files itself."""
     group = word.partition("/")[0]
-    if "/" in word and group in library.groups(config_dir):
-        return [f"{group}/{option}" for option in library.options(group, config_dir)]
-    return [*library.recipes(config_dir), *(f"{group}/" for group in library.groups(config_dir) if word)]
+    if "/" in word and group in config_files.groups(config_dir):
+        return [f"{group}/{option}" for option in config_files.options(group, config_dir)]
+    return [*config_files.recipes(config_dir), *(f"{group}/" for group in config_files.groups(config_dir) if word)]
 
 
 def _is_one_key(found: Sequence[str]) -> bool:
@@ -100,7 +100,7 @@ def _is_one_key(found: Sequence[str]) -> bool:
 
 
 def _keys(config_dir: Path | None, word: str) -> list[str]:
-    groups = [f"{group}=" for group in library.groups(config_dir)]
+    groups = [f"{group}=" for group in config_files.groups(config_dir)]
     if "." not in word:
         return groups
     from .keys.keys import config_keys
@@ -110,9 +110,9 @@ def _keys(config_dir: Path | None, word: str) -> list[str]:
 
 def _values(key: str, config_dir: Path | None) -> list[str]:
     if key == "conf":
-        return list(library.recipes(config_dir))
-    if key in library.groups(config_dir):
-        return list(library.options(key, config_dir))
+        return list(config_files.recipes(config_dir))
+    if key in config_files.groups(config_dir):
+        return list(config_files.options(key, config_dir))
     from .keys.keys import completion_values
 
     return completion_values(key)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...trainer.spec.problem import Problem, suggest_name
 from ...trainer.spec.read import type_text
-from ..keys import library, synonyms
+from ..keys import config_files, synonyms
 from ..keys.keys import config_keys, takes_text, unknown_key_problem
 from .cluster_argument import is_shape
 
@@ -70,16 +70,16 @@ def _repetition_warnings(overrides: Sequence[str]) -> Iterator[Problem]:
 def _lone_argument_problem(argument: str, config_dir: Path | None) -> Problem:
     """Return the problem of an argument without an equals sign."""
     neither = f"{argument} is neither conf=NAME nor KEY=VALUE"
-    if argument in library.recipes(config_dir) or os.path.isfile(argument):
+    if argument in config_files.recipes(config_dir) or os.path.isfile(argument):
         return Problem(rule="conf", says=neither, mend=f"write conf={argument}")
     key = argument.lstrip("+")
-    if key in library.groups(config_dir):
+    if key in config_files.groups(config_dir):
         return Problem(rule="syntax", says=f"{argument} has no value", mend=f"write {argument}=NAME; `distrain ls {key}` lists the names")
     if not unknown_key_problem(key, config_keys()):
         return Problem(rule="syntax", says=f"{argument} has no value", mend=f"write {argument}=VALUE")
     if synonym := synonyms.synonym_problem(key):
         return synonym
-    hint = library.suggest_option(argument, library.recipes(config_dir))
+    hint = config_files.suggest_option(argument, config_files.recipes(config_dir))
     if hint.startswith("did"):
         return Problem(rule="conf", says=neither, mend=hint.replace("mean ", "mean conf=").replace(" or ", " or conf="))
     return Problem(rule="syntax", says=f"{argument!r} is neither conf=NAME nor KEY=VALUE")
@@ -125,7 +125,7 @@ def key_instead_of_option(key: str, value: str) -> str:
         problem = synonyms.synonym_problem(key, value or flag)
         return problem.mend if problem else ""
     keys = config_keys()
-    if key in keys or key in library.groups(None):
+    if key in keys or key in config_files.groups(None):
         return f"write {key}={value or 'VALUE'}, without dashes"
     same = [each for each in keys if each.rpartition(".")[2] == key.replace("-", "_").rpartition(".")[2]]
     if len(same) == 1:

@@ -10,7 +10,7 @@ from typing import Any, get_origin
 
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from ...trainer.spec.read import value_text
-from ..keys import library
+from ..keys import config_files
 from ..keys.keys import respelled_key, unknown_key_problem
 from .arguments import syntax_problem
 from .cluster_argument import SHAPE_FORMS, is_shape
@@ -66,7 +66,7 @@ ParseOverride = Callable[[str], Override | Problem]
 
 def sort_overrides(texts: Sequence[str], parse: ParseOverride, known: Mapping[str, Any], config_dir: Path | None) -> Overrides:
     """Sort overrides by their effect and collect every problem; `known` are the config keys and their types."""
-    groups = library.groups(config_dir)
+    groups = config_files.groups(config_dir)
     choices: list[Override] = []
     settings: list[Override] = []
     shapes: list[str] = []
@@ -113,7 +113,7 @@ def sweep_layouts(
 
 def _sweep_values(override: Override, config_dir: Path | None) -> Sequence[str]:
     if callable(override.sweeps):
-        names = library.recipes(config_dir) if override.key == "conf" else library.options(override.key, config_dir)
+        names = config_files.recipes(config_dir) if override.key == "conf" else config_files.options(override.key, config_dir)
         return override.sweeps(list(names))
     return override.sweeps or ()
 
@@ -152,13 +152,13 @@ def _choice_problem(choice: Override, config_dir: Path | None) -> Problem | None
 
 
 def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem | None:
-    options = library.options(group, config_dir)
+    options = config_files.options(group, config_dir)
     for name in value if isinstance(value, list) else [value]:
         if not isinstance(name, str) or name not in options:
             if group == "cluster" and value_text(name)[:1].isdigit():
                 mend = f"a size is {SHAPE_FORMS}"
             elif isinstance(name, str):
-                mend = library.suggest_option(name, options)
+                mend = config_files.suggest_option(name, options)
             else:
                 mend = f"`distrain ls {group}` lists the names; write keys as {group}.KEY={value_text(name)}"
             return Problem(rule="option", says=f"{group}={value_text(value)} names no {group}", mend=mend)

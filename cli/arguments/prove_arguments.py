@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from ...trainer.prove.trials.layouts import (
@@ -38,6 +38,30 @@ OWN_KEYS = {
     "train.tokens": "prove trains steps=N",
     "engine": "a layout names its own: dp2.native",
 }
+
+_FLAGS = ("sequence", ALL_TO_ALL, HIERARCHICAL)
+_COUNTS = ("chunks", "shard", "sync", "stale", "servers")
+_SCHEDULES = (*PROVED_SCHEDULES, FILE_SCHEDULE)
+_NUMBER = r"([1-9]\d{0,5})"
+
+
+def _any_of(names: Iterable[str]) -> str:
+    return f"({'|'.join(names)})"
+
+
+# Each row: the pattern of a part of a layout's name, and its key and value.
+_PARTS: tuple[tuple[str, Callable[[re.Match[str]], tuple[str, Any]]], ...] = (
+    (_any_of((*PROVED_AXES, *_COUNTS)) + _NUMBER,  lambda found: (found[1], int(found[2]))),
+    (r"zero([0-3])",                               lambda found: ("zero", int(found[1]))),
+    (POWERSGD + _NUMBER,                           lambda found: ("compress", int(found[1]))),
+    (r"stages([1-9]\d{0,3}(?:-[1-9]\d{0,3})*)",    lambda found: ("stages", tuple(map(int, found[1].split("-"))))),
+    (r"gather_(step|micro)",                       lambda found: ("gather", found[1])),
+    (r"offload_(optimizer|all)",                   lambda found: ("offload", found[1])),
+    (_any_of(_FLAGS),                              lambda found: (found[1], True)),
+    (NATIVE_ENGINE,                                lambda found: ("engine", found[0])),
+    (_any_of(_SCHEDULES),                          lambda found: ("schedule", found[1])),
+    (_any_of(PROVED_RECOMPUTES),                   lambda found: ("recompute", found[1])),
+)  # fmt: skip
 
 
 def read_prove_request(arguments: Sequence[str]) -> tuple[ProveRequest, list[str], list[Problem]]:
@@ -93,25 +117,14 @@ def _read_layout(name: str) -> ProveLayout | Problem:
 
 def _read_part(part: str) -> tuple[str, Any] | str:
     """Return (key, value) of a degree or a flag; the text of a fix if it is neither."""
-    if degree := re.fullmatch(rf"({'|'.join(PROVED_AXES)})([1-9]\d{{0,5}})", part):
-        return degree[1], int(degree[2])
-    if stage := re.fullmatch(r"zero([0-3])", part):
-        return "zero", int(stage[1])
-    if part in ("sequence", ALL_TO_ALL, HIERARCHICAL):
-        return part, True
-    if number := re.fullmatch(r"(chunks|shard|sync|stale|servers)([1-9]\d{0,5})", part):
-        return number[1], int(number[2])
-    if rank := re.fullmatch(rf"{POWERSGD}([1-9]\d{{0,5}})", part):
-        return "compress", int(rank[1])
-    if layers := re.fullmatch(r"stages([1-9]\d{0,3}(?:-[1-9]\d{0,3})*)", part):
-        return "stages", tuple(map(int, layers[1].split("-")))
-    if gather := re.fullmatch(r"gather_(step|micro)", part):
-        return "gather", gather[1]
-    if moved := re.fullmatch(r"offload_(optimizer|all)", part):
-        return "offload", moved[1]
-    for key, known in (("engine", (NATIVE_ENGINE,)), ("schedule", (*PROVED_SCHEDULES, FILE_SCHEDULE)), ("recompute", PROVED_RECOMPUTES)):
-        if part in known:
-            return key, part
+    for pattern, read in _PARTS:
+        if found := re.fullmatch(pattern, part):
+            return read(found)
+    return _part_fix(part)
+
+
+def _part_fix(part: str) -> str:
+    """Return the fix of a part that is neither a degree nor a flag."""
     name = part.rstrip("0123456789")
     if not part:
         return "write one dot between two parts"
@@ -121,12 +134,14 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return "the stages are zero0 to zero3"
     if name == "stages":
         return "write the layers of each part of the model, as stages1-2-1"
-    if name in ("chunks", "shard", "sync", "stale", "servers", POWERSGD):
+    if name in (*_COUNTS, POWERSGD):
         return f"write a number, as {name}2"
     degrees = [f"{axis}2" for axis in PROVED_AXES]
-    words = (*degrees, "zero1", "sequence", *PROVED_SCHEDULES, FILE_SCHEDULE, NATIVE_ENGINE, *PROVED_RECOMPUTES, ALL_TO_ALL, HIERARCHICAL)
     numbered = ("chunks2", "stages1-1", "shard2", "sync2", "stale1", "servers1", f"{POWERSGD}4")
-    return suggest_name(part, (*words, "gather_step", "gather_micro", "offload_optimizer", "offload_all", *numbered))
+    words = ("gather_step", "gather_micro", "offload_optimizer", "offload_all")
+    return suggest_name(
+        part, (*degrees, "zero1", "sequence", *_SCHEDULES, NATIVE_ENGINE, *PROVED_RECOMPUTES, *_FLAGS[1:], *words, *numbered)
+    )
 
 
 def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> ProveLayout | Problem:

@@ -23,11 +23,13 @@ from yaml import YAMLError
 
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.system.regular_file import expand_home, read_plain
+from ..arguments.cluster_argument import join_readings
 from ..arguments.overrides import Override
-from ..keys import library
+from ..keys import config_files
 from . import ask_transformers
 from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
+from .own_sections import is_whole_section, without_choice
 from .yaml_file import LENGTHS, install_plain_source
 
 WEIGHTS = ("model.weights", "model.lora.weights")  # folders of weights that training begins from
@@ -57,12 +59,12 @@ class Composer:
 
     def __init__(self, config_dir: Path | None) -> None:
         self._config_dir = config_dir
-        self._roots = library.roots(config_dir)
+        self._roots = config_files.roots(config_dir)
         self._configs: dict[tuple[str, ...], bytes] = {}
 
     def compose(self, recipe: DictConfig, choices: Sequence[Override], file: Path) -> DictConfig:
         """Return a copy of the recipe in `file` composed with chosen options; raises Unreadable."""
-        is_built_in = self._config_dir is None and file.is_relative_to(library.PACKAGE_ROOT)
+        is_built_in = self._config_dir is None and file.is_relative_to(config_files.PACKAGE_ROOT)
         configs = _built_in_configs if is_built_in else self._configs
         cache_key = (str(file), *(each.text for each in choices))
         if cache_key not in configs:
@@ -71,7 +73,7 @@ class Composer:
         return config
 
     def _compose(self, recipe: DictConfig, choices: Sequence[Override], file: Path) -> DictConfig:
-        """Compose; an option of a group that is not in the recipe's defaults replaces the keys that the recipe sets itself."""
+        """Compose; the keys that a recipe sets itself stay over a chosen option, also of a group that is not in the recipe's defaults."""
         in_defaults, others = {each.hydra_group: each for each in choices}, list[Override]()
         if "cluster" in in_defaults:
             recipe = _without_default(recipe, "device@cluster.device")
@@ -87,19 +89,27 @@ class Composer:
                         raise
                     others.append(in_defaults.pop(missed[1]))
             for each in sorted(others, key=lambda choice: choice.key == "device"):
-                self._replace_group(config, each, file)
+                self._add_group(config, each, file)
         except CONFIG_ERRORS as error:
             raise_if_interrupted(error)
             raise Unreadable([composition_problem(error, file, self._config_dir, RECIPE_NAME)]) from None
         return config
 
-    def _replace_group(self, config: DictConfig, choice: Override, file: Path) -> None:
+    def _add_group(self, config: DictConfig, choice: Override, file: Path) -> None:
+        """Put an option of a group that no defaults name below the recipe's own keys, or in place of a section written as a whole."""
         if choice.deletes:
             if problems := apply_override(config, choice):
                 raise Unreadable(problems)
             return
+        key = choice.target_key
         source = self._call_hydra(OmegaConf.create({"defaults": [{choice.hydra_group: choice.value}]}), (), file)
-        OmegaConf.update(config, choice.target_key, OmegaConf.select(source, choice.target_key), merge=False, force_add=True)
+        option, own = OmegaConf.select(source, key), OmegaConf.select(config, key)
+        if isinstance(own, DictConfig) and isinstance(option, DictConfig):
+            if not is_whole_section(key, own):
+                option = OmegaConf.merge(option, without_choice(key, own))
+            elif key == choice.key and own != option:
+                config.reading = join_readings(config.get("reading"), f"{choice.text}: replaces section {key} of the recipe, which sets all of it")
+        OmegaConf.update(config, key, option, merge=False, force_add=True)
 
     def _call_hydra(self, recipe: DictConfig, choices: Iterable[Override], file: Path) -> DictConfig:
         """Compose with Hydra: the user's folder is its main one, then the built-in ones, then the recipe's own."""

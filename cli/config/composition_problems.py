@@ -11,7 +11,7 @@ from typing import Any
 
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from ...trainer.system.regular_file import why_unreadable
-from ..keys import library, synonyms
+from ..keys import config_files, synonyms
 
 REQUIRED_SECTIONS = ("model", "cluster", "parallel", "train")
 DEFAULTS_ENTRY = {  # the key that chooses an option of a section in a recipe's defaults
@@ -53,12 +53,12 @@ def _is_current_folder_gone() -> bool:
 
 def _missing_default(name: str, file: Path, config_dir: Path | None) -> Problem:
     group, _, option = name.rpartition("/")
-    groups = library.groups(config_dir)
+    groups = config_files.groups(config_dir)
     if group and group not in groups:
         return Problem(
             rule="option", says=f"{file}: its defaults name group {group}, which does not exist", mend=suggest_name(group, groups)
         )
-    known = library.options(group, config_dir) if group else library.recipes(config_dir)
+    known = config_files.options(group, config_dir) if group else config_files.recipes(config_dir)
     if option in known:
         return Problem(rule="file", says=f"{known[option]} can't be read: {why_unreadable(known[option])}")
     says = f"{file}: its defaults name {group or 'recipe'} {option}, which does not exist"

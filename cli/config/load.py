@@ -14,7 +14,7 @@ from ...trainer.spec.run import Run
 from ..arguments.cluster_argument import apply_shape
 from ..arguments.override_grammar import parse_override
 from ..arguments.overrides import Overrides, sort_overrides, sweep_layouts
-from ..keys import library
+from ..keys import config_files
 from ..keys.keys import config_keys
 from . import ask_transformers
 from .composition import (
@@ -136,9 +136,9 @@ class Loader:
         user = self.sort(overrides)
         problems = list(user.problems)
         try:
-            file = library.recipe_path(conf, self.config_dir)
+            file = config_files.recipe_path(conf, self.config_dir)
             recipe = read_config(file)
-            check_is_recipe(recipe, file, self.known, library.groups(self.config_dir))
+            check_is_recipe(recipe, file, self.known, config_files.groups(self.config_dir))
             node = self._composer.compose(recipe, user.choices, file)
             merge_hf_sizes(node, recipe, file, user.values)
             recipe_family = select_value(node, "model.family")  # that of the file which model.hf names, whose keys are no defaults
@@ -158,9 +158,9 @@ class Loader:
         fill_auto_device(config, self._read_device, is_sized=bool(user.shape) or "cluster.gpus" in user.values)
         if user.shape:
             problems += apply_shape(config, user.shape, user.values)
-        problems += device_name_problems(config, library.options("device", self.config_dir), self._read_device)
+        problems += device_name_problems(config, config_files.options("device", self.config_dir), self._read_device)
         return config, problems
 
     def _read_device(self, name: str) -> dict[str, Any]:
         """Return the keys of an option in group device."""
-        return to_plain(read_config(library.options("device", self.config_dir)[name]), [])
+        return to_plain(read_config(config_files.options("device", self.config_dir)[name]), [])

@@ -22,7 +22,7 @@ from yaml.reader import ReaderError
 
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.system.regular_file import read_plain
-from ..keys.library import MOST_BYTES
+from ..keys.config_files import MOST_BYTES
 from .interrupts import raise_if_interrupted
 
 MAPPING = "a recipe must be a mapping of keys"

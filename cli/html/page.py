@@ -7,7 +7,7 @@ import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from ...trainer.spec.problem import Problem
-from ..keys.library import distrain_version
+from ..keys.config_files import distrain_version
 from ..pages.text_layout import UNIT
 from .markup import Markup, element, join, markup
 from .stylesheet import STYLESHEET

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...trainer.rundir.run_summary import RUNS
 from ...trainer.spec.problem import Problem, Unreadable, one_line, suggest_name
 from ...trainer.system.regular_file import read_plain
-from ..keys import library
+from ..keys import config_files
 from .text_layout import Style, page_width, stdout_style, wrap
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ SECTION_OF_GROUP = {"device": "cluster.device"}  # the section of a group's keys
 
 def overview(config_dir: Path | None) -> str:
     """Every recipe with its description, and every group with its options."""
-    groups = {group: ", ".join(library.options(group, config_dir)) for group in library.groups(config_dir)}
-    recipes = _descriptions(library.recipes(config_dir))
+    groups = {group: ", ".join(config_files.options(group, config_dir)) for group in config_files.groups(config_dir)}
+    recipes = _descriptions(config_files.recipes(config_dir))
     return "\n".join(
         ["Recipes (conf=NAME)", *_lines(recipes), "", "Groups (GROUP=NAME; `distrain ls GROUP` describes them)", *_lines(groups)]
     )
@@ -58,8 +58,8 @@ def document(name: str | None, config_dir: Path | None) -> dict[str, Any]:
     from ..keys import key_help
 
     if name is None:
-        groups = {group: list(library.options(group, config_dir)) for group in library.groups(config_dir)}
-        return {"version": 1, "recipes": _descriptions(library.recipes(config_dir)), "groups": groups}
+        groups = {group: list(config_files.options(group, config_dir)) for group in config_files.groups(config_dir)}
+        return {"version": 1, "recipes": _descriptions(config_files.recipes(config_dir)), "groups": groups}
     if "=" in name:
         file = _option_file(name, config_dir)
         return {"version": 1, "options": _descriptions({name: file}), "keys": [], "text": _file_text(file)}
@@ -79,9 +79,9 @@ def _options_and_keys(name: str, config_dir: Path | None) -> tuple[Mapping[str, 
     from ..keys.key_help import key_help
 
     if name == RECIPES:
-        return library.recipes(config_dir), []
-    groups = library.groups(config_dir)
-    options = library.options(name, config_dir) if name in groups else {}
+        return config_files.recipes(config_dir), []
+    groups = config_files.groups(config_dir)
+    options = config_files.options(name, config_dir) if name in groups else {}
     keys = key_help(SECTION_OF_GROUP.get(name, name))
     files = options or ({} if keys else _options_named(name, groups, config_dir))
     if not files and not keys:
@@ -92,21 +92,21 @@ def _options_and_keys(name: str, config_dir: Path | None) -> tuple[Mapping[str, 
 def _option_file(choice: str, config_dir: Path | None) -> Path:
     """The file of the option that GROUP=NAME chooses, or of the recipe of conf=NAME; raises Unreadable where there is none."""
     group, _, name = choice.partition("=")
-    groups = library.groups(config_dir)
+    groups = config_files.groups(config_dir)
     if group not in (*groups, "conf"):
         raise Unreadable([Problem(rule="group", says=f"no group {group}", mend=suggest_name(group, (*groups, "conf")))])
     if group == "conf":
-        return library.recipe_path(name, config_dir)
-    options = library.options(group, config_dir)
+        return config_files.recipe_path(name, config_dir)
+    options = config_files.options(group, config_dir)
     if name not in options:
-        raise Unreadable([Problem(rule="option", says=f"{choice} names no {group}", mend=library.suggest_option(name, options))])
+        raise Unreadable([Problem(rule="option", says=f"{choice} names no {group}", mend=config_files.suggest_option(name, options))])
     return options[name]
 
 
 def _file_text(file: Path) -> str:
     """A file's text, without control characters; raises Unreadable where it can't be read."""
     try:
-        text = read_plain(file, library.MOST_BYTES).decode("utf-8-sig", errors="replace")
+        text = read_plain(file, config_files.MOST_BYTES).decode("utf-8-sig", errors="replace")
     except OSError as error:
         raise Unreadable([Problem(rule="file", says=f"{file} can't be read: {error.strerror or error}")]) from None
     return "\n".join(map(one_line, text.splitlines()))
@@ -114,9 +114,9 @@ def _file_text(file: Path) -> str:
 
 def _options_named(name: str, groups: tuple[str, ...], config_dir: Path | None) -> dict[str, Path]:
     """The recipe, and the option of every group, called `name`: as a command line chooses them."""
-    found = {f"conf={recipe}": file for recipe, file in library.recipes(config_dir).items() if recipe == name}
+    found = {f"conf={recipe}": file for recipe, file in config_files.recipes(config_dir).items() if recipe == name}
     for group in groups:
-        found |= {f"{group}={option}": file for option, file in library.options(group, config_dir).items() if option == name}
+        found |= {f"{group}={option}": file for option, file in config_files.options(group, config_dir).items() if option == name}
     return found
 
 
@@ -137,7 +137,7 @@ def _unknown_name(name: str, groups: tuple[str, ...]) -> Problem:
 
 
 def _descriptions(files: Mapping[str, Path]) -> dict[str, str]:
-    return {name: library.first_comment(file) for name, file in files.items()}
+    return {name: config_files.first_comment(file) for name, file in files.items()}
 
 
 def _lines(rows: Mapping[str, str]) -> list[str]:

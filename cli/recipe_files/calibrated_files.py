@@ -14,7 +14,7 @@ from ...trainer.spec.numbers.as_text import plural, seconds_text
 from ...trainer.spec.problem import Problem, Unreadable, one_line
 from ...trainer.system.atomic_file import write_atomically
 from ...trainer.system.regular_file import expand_home
-from ..keys.library import distrain_version
+from ..keys.config_files import distrain_version
 from . import yaml_edit
 from .calibrated_figures import Figure, si_number, slow_host_text
 

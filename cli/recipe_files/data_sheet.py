@@ -11,7 +11,7 @@ from ...trainer.machine.facts import DEVICE_OPTIONS, cached_facts
 from ...trainer.machine.measurement import DeviceMeasurement
 from ..config.composition import to_plain
 from ..config.yaml_file import read_config
-from ..keys import library
+from ..keys import config_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class DataSheet:
 
 def data_sheet(option: str, config_dir: Path | None) -> DataSheet:
     """Return an option of group device; raises Unreadable if it can't be read."""
-    return DataSheet(option=option, device=to_plain(read_config(library.options("device", config_dir)[option]), []))
+    return DataSheet(option=option, device=to_plain(read_config(config_files.options("device", config_dir)[option]), []))
 
 
 def sheet_of_gpu(gpu: str, config_dir: Path | None) -> DataSheet | None:

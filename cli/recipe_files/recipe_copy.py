@@ -12,7 +12,7 @@ from ...trainer.spec.problem import Problem, Unreadable, one_line
 from ..arguments.command_name import command_name
 from ..arguments.target_file import file_exists, target_file
 from ..config.load import compose_config, compose_configs
-from ..keys import library
+from ..keys import config_files
 from . import yaml_edit
 
 STDOUT = "-"
@@ -27,13 +27,13 @@ def copy_config(name: str, file: str, config_dir: Path | None) -> str:
     Raises Unreadable, and OSError if the file can't be written.
     """
     group, _, option = name.partition("/")
-    options = library.options(group, config_dir) if group in library.groups(config_dir) else {}
+    options = config_files.options(group, config_dir) if group in config_files.groups(config_dir) else {}
     if option in options:
         text = _read(options[option])
         return text.rstrip("\n") if file == STDOUT else _copy_option(group, text, recipe_file(file, option))
     if option and options and not os.path.exists(name):
-        raise Unreadable([Problem(rule="option", says=f"no {group} {option}", mend=library.suggest_option(option, options))])
-    source = library.recipe_path(name, config_dir)
+        raise Unreadable([Problem(rule="option", says=f"no {group} {option}", mend=config_files.suggest_option(option, options))])
+    source = config_files.recipe_path(name, config_dir)
     expected = compose_config(conf_argument(source), (SAME_NAME,), config_dir)
     text = _with_absolute_paths(_read(source), source)
     return text.rstrip("\n") if file == STDOUT else _copy_recipe(source, text, expected, recipe_file(file, source.stem), config_dir)
@@ -103,7 +103,7 @@ class NewFile:
 
 def recipe_file(file: str, stem: str) -> Path:
     """Return the YAML file to write; raises Unreadable as `target_file` does."""
-    return target_file(file, stem, library.SUFFIXES)
+    return target_file(file, stem, config_files.SUFFIXES)
 
 
 def _read(source: Path) -> str:

@@ -157,7 +157,7 @@ def _read_arguments(arguments: Sequence[str], devices: int | None, config_dir: P
     from ...trainer.launch.hosts_and_commands import hosts_to_measure
     from ...trainer.spec.problem import Problem, Unreadable
     from ..config.load import load_recipe
-    from ..keys import library
+    from ..keys import config_files
     from ..recipe_files.data_sheet import data_sheet
 
     given: dict[str, str] = {}
@@ -168,9 +168,9 @@ def _read_arguments(arguments: Sequence[str], devices: int | None, config_dir: P
         if key in given:
             raise Unreadable([Problem(rule="argument", says=f"calibrate takes one {key}=", mend=USAGE)])
         given[key] = value
-    option, known = given.get("device"), library.options("device", config_dir)
+    option, known = given.get("device"), config_files.options("device", config_dir)
     if option is not None and option not in known:
-        raise Unreadable([Problem(rule="option", says=f"no device {option}", mend=library.suggest_option(option, known))])
+        raise Unreadable([Problem(rule="option", says=f"no device {option}", mend=config_files.suggest_option(option, known))])
     if not given:
         return CalibrationRequest(sheet=None, hosts=(), devices=devices)
     run = load_recipe(TRIAL_RECIPE, arguments, config_dir)  # raises for figures that no plan would read, too

@@ -73,7 +73,7 @@ def _machine_checks() -> Iterator[MachineCheck]:
     from ...trainer.launch.doctor_smoke_test import engine_checks
     from ...trainer.machine.doctor_checks import compiler_check, space_checks, version_checks
     from ..config.load import load_recipe
-    from ..keys.library import distrain_version
+    from ..keys.config_files import distrain_version
 
     versions = [*version_checks(distrain_version())]
     yield from versions
@@ -92,7 +92,7 @@ def _check_run(arguments: Sequence[str], config_dir: Path | None) -> bool:
     from ...trainer.machine.facts import measure_once
     from ...trainer.plan.plan import make_plan
     from ..config.load import load_recipe
-    from ..keys.library import distrain_version
+    from ..keys.config_files import distrain_version
     from ..pages.plan_facts import verdict
 
     conf, overrides = recipe_and_overrides(arguments, "doctor", config_dir)

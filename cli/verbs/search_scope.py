@@ -10,7 +10,7 @@ from pathlib import Path
 from ...trainer.spec.problem import Problem, Unreadable
 from ..arguments.cluster_argument import SHAPE_DEGREES
 from ..config.load import Loader
-from ..keys import library
+from ..keys import config_files
 from ..recipe_files import yaml_edit
 
 SEARCHED = ("parallel.", "train.microbatch", "train.compile", "engine")  # keys that a search chooses
@@ -33,7 +33,7 @@ def fixed_keys(overrides: Sequence[str], config_dir: Path | None) -> frozenset[s
 
 def _option_keys(name: str, config_dir: Path | None) -> Iterator[str]:
     """Yield the keys that an option of group parallel sets, but for those of the default."""
-    file = library.options("parallel", config_dir)[name]
+    file = config_files.options("parallel", config_dir)[name]
     for key in yaml_edit.text_values(file.read_text()) if name != "default" else ():
         if not key.startswith("defaults"):
             yield f"parallel.{key}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.arguments.arguments import key_instead_of_option
-from distrain.cli.keys import library
+from distrain.cli.keys import config_files
 from distrain.cli.keys.keys import config_keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
@@ -44,7 +44,7 @@ def test_an_option_is_answered_with_the_key_of_its_row(option: str, cell: str) -
 
 
 def test_every_row_has_an_option_and_a_key_that_exists_or_a_sentence() -> None:
-    known = {*config_keys(), *library.groups(None)}
+    known = {*config_keys(), *config_files.groups(None)}
     assert [cell for options, cell in rows() if not options or (cell.startswith("`") and key_of(cell) not in known)] == []
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.completion import OPTIONS, candidates, completions
-from distrain.cli.keys import library
+from distrain.cli.keys import config_files
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from distrain.cli.keys import library
         (["plan"], "conf=tiny", ["conf=tiny_2x2x2", "conf=tiny_full"]),
         (["show"], "conf=quick", ["conf=quickstart"]),
         (["plan", "conf=quickstart"], "device=h", ["device=h100_80g", "device=h100_96g", "device=h200"]),
-        (["plan", "conf=quickstart"], "lau", [f"launch={name}" for name in library.options("launch", None)]),
+        (["plan", "conf=quickstart"], "lau", [f"launch={name}" for name in config_files.options("launch", None)]),
         (["plan", "conf=quickstart"], "parallel.zero=", [f"parallel.zero={stage}" for stage in range(4)]),
         (["plan", "conf=quickstart"], "parallel.seq", ["parallel.sequence=true", "parallel.sequence=false"]),
         (["plan", "conf=quickstart"], "parallel.mic", []),
@@ -49,8 +49,8 @@ def test_candidates_complete_the_word(before: list[str], word: str, found: list[
 
 
 def test_a_recipe_is_offered_first_and_only_once() -> None:
-    assert candidates(["plan"], "") == [f"conf={name}" for name in library.recipes(None)]
-    assert candidates(["plan", "conf=quickstart"], "") == [f"{group}=" for group in library.groups(None)]
+    assert candidates(["plan"], "") == [f"conf={name}" for name in config_files.recipes(None)]
+    assert candidates(["plan", "conf=quickstart"], "") == [f"{group}=" for group in config_files.groups(None)]
 
 
 def test_the_users_own_recipes_are_offered(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_the_users_own_recipes_are_offered(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["distrain", "plan", "conf", "=", "quick"], "quickstart"),
-        (["distrain", "plan", "conf", "="], "\n".join(library.recipes(None))),
+        (["distrain", "plan", "conf", "="], "\n".join(config_files.recipes(None))),
         (["distrain", "plan", "conf", "=", "quickstart", "device", "=", "cp"], "cpu"),
         (["distrain", "pl"], "plan"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.keys import library
+from distrain.cli.keys import config_files
 from distrain.cli.recipe_files.recipe_copy import NewFile
 from distrain.tests.fakes.run_command import run_command
 from distrain.trainer.spec.problem import Unreadable
@@ -27,7 +27,7 @@ def test_a_copy_of_a_recipe_keeps_every_line_but_the_name_and_is_the_same_run(re
     status, out, err = run_command(f"cp {recipe} mine.yaml", capsys)
     assert (status, err) == (0, "")
     assert out.startswith("wrote mine.yaml; next: ")
-    before, after = (path.read_text().splitlines() for path in (library.recipes(None)[recipe], Path("mine.yaml")))
+    before, after = (path.read_text().splitlines() for path in (config_files.recipes(None)[recipe], Path("mine.yaml")))
     assert [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]] == [(f"name: {recipe}", "name: mine")]
     assert load_recipe("./mine.yaml") == replace(load_recipe(recipe), name="mine")
 
@@ -81,7 +81,7 @@ def test_the_copy_gets_a_yaml_suffix_or_the_name_of_its_recipe(file: str, writte
 
 
 def test_a_dash_is_stdout_and_writes_no_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command("cp quickstart -", capsys) == (0, library.recipes(None)["quickstart"].read_text(), "")
+    assert run_command("cp quickstart -", capsys) == (0, config_files.recipes(None)["quickstart"].read_text(), "")
     assert os.listdir() == []
 
 

@@ -14,7 +14,7 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.cli.drawings.plan_drawing import KINDS, PARTS
 from distrain.cli.html.plan_html import CONFIG, plan_html
-from distrain.cli.keys import library
+from distrain.cli.keys import config_files
 from distrain.cli.pages.plan_facts import outcome, verdict
 from distrain.cli.recipe_files.config_text import config_text
 from distrain.tests.fakes.html_page import SVG, XHTML, HtmlPage, text_of
@@ -50,7 +50,7 @@ def page_and_json(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[HtmlP
     return MADE[words]
 
 
-@pytest.mark.parametrize("recipe", library.recipes(None))
+@pytest.mark.parametrize("recipe", config_files.recipes(None))
 def test_every_recipe_has_a_page_with_its_verdict_and_config(recipe: str) -> None:
     plan, config = make_plan(load_recipe(recipe)), config_text(recipe, (), None, comments=False)
     page = HtmlPage(plan_html(plan, None, None, config, f"distrain plan conf={recipe}"))

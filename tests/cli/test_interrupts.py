@@ -11,7 +11,7 @@ from typing import Self
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.keys import library
+from distrain.cli.keys import config_files
 
 INTERRUPTED = 25  # points in the calls of one composition
 
@@ -38,7 +38,7 @@ class InterruptAtCall:
 
 def test_a_composition_that_is_interrupted_anywhere_raises_nothing_else(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
-    shutil.copy(library.recipes(None)["quickstart"], recipe)
+    shutil.copy(config_files.recipes(None)["quickstart"], recipe)
     arguments = (str(recipe), ["model=tiny", "train.seq=32"])
     load_recipe(*arguments)
     with InterruptAtCall() as counted:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from distrain.cli.app import command
 from distrain.cli.config.composition import config_yaml
 from distrain.cli.config.load import compose_config, load_recipe
-from distrain.cli.keys import library
+from distrain.cli.keys import config_files
 from distrain.cli.keys.key_help import REQUIRED, family_defaults, key_comments, key_fields, key_help, sections, type_summary
 from distrain.cli.keys.keys import WRITTEN_KEYS, config_keys
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH
@@ -134,14 +134,14 @@ def test_ls_of_a_section_lists_every_key_in_it(section: str, capsys: pytest.Capt
 
 def test_ls_of_a_group_lists_its_options_and_then_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     options, keys = call("ls device", capsys)[1].split("\n\nKeys of device\n")
-    assert [line.split()[0] for line in options.splitlines()] == list(library.options("device", None))
+    assert [line.split()[0] for line in options.splitlines()] == list(config_files.options("device", None))
     assert keys.startswith("cluster.device.name  text; required\n")
 
 
-@pytest.mark.parametrize("choice", [f"{group}={next(iter(library.options(group, None)))}" for group in library.groups(None)])
+@pytest.mark.parametrize("choice", [f"{group}={next(iter(config_files.options(group, None)))}" for group in config_files.groups(None)])
 def test_ls_of_an_option_prints_its_file(choice: str, capsys: pytest.CaptureFixture[str]) -> None:
     group, _, name = choice.partition("=")
-    text = library.options(group, None)[name].read_text()
+    text = config_files.options(group, None)[name].read_text()
     assert call(f"ls {choice}", capsys) == (0, text, "")
     assert json.loads(call(f"ls {choice} --json", capsys)[1])["text"] + "\n" == text
 
@@ -150,7 +150,7 @@ def test_ls_of_an_option_of_ones_own_prints_no_control_characters(tmp_path: Path
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("family: \x1b[31mgpt\n")
     assert call(f"ls model=mine --config-dir {tmp_path}", capsys) == (0, "family: \\x1b[31mgpt\n", "")
-    assert call("ls conf=quickstart", capsys)[1] == library.recipes(None)["quickstart"].read_text()
+    assert call("ls conf=quickstart", capsys)[1] == config_files.recipes(None)["quickstart"].read_text()
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,9 @@ def test_only_runs_take_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json_of_ls_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     whole, part, key = (json.loads(call(f"ls {name} --json", capsys)[1]) for name in ("", "parallel", "parallel.zero"))
-    assert whole["recipes"].keys() == library.recipes(None).keys()
-    assert whole["groups"]["device"] == list(library.options("device", None))
-    assert part["options"].keys() == library.options("parallel", None).keys()
+    assert whole["recipes"].keys() == config_files.recipes(None).keys()
+    assert whole["groups"]["device"] == list(config_files.options("device", None))
+    assert part["options"].keys() == config_files.options("parallel", None).keys()
     assert key["keys"][0]["choices"] == ["0", "1", "2", "3"]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
-from distrain.cli.keys import library
+from distrain.cli.keys import config_files
 from distrain.cli.keys.keys import config_keys
 from distrain.cli.keys.synonyms import ROWS, TOP_LEVEL_ONLY, Synonym, synonym_problem
 
@@ -113,7 +113,7 @@ def test_no_name_has_two_rows_or_is_a_key_of_ours() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
 def test_a_row_has_a_key_of_ours_and_values_that_it_takes(row: Synonym) -> None:
-    assert not row.key or row.key in (*KNOWN, *library.groups(None), "conf")
+    assert not row.key or row.key in (*KNOWN, *config_files.groups(None), "conf")
     for value in (row.values or {}).values() if row.key else ():
         assert load_recipe("quickstart", [f"{row.key}={value}"]), (row.key, value)
 

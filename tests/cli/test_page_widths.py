@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from distrain.cli.app import VERBS, app, command
-from distrain.cli.keys import library
+from distrain.cli.keys import config_files
 from distrain.cli.pages.hosts_page import preflight_lines
 from distrain.cli.pages.report_page import report_text
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, MAX_WIDTH, MIN_WIDTH, Style, narrow_table, page_width, wrap
@@ -23,7 +23,7 @@ from distrain.trainer.rundir.measured_run import MeasuredRun, PlannedMeasured
 WIDTHS = (MIN_WIDTH, DEFAULT_WIDTH, 100, MAX_WIDTH)
 DRAWN = (MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH)
 LONG = "a_name_of_a_recipe_that_nobody_would_ever_want_to_read_twice"
-RECIPE_PAGES = [f"plan conf={recipe}" for recipe in library.recipes(None)]
+RECIPE_PAGES = [f"plan conf={recipe}" for recipe in config_files.recipes(None)]
 PAGES = [
     *RECIPE_PAGES,
     f"plan conf=megatron_1t_6x8x64 name={LONG} parallel.schedule=pipedream parallel.zero=1",
@@ -40,7 +40,7 @@ PAGES = [
     f"simulate conf=gpt3_175b name={LONG} --slow 1=1.25 --slow 2=1.25 --slow 10=1.25",
     "simulate conf=llama3_8b_1node engine=native parallel.pp=4 parallel.dp=2 parallel.tp=1 train.microbatch=1 parallel.schedule=zb_v",
     "ls",
-    *(f"ls {group}" for group in library.groups(None)),
+    *(f"ls {group}" for group in config_files.groups(None)),
     *(f"{verb} --help" for verb in ("", *(verb.__name__ for verb, _ in VERBS))),
 ]
 

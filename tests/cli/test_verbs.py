@@ -13,12 +13,12 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
-from distrain.cli.keys import library
+from distrain.cli.keys import config_files
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 
-RECIPES = list(library.recipes(None))
+RECIPES = list(config_files.recipes(None))
 
 
 def run_command(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -40,14 +40,14 @@ def test_ls_lists_every_recipe_and_every_group(capsys: pytest.CaptureFixture[str
     status, out, err = run_command(["ls"], capsys)
     names = {line.split()[0] for line in out.splitlines() if line.startswith("  ")}
     assert (status, err) == (0, "")
-    assert names == {*RECIPES, *library.groups(None)}
+    assert names == {*RECIPES, *config_files.groups(None)}
     assert max(map(len, out.splitlines())) <= DEFAULT_WIDTH
 
 
-@pytest.mark.parametrize("group", [*library.groups(None), "recipes"])
+@pytest.mark.parametrize("group", [*config_files.groups(None), "recipes"])
 def test_ls_of_a_group_describes_each_option(group: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run_command(["ls", group], capsys)
-    names = library.recipes(None) if group == "recipes" else library.options(group, None)
+    names = config_files.recipes(None) if group == "recipes" else config_files.options(group, None)
     assert status == 0
     options = out.partition("\n\n")[0].splitlines()  # then the keys
     assert [line.split()[0] for line in options] == list(names)
@@ -216,6 +216,18 @@ def test_a_sweep_that_fits_exits_0_and_prints_its_readings(capsys: pytest.Captur
         "cluster=128x8: 128 nodes x 8 GPUs = 1024 GPUs",
         "cluster=256x8: 256 nodes x 8 GPUs = 2048 GPUs",
     ]
+
+
+@pytest.mark.parametrize(
+    ("engines", "says"),
+    [("papers,auto", "fastest that fits: engine=auto"), ("papers", "fastest that fits: recompute=none, which no engine here runs")],
+)
+def test_the_fastest_of_a_sweep_is_one_that_runs_if_any_does(engines: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In fp8, not compiled, the papers' layout is planned to be faster than that of any engine here."""
+    words = ["parallel.tp=4", "parallel.sequence=true", "train.precision=fp8", f"engine={engines}"]
+    words += ["parallel.recompute=none,full"] if engines == "papers" else []
+    _, out, _ = run_command(["plan", "conf=llama3_8b_1node", "-m", *words], capsys)
+    assert out.splitlines()[-1] == says
 
 
 def test_long_overrides_of_a_layout_have_a_line_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.keys.library import recipes
+from distrain.cli.keys.config_files import recipes
 from distrain.tests.fakes.action_orders import Lists, Pipeline, action_orders
 from distrain.trainer.plan.layout.action_csv import write_action_csv
 from distrain.trainer.plan.layout.schedules import SCHEDULES, stage_and_chunk

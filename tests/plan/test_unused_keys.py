@@ -7,7 +7,7 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
-from distrain.cli.keys import library
+from distrain.cli.keys import config_files
 from distrain.cli.keys.keys import config_keys
 from distrain.trainer.launch.admission import start_warnings
 from distrain.trainer.models.hybrid.ops import LINEAR
@@ -214,7 +214,7 @@ def test_every_key_has_a_row_or_is_always_read() -> None:
     assert not read & set(IDLE)
 
 
-@pytest.mark.parametrize("recipe", library.recipes(None))
+@pytest.mark.parametrize("recipe", config_files.recipes(None))
 def test_no_recipe_sets_a_key_without_effect(recipe: str) -> None:
     run = load_recipe(recipe)
     assert warnings_of(run) == []

@@ -25,7 +25,7 @@ def table(model: Model, train: Train) -> OpTable:
         sizes=logical_sizes(model, train),
         embedding=embedding(model, train),
         layer=(norm("norm1", model), *attention(model, train), *feed_forward(model), residual("residual", model)),
-        head=(norm("norm", model), *head(model)),
+        head=(norm("norm", model), *head()),
         tied=model.tied,
     )
 

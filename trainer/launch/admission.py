@@ -10,7 +10,6 @@ from importlib.util import find_spec
 
 from ..machine import facts as machine
 from ..machine.facts import CPU_RANKS_PER_CORE
-from ..machine.torch_release import compile_problem
 from ..plan.engines import ENGINES
 from ..plan.fixes import engine_problems
 from ..plan.result import Plan
@@ -51,8 +50,6 @@ def check_start(run: Run, plan: Plan) -> StartCheck:
         says = "train.precision=fp16 does not run on a CPU: DeepSpeed accepts it only on the few that multiply in fp16"
         problems.append(Problem(rule="precision", says=says, mend="set train.precision to fp32 or bf16, or engine=native"))
     problems += _machine_problems(run, plan)
-    if wrong := compile_problem(run, machine.torch_version()):
-        problems.append(wrong)
     return StartCheck(problems=tuple(problems), hosts=found.hosts, spares=found.spares)
 
 

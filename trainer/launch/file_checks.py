@@ -85,11 +85,12 @@ def _metrics_problems(folder: Path) -> Iterator[Problem]:
 def weight_problems(run: Run) -> Iterator[Problem]:
     """Yield why a run can't start from the weights it names. A run that resumes from a checkpoint needs none, unless LoRA adds to them, or
     preferences are relative to them and what they need of them is not kept."""
+    from ..rundir.checkpoints import has_checkpoints
     from ..rundir.files import REFERENCE_FILE, run_folder
 
     folder = run_folder(run)
     is_kept = not run.model.lora.rank and (folder / REFERENCE_FILE).exists()
-    resumes = any(folder.glob("checkpoints/step_*")) and (is_kept or not run.reads_start_weights_again)
+    resumes = has_checkpoints(folder) and (is_kept or not run.reads_start_weights_again)
     if run.model.weights is None or resumes:
         return
     from ..models.hf_format.check_folder import check_folder, check_same_config
@@ -97,7 +98,7 @@ def weight_problems(run: Run) -> Iterator[Problem]:
     checks: list[Callable[[], object]] = [partial(check_folder, Path(run.model.weights), run)]
     if is_made_by_transformers(run.model):
         checks = [partial(check_same_config, Path(run.model.weights), run)]
-    elif run.model.lora.rank and run.model.lora.weights and not any(folder.glob("checkpoints/step_*")):
+    elif run.model.lora.rank and run.model.lora.weights and not has_checkpoints(folder):
         from ..models.hf_format.adapter_folder import check_adapter
 
         checks.append(partial(check_adapter, Path(run.model.lora.weights), run))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..plan.result import Plan
-from ..rundir.checkpoints import checkpoints_folder, newest_saved
+from ..rundir.checkpoints import checkpoints_folder, has_checkpoints, newest_saved
 from ..rundir.files import write_launch_files
 from ..spec.problem import Unreadable
 from ..spec.run import Run
@@ -96,7 +96,7 @@ def _run_watched_attempt(
 ) -> Outcome:
     """Run one attempt, measure it, and save the phase times that the watchdog learned."""
     run = hosted.run
-    resumed = run.checkpoint.resume != "never" and any(folder.glob("checkpoints/step_*"))
+    resumed = run.checkpoint.resume != "never" and has_checkpoints(folder)
     watchdog = load_watchdog(run, folder)
     outcome = run_attempt(
         run,

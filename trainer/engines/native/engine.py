@@ -45,9 +45,9 @@ from .data_parallel.sharded_weights import (
 )
 from .data_parallel.weight_buckets import WeightBucket
 from .data_parallel.worker_average import WorkerAverage
-from .layers_taken_together import layers_taken_together
 from .loss_scale import LossScale
 from .pipeline import PassHooks, Pipeline, ScheduledStep
+from .prepare_layers import layers_taken_together, prepare_layers
 from .stage_messages import StageChain, StageMessages
 
 
@@ -312,8 +312,8 @@ class NativeEngine(Engine):
         reducer = BucketReducer(made, uses, layers, overlap=run.parallel.overlap.data)
         for parameter in reducer.hooked_parameters():
             parameter.register_post_accumulate_grad_hook(reducer.take_gradient)  # type: ignore[no-untyped-call]
-        for module in self.modules if layers else ():
-            module.watch_layer = reducer.watch_layer  # type: ignore[assignment]
+        if layers:
+            prepare_layers(run, self.modules, made, reducer)
         return made, reducer
 
     def _shard_fully(self, groups: RowGroups) -> tuple[list[ShardedWeight], ShardedReducer]:

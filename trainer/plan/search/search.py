@@ -21,7 +21,7 @@ from ..stage_cost import stage_costs
 from .bounds import Bounds
 from .front import Best, CostedLayout, Front, MeshKey, mesh_key
 from .garbage_collection import pause_garbage_collection
-from .op_kinds import OpKind, op_kinds
+from .layout_kinds import LayoutKind, layout_kinds
 from .pass_table import Pass, PassTable
 from .run_seconds import ranked_seconds, share_of_several
 from .space import Candidate, Space, StateChoice, Zero
@@ -40,7 +40,7 @@ class SearchResult:
     front: tuple[CostedLayout, ...]
     legal: int  # layouts
     costed: int  # of them; the others were discarded by bounds
-    contexts: tuple[tuple[OpKind, CostContext], ...]
+    contexts: tuple[tuple[LayoutKind, CostContext], ...]
 
     def context_of(self, candidate: Candidate) -> CostContext:
         """The context in which a candidate was costed."""
@@ -54,7 +54,7 @@ def search_layouts(
     sequences are searched with both ways of parallel.cp_comm, layouts of GPUs with compiled layers and without. `known`: a layout that
     others have to beat."""
     settings, searches, found = run.search, list[LayoutSearch](), list[SearchResult]()
-    kinds = op_kinds(run, fixed)
+    kinds = layout_kinds(run, fixed)
     for kind in kinds:
         space = Space(kind.run, fixed, runnable=settings.runnable or kind.runnable, shares=kind.shares, zeros=kind.zeros)
         after = searches[-1] if searches else None

@@ -15,7 +15,7 @@ from ..rules.rules import OF_RUN, broken_rules
 from .space import ZEROS, Candidate, Zero
 
 
-class OpKind(NamedTuple):
+class LayoutKind(NamedTuple):
     """Layouts with the same ops: their parallel.cp_comm, whether their ranks share sequences (None: either), and their ZeRO stages; a run
     of this kind, from which their ops and train.compile follow; whether only layouts that an engine trains are of it."""
 
@@ -33,7 +33,7 @@ class OpKind(NamedTuple):
         return is_same and is_shared and parallel.zero in self.zeros
 
 
-def op_kinds(run: Run, fixed: frozenset[str]) -> list[OpKind]:
+def layout_kinds(run: Run, fixed: frozenset[str]) -> list[LayoutKind]:
     """Return the kinds of a run's layouts, each of one kind: keys in `fixed` stay as the run has them.
 
     The other train.compile is searched on GPUs, for layouts that an engine trains. Those of ZeRO 3, which compiles no layer, are left
@@ -47,7 +47,7 @@ def op_kinds(run: Run, fixed: frozenset[str]) -> list[OpKind]:
     return [*kinds, *(kind._replace(zeros=zeros, runnable=True) for kind, zeros in read if zeros)]
 
 
-def _sequence_kinds(run: Run, fixed: frozenset[str]) -> list[OpKind]:
+def _sequence_kinds(run: Run, fixed: frozenset[str]) -> list[LayoutKind]:
     """Return the kinds of layouts with the run's train.compile. Layouts whose ranks do not share sequences are those of the run's own
     parallel.cp_comm, which they do not read."""
     own: CpComm = run.parallel.cp_comm
@@ -56,11 +56,11 @@ def _sequence_kinds(run: Run, fixed: frozenset[str]) -> list[OpKind]:
     shared = [each for comm in (own, other)[: 1 + ("parallel.cp_comm" not in fixed)] for each in _shared_kinds(run, fixed, comm)]
     first = shared[0]
     if first.zeros == ZEROS and _ops(first.run) == _ops(alone.run):
-        return [OpKind(own, None, ZEROS, run), *shared[1:]]
+        return [LayoutKind(own, None, ZEROS, run), *shared[1:]]
     return [alone, *shared]
 
 
-def _shared_kinds(run: Run, fixed: frozenset[str], comm: CpComm) -> Iterator[OpKind]:
+def _shared_kinds(run: Run, fixed: frozenset[str], comm: CpComm) -> Iterator[LayoutKind]:
     """Yield the kinds of layouts whose ranks share sequences."""
     first, last = (_kind(run, fixed, comm, True, zeros) for zeros in (ZEROS[:3], ZEROS[3:]))
     if _ops(first.run) == _ops(last.run):
@@ -69,13 +69,13 @@ def _shared_kinds(run: Run, fixed: frozenset[str], comm: CpComm) -> Iterator[OpK
         yield from (first, last)
 
 
-def _kind(run: Run, fixed: frozenset[str], comm: CpComm, shares: bool, zeros: tuple[Zero, ...]) -> OpKind:
+def _kind(run: Run, fixed: frozenset[str], comm: CpComm, shares: bool, zeros: tuple[Zero, ...]) -> LayoutKind:
     parallel = replace(run.parallel, cp_comm=comm)
     if "parallel.cp" not in fixed:
         parallel = replace(parallel, cp=2 if shares else 1)
     if "parallel.zero" not in fixed:
         parallel = replace(parallel, zero=zeros[0])
-    return OpKind(comm, shares, zeros, replace(run, parallel=parallel))
+    return LayoutKind(comm, shares, zeros, replace(run, parallel=parallel))
 
 
 def _ops(run: Run) -> tuple[object, bool]:

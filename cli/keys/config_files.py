@@ -1,4 +1,4 @@
-"""Finds recipes and config groups: in the user's folder first, then in the built-in ones."""
+"""The YAML files of recipes and config groups: in the user's folder first, then the built-in ones."""
 
 from __future__ import annotations
 
