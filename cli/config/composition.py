@@ -108,7 +108,9 @@ class Composer:
             if not is_whole_section(key, own):
                 option = OmegaConf.merge(option, without_choice(key, own))
             elif key == choice.key and own != option:
-                config.reading = join_readings(config.get("reading"), f"{choice.text}: replaces section {key} of the recipe, which sets all of it")
+                config.reading = join_readings(
+                    config.get("reading"), f"{choice.text}: replaces section {key} of the recipe, which sets all of it"
+                )
         OmegaConf.update(config, key, option, merge=False, force_add=True)
 
     def _call_hydra(self, recipe: DictConfig, choices: Iterable[Override], file: Path) -> DictConfig:

@@ -144,7 +144,9 @@ def test_a_recipes_own_keys_stay_over_a_chosen_option_whether_its_defaults_name_
 
 @pytest.mark.parametrize("device", ["device: {name: mine, memory: 1e9, peak: {fp32: 1e12}}", "device: H100"])
 def test_a_chosen_cluster_brings_its_own_device_where_the_recipe_writes_another(device: str, tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text(f"defaults: [{{model: tiny}}, {{train: default}}]\nparallel: {{}}\ncluster: {{nodes: 3, {device}}}\n")
+    (tmp_path / "own.yaml").write_text(
+        f"defaults: [{{model: tiny}}, {{train: default}}]\nparallel: {{}}\ncluster: {{nodes: 3, {device}}}\n"
+    )
     cluster = load_recipe(str(tmp_path / "own.yaml"), ["cluster=dgx_h100"]).cluster
     assert (cluster.nodes, cluster.device.name) == (3, "H100-80G")
     changed = load_recipe(str(tmp_path / "own.yaml"), ["cluster=dgx_h100", "device=h200", "cluster.device.units=7"]).cluster
