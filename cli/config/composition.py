@@ -84,10 +84,14 @@ class Composer:
                     break
                 except HydraException as error:
                     raise_if_interrupted(error)
-                    missed = re.match(r"Could not (?:override|delete) '([^'=]+)(?:=[^']*)?'\. No match", str(error))
-                    if not missed or missed[1] not in in_defaults:
+                    missed = re.search(r"Could not (?:override|delete) '([^'=]+)(?:=[^']*)?'\. No match", str(error))
+                    if missed and missed[1] in in_defaults:
+                        others.append(in_defaults.pop(missed[1]))
+                        continue
+                    plain = _with_plain_default(recipe, missed[1]) if missed else recipe
+                    if plain == recipe:
                         raise
-                    others.append(in_defaults.pop(missed[1]))
+                    recipe = plain
             for each in sorted(others, key=lambda choice: choice.key == "device"):
                 self._add_group(config, each, file)
         except CONFIG_ERRORS as error:
@@ -154,6 +158,18 @@ def _without_default(recipe: DictConfig, override: str) -> DictConfig:
     if isinstance(recipe.get("defaults"), ListConfig):
         drop = (f"override /{override}", f"override {override}")
         copy["defaults"] = [each for each in recipe["defaults"] if not (isinstance(each, DictConfig) and set(each) & set(drop))]
+    return copy
+
+
+def _with_plain_default(recipe: DictConfig, group: str) -> DictConfig:
+    """Return a recipe whose `override` entries of a group choose it plainly: nothing else in its defaults does."""
+    copy = recipe.copy()
+    forms = (f"override /{group}", f"override {group}")
+    if isinstance(recipe.get("defaults"), ListConfig):
+        copy["defaults"] = [
+            {f"/{group}" if name in forms else name: option for name, option in each.items()} if isinstance(each, DictConfig) else each
+            for each in recipe["defaults"]
+        ]
     return copy
 
 

@@ -153,6 +153,21 @@ def test_a_chosen_cluster_brings_its_own_device_where_the_recipe_writes_another(
     assert (changed.device.name, changed.device.units) == ("H200", 7)
 
 
+@pytest.mark.parametrize("cluster", ["", ", {cluster: dgx_a100}"])
+def test_the_line_that_chooses_a_device_composes_with_a_cluster_in_the_defaults_and_without(cluster: str, tmp_path: Path) -> None:
+    defaults = f"[{{model: tiny}}, {{train: default}}{cluster}, {{override /device@cluster.device: h100_80g}}]"
+    (tmp_path / "own.yaml").write_text(f"defaults: {defaults}\ncluster: {{nodes: 2, gpus: 4, inside: null}}\n")
+    run = load_recipe(str(tmp_path / "own.yaml"))
+    assert (run.cluster.nodes, run.cluster.gpus, run.cluster.device.name) == (2, 4, "H100-80G")
+    assert load_recipe(str(tmp_path / "own.yaml"), ["device=h200"]).cluster.device.name == "H200"
+    assert load_recipe(str(tmp_path / "own.yaml"), ["cluster=dgx_b200"]).cluster.device.name == "B200"
+
+
+def test_a_recipe_without_parallel_has_its_defaults(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("defaults: [{model: tiny}, {cluster: local}, {train: default}]\n")
+    assert load_recipe(str(tmp_path / "own.yaml")).parallel == load_recipe(str(tmp_path / "own.yaml"), ["parallel=default"]).parallel
+
+
 def test_a_section_that_is_written_as_a_whole_is_replaced_and_the_page_says_so(tmp_path: Path) -> None:
     (tmp_path / "flat.yaml").write_text(config_yaml(compose_config("tiny_2x2x2")) + "reading: null\n")
     run = load_recipe(str(tmp_path / "flat.yaml"), ["parallel=zero1", "model=tiny_moe", "cluster=1x8"])

@@ -54,11 +54,13 @@ def check_start(run: Run, plan: Plan) -> StartCheck:
 
 
 def start_warnings(run: Run, plan: Plan) -> Iterator[Problem]:
-    """Warn of keys that do nothing in this run, and of log sinks whose package is missing."""
+    """Warn of keys that do nothing in this run, of random tokens, and of log sinks whose package is missing."""
     yield from (each for each in plan.warnings if each.rule in (UNUSED_KEY_RULE, "recompute"))
     if run.optim.gradient_copy:
         says = "optim.gradient_copy=true is in the plan, but no engine here keeps such a copy"
         yield Problem(rule=UNUSED_KEY_RULE, says=says, mend="set optim.gradient_copy=false")
+    if run.data.name == "synthetic":
+        yield Problem(rule="data", says="data=synthetic: tokens are drawn at random", mend="choose data=NAME to train on text")
     for sink in run.log.sinks:
         if sink in SINK_PACKAGES and find_spec(SINK_PACKAGES[sink]) is None:
             says = f"log.sinks names {sink}, which is not installed: nothing is logged there"
