@@ -112,12 +112,12 @@ def improve_problem(problem: Problem, config: Mapping[str, Any], config_dir: Pat
 def _option_as_text_problem(section: str, value: str, config_dir: Path | None) -> Problem:
     """Return the problem of a section whose value is a text: the name of an option, or nearly one."""
     group = section.rpartition(".")[2]
-    options = library.options(group, config_dir)
+    options = config_files.options(group, config_dir)
     entry = f"- {DEFAULTS_ENTRY[section]}"
     if value in options:
         says = f"{section}={value} is not a mapping of keys"
         return Problem(rule="type", says=says, mend=f"to choose an option, write `{entry}: {value}` in the recipe's defaults instead")
-    hint = library.suggest_option(value, options)
+    hint = config_files.suggest_option(value, options)
     stop = "" if hint.endswith("?") else "."
     return Problem(
         rule="type",
