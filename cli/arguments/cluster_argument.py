@@ -37,8 +37,13 @@ def apply_shape(config: dict[str, Any], size: str, user_values: Mapping[str, Any
     config["cluster"].update(shape.cluster)
     if isinstance(mesh := config.setdefault("parallel", {}), dict):
         mesh.update(shape.parallel)
-    config["reading"] = shape.reading
+    config["reading"] = join_readings(config.get("reading"), shape.reading)
     return []
+
+
+def join_readings(*readings: str | None) -> str:
+    """Return the sentences on how arguments were read as one text."""
+    return ". ".join(each for each in readings if each)
 
 
 def read_shape(size: str, cluster: Any, user_values: Mapping[str, Any]) -> Shape | Problem:

@@ -23,11 +23,13 @@ from yaml import YAMLError
 
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.system.regular_file import expand_home, read_plain
+from ..arguments.cluster_argument import join_readings
 from ..arguments.overrides import Override
 from ..keys import config_files
 from . import ask_transformers
 from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
+from .own_sections import is_whole_section, kept_keys
 from .yaml_file import LENGTHS, install_plain_source
 
 WEIGHTS = ("model.weights", "model.lora.weights")  # folders of weights that training begins from
@@ -71,7 +73,7 @@ class Composer:
         return config
 
     def _compose(self, recipe: DictConfig, choices: Sequence[Override], file: Path) -> DictConfig:
-        """Compose; an option of a group that is not in the recipe's defaults replaces the keys that the recipe sets itself."""
+        """Compose; the keys that a recipe sets itself stay over a chosen option, also of a group that is not in the recipe's defaults."""
         in_defaults, others = {each.hydra_group: each for each in choices}, list[Override]()
         if "cluster" in in_defaults:
             recipe = _without_default(recipe, "device@cluster.device")
@@ -82,24 +84,38 @@ class Composer:
                     break
                 except HydraException as error:
                     raise_if_interrupted(error)
-                    missed = re.match(r"Could not (?:override|delete) '([^'=]+)(?:=[^']*)?'\. No match", str(error))
-                    if not missed or missed[1] not in in_defaults:
+                    missed = re.search(r"Could not (?:override|delete) '([^'=]+)(?:=[^']*)?'\. No match", str(error))
+                    if missed and missed[1] in in_defaults:
+                        others.append(in_defaults.pop(missed[1]))
+                        continue
+                    plain = _with_plain_default(recipe, missed[1]) if missed else recipe
+                    if plain == recipe:
                         raise
-                    others.append(in_defaults.pop(missed[1]))
+                    recipe = plain
             for each in sorted(others, key=lambda choice: choice.key == "device"):
-                self._replace_group(config, each, file)
+                self._add_group(config, each, file)
         except CONFIG_ERRORS as error:
             raise_if_interrupted(error)
             raise Unreadable([composition_problem(error, file, self._config_dir, RECIPE_NAME)]) from None
         return config
 
-    def _replace_group(self, config: DictConfig, choice: Override, file: Path) -> None:
+    def _add_group(self, config: DictConfig, choice: Override, file: Path) -> None:
+        """Put an option of a group that no defaults name below the recipe's own keys, or in place of a section written as a whole."""
         if choice.deletes:
             if problems := apply_override(config, choice):
                 raise Unreadable(problems)
             return
+        key = choice.target_key
         source = self._call_hydra(OmegaConf.create({"defaults": [{choice.hydra_group: choice.value}]}), (), file)
-        OmegaConf.update(config, choice.target_key, OmegaConf.select(source, choice.target_key), merge=False, force_add=True)
+        option, own = OmegaConf.select(source, key), OmegaConf.select(config, key)
+        if isinstance(own, DictConfig) and isinstance(option, DictConfig):
+            if not is_whole_section(key, own):
+                option = OmegaConf.merge(option, OmegaConf.masked_copy(own, kept_keys(key, own)))
+            elif key == choice.key and own != option:
+                config.reading = join_readings(
+                    config.get("reading"), f"{choice.text}: replaces section {key} of the recipe, which sets all of it"
+                )
+        OmegaConf.update(config, key, option, merge=False, force_add=True)
 
     def _call_hydra(self, recipe: DictConfig, choices: Iterable[Override], file: Path) -> DictConfig:
         """Compose with Hydra: the user's folder is its main one, then the built-in ones, then the recipe's own."""
@@ -142,6 +158,18 @@ def _without_default(recipe: DictConfig, override: str) -> DictConfig:
     if isinstance(recipe.get("defaults"), ListConfig):
         drop = (f"override /{override}", f"override {override}")
         copy["defaults"] = [each for each in recipe["defaults"] if not (isinstance(each, DictConfig) and set(each) & set(drop))]
+    return copy
+
+
+def _with_plain_default(recipe: DictConfig, group: str) -> DictConfig:
+    """Return a recipe whose `override` entries of a group choose it plainly: nothing else in its defaults does."""
+    copy = recipe.copy()
+    forms = (f"override /{group}", f"override {group}")
+    if isinstance(recipe.get("defaults"), ListConfig):
+        copy["defaults"] = [
+            {f"/{group}" if name in forms else name: option for name, option in each.items()} if isinstance(each, DictConfig) else each
+            for each in recipe["defaults"]
+        ]
     return copy
 
 

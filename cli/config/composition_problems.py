@@ -13,11 +13,12 @@ from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from ...trainer.system.regular_file import why_unreadable
 from ..keys import config_files, synonyms
 
-REQUIRED_SECTIONS = ("model", "cluster", "parallel", "train")
+REQUIRED_SECTIONS = ("model", "cluster", "train")
 DEFAULTS_ENTRY = {  # the key that chooses an option of a section in a recipe's defaults
-    **{section: section for section in (*REQUIRED_SECTIONS, "optim", "data", "log", "checkpoint", "launch")},
+    **{section: section for section in (*REQUIRED_SECTIONS, "parallel", "optim", "data", "log", "checkpoint", "launch")},
     "cluster.device": "override /device@cluster.device",
 }
+EXAMPLES = {"cluster": "cluster=dgx_h100, or cluster=local for this machine"}
 LORA_TARGETS, ALL_TARGETS = "model.lora.targets", ("all-linear", "all", ["all-linear"], ["all"])  # PEFT's and torchtune's words
 COMPARED_SIZES = ("family", "layers", "hidden", "heads", "vocab")
 
@@ -93,21 +94,36 @@ def check_sizes_agree(sizes: Mapping[str, object], model: Mapping[Any, Any], fil
             raise Unreadable([Problem(rule="hf", says=says, mend="set model.hf in the recipe itself")])
 
 
-def improve_problem(problem: Problem, config: Mapping[str, Any]) -> Problem:
-    """Return a problem of a composed config with a better fix if there is one: for a key of another trainer, or a whole section."""
+def improve_problem(problem: Problem, config: Mapping[str, Any], config_dir: Path | None = None) -> Problem:
+    """Return a problem of a composed config with a better fix if there is one: for a key of another trainer, or a whole section.
+    `config_dir` is the user's folder of options."""
     if problem.rule == "unknown":
         key = problem.says.removeprefix("no key ")
         return synonyms.synonym_problem(key, _value_at(config, key)) or problem
     if problem.rule == "type" and _value_at(config, LORA_TARGETS) in ALL_TARGETS and problem.says.startswith(f"{LORA_TARGETS}="):
         return replace(problem, mend=f"leave it out: {LORA_TARGETS}=null, the default, is all linear layers but routers")
     section, _, value = problem.says.partition(" is not a mapping of ")[0].partition("=")
-    if problem.rule == "type" and value and " is not a mapping of " in problem.says and isinstance(_value_at(config, section), str):
-        says = f"{section}={value} is not a mapping of keys"
-        if section in DEFAULTS_ENTRY:
-            return Problem(
-                rule="type", says=says, mend=f"to choose an option, write `- {DEFAULTS_ENTRY[section]}: {value}` in the recipe's defaults"
-            )
+    is_text = value and " is not a mapping of " in problem.says and isinstance(_value_at(config, section), str)
+    if problem.rule == "type" and is_text and section in DEFAULTS_ENTRY:
+        return _option_as_text_problem(section, value, config_dir)
     return _missing_section(problem)
+
+
+def _option_as_text_problem(section: str, value: str, config_dir: Path | None) -> Problem:
+    """Return the problem of a section whose value is a text: the name of an option, or nearly one."""
+    group = section.rpartition(".")[2]
+    options = config_files.options(group, config_dir)
+    entry = f"- {DEFAULTS_ENTRY[section]}"
+    if value in options:
+        says = f"{section}={value} is not a mapping of keys"
+        return Problem(rule="type", says=says, mend=f"to choose an option, write `{entry}: {value}` in the recipe's defaults instead")
+    hint = config_files.suggest_option(value, options)
+    stop = "" if hint.endswith("?") else "."
+    return Problem(
+        rule="type",
+        says=f"{section}={value} names no {group}",
+        mend=f"{hint}{stop} Write `{entry}: NAME` in the recipe's defaults instead",
+    )
 
 
 def device_name_problems(
@@ -134,6 +150,8 @@ def _value_at(config: Mapping[str, Any], key: str) -> Any:
 def _missing_section(problem: Problem) -> Problem:
     """Return the problem of a missing section with its fix: to choose an option of its group."""
     section = problem.says.removesuffix(" is not set")
-    if problem.rule != "missing" or section not in REQUIRED_SECTIONS:
+    if problem.rule != "missing" or section not in (*REQUIRED_SECTIONS, "cluster.device"):
         return problem
-    return Problem(rule="missing", says=problem.says, mend=f"choose {section}=NAME; `distrain ls {section}` lists the names")
+    group = section.partition(".")[0]
+    example = f", as {EXAMPLES[group]}" if group in EXAMPLES else ""
+    return Problem(rule="missing", says=problem.says, mend=f"choose {group}=NAME{example}; `distrain ls {group}` lists the names")

@@ -75,7 +75,8 @@ def _steps_text(epochs: float, run: Run) -> str:
         raise ValueError("several sources, each with epochs of its own")
     steps = steps_until(run.train, epochs * facts.epochs[0])
     noun = "pair" if run.data.has_preferences else "example" if run.data.has_prompts else "document"
-    of = f" of {plural(facts.documents, noun)}" if facts.documents else ""
+    held_out = f", of which data.validation={run.data.validation:g} is held out" if run.data.validation else ""
+    of = f" of {plural(facts.documents, noun)}{held_out}" if facts.documents else ""
     about, ending, padded = "" if facts.exact else "about ", "s" if epochs != 1 else "", ", with padding" if run.data.has_prompts else ""
     whole = f"set train.steps={steps}, which is {about}{epochs:g} epoch{ending}{of}"
     return f"{whole}; an epoch has {plural(facts.epochs[0], 'token')}{padded}"

@@ -67,12 +67,12 @@ def compose_configs(conf: str, several: Sequence[Sequence[str]], config_dir: Pat
     return configs
 
 
-def checked_run(config: Mapping[str, Any]) -> Run:
-    """Return the run of a composed config; raises Unreadable with every problem."""
+def checked_run(config: Mapping[str, Any], config_dir: Path | None = None) -> Run:
+    """Return the run of a composed config; raises Unreadable with every problem, whose fixes name options of `config_dir` too."""
     try:
         return read_run(config)
     except Unreadable as error:
-        raise Unreadable(improve_problem(each, config) for each in error.problems) from None
+        raise Unreadable(improve_problem(each, config, config_dir) for each in error.problems) from None
 
 
 def load_sweep(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> list[SweepLayout]:
@@ -123,7 +123,7 @@ class Loader:
         if isinstance(config.get("model"), dict):
             problems += ask_transformers.fill_in_parameters(config["model"])
         try:
-            run = checked_run(config)
+            run = checked_run(config, self.config_dir)
         except Unreadable as error:
             found = [*problems, *(each for each in error.problems if each.rule != "missing" or not problems)]
             raise Unreadable(with_steps(found, config, overrides)) from None
@@ -139,6 +139,8 @@ class Loader:
             file = config_files.recipe_path(conf, self.config_dir)
             recipe = read_config(file)
             check_is_recipe(recipe, file, self.known, config_files.groups(self.config_dir))
+            if user.shape or user.choices:
+                recipe.pop("reading", None)  # of the arguments that the recipe was written from
             node = self._composer.compose(recipe, user.choices, file)
             merge_hf_sizes(node, recipe, file, user.values)
             recipe_family = select_value(node, "model.family")  # that of the file which model.hf names, whose keys are no defaults
@@ -154,6 +156,7 @@ class Loader:
         except RecursionError as error:
             raise Unreadable([*problems, composition_problem(error, file, self.config_dir, RECIPE_NAME)]) from None
         config.setdefault("name", file.stem)
+        config.setdefault("parallel", {})  # each of its keys has a default
         fill_in_family(config.get("model"), recipe_family, user.values)
         fill_auto_device(config, self._read_device, is_sized=bool(user.shape) or "cluster.gpus" in user.values)
         if user.shape:

@@ -8,7 +8,7 @@ from ...trainer.plan.result import Plan
 from ...trainer.spec.numbers.as_text import plural, seconds_text
 from ...trainer.spec.problem import one_line
 from ..pages.plan_facts import mesh_text
-from ..pages.plan_sweep_page import COLUMNS, fastest_layout, layout_name, plan_cells, sweep_notes
+from ..pages.plan_sweep_page import COLUMNS, fastest_layout, layout_name, plan_cells, sweep_notes, unrun_words
 from .markup import Markup, element, join
 from .page import details, page, paragraphs, section, table, tiles
 from .plan_html import plan_tiles
@@ -21,7 +21,7 @@ def sweep_html(plans: Sequence[tuple[Sequence[str], Plan]], commands: Sequence[s
     best = fastest_layout([plan for _, plan in plans])
     title = ", ".join(dict.fromkeys(one_line(plan.name) for _, plan in plans))
     says = f"{len(fitting):,} of {plural(len(plans), 'layout')} {'fits' if len(fitting) == 1 else 'fit'}"
-    fastest = f"The fastest that fits: {names[best]}" if best is not None else ""
+    fastest = f"The fastest that fits: {names[best]}{unrun_words(plans[best][1])}" if best is not None else ""
     rows = [[name, *plan_cells(plan), _whole_run(plan)] for name, (_, plan) in zip(names, plans, strict=True)]
     meshes = dict.fromkeys(mesh_text(plan).rpartition(" = ")[2] for _, plan in plans)
     content = [

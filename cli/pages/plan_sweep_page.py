@@ -30,15 +30,23 @@ def sweep_text(plans: Sequence[tuple[Sequence[str], Plan]], style: Style) -> str
             word = ""
         lines.append(style.paint(f"{word.ljust(wide)}  {line}" if wide else f"  {line}", colour))
     best = fastest_layout([plan for _, plan in plans])
-    fastest = [] if best is None or len(plans) == 1 else [f"fastest that fits: {layout_name(*plans[best])}"]
+    fastest = [] if best is None or len(plans) == 1 else [f"fastest that fits: {layout_name(*plans[best])}{unrun_words(plans[best][1])}"]
     notes = [*fastest, *_problem_notes(plans), *sweep_notes([plan for _, plan in plans])]
     return "\n".join([*lines, *(line for each in notes for line in wrap(each))])
 
 
 def fastest_layout(plans: Sequence[Plan]) -> int | None:
-    """The number of the plan that fits and has the most tokens a second, since layouts may differ in their batch; None: no such plan."""
-    speeds = {at: plan.throughput.tokens_per_second for at, plan in enumerate(plans) if plan.ok and plan.fits and plan.throughput}
+    """The number of the plan that fits and has the most tokens a second, since layouts may differ in their batch, of those that an engine
+    here runs, if there are any; None: no plan fits."""
+    speeds = {
+        at: (plan.runnable, plan.throughput.tokens_per_second) for at, plan in enumerate(plans) if plan.ok and plan.fits and plan.throughput
+    }
     return max(speeds, key=lambda at: speeds[at], default=None)
+
+
+def unrun_words(plan: Plan) -> str:
+    """What follows the name of a layout that no engine here runs."""
+    return "" if plan.runnable or refusal_here(plan) else ", which no engine here runs"
 
 
 def _problem_notes(plans: Sequence[tuple[Sequence[str], Plan]]) -> list[str]:

@@ -147,15 +147,16 @@ def history_sentences(run: MeasuredRun) -> list[str]:
     if run.saved:
         says.append(f"checkpoints: step {', '.join(map(str, run.saved))}")
     says += saves_sentences(run.saves)
-    for name, losses in run.validations:
-        points = ", ".join(f"{loss:.3f} at step {step}" for step, loss in evenly_spaced(losses, 8))
-        says.append(f"{validation_words(name)} {points}")
+    for figure, curves in (("loss", run.validations), ("loss of the averaged weights", run.averaged), ("accuracy", run.accuracies)):
+        for name, values in curves:
+            points = ", ".join(f"{value:.3f} at step {step}" for step, value in evenly_spaced(values, 8))
+            says.append(f"{validation_words(name, figure)} {points}")
     return says
 
 
-def validation_words(name: str) -> str:
-    """What the losses of a validation set are; without a name, those of the text that is held out."""
-    return f"validation loss of {name}" if name else "validation loss"
+def validation_words(name: str, figure: str = "loss") -> str:
+    """What the figures of a validation set are; without a name, those of the text that is held out."""
+    return f"validation {figure}{' on' if figure != 'loss' else ' of'} {name}" if name else f"validation {figure}"
 
 
 def restart_lines(run: MeasuredRun) -> list[str]:

@@ -21,7 +21,8 @@ def evaluate(
     """Print the loss of a run's newest checkpoint, in float32, on what its evaluations read, or on other data.
 
     Without data.path it reads what the run holds out, and its validation sets; with it, all files that data.path names.
-    data.validate.NAME=PATH names more sets. Each has its loss, perplexity, and bits a byte where tokens are bytes.
+    data.validate.NAME=PATH names more sets. Each has its loss, perplexity, and bits a byte where tokens are bytes;
+    preferences have their loss, accuracy and margin.
 
     \b
     distrain evaluate runs/quickstart

@@ -49,12 +49,19 @@ def test_epochs_are_refused_with_their_steps(word: str, epochs: float, text: str
     assert refusal(*pairs[:2], f"data.cache={tmp_path}", *pairs[3:], word) == wanted
 
 
+def test_the_examples_of_an_epoch_name_the_share_that_is_held_out(pairs: list[str]) -> None:
+    held_out, whole = (refusal(*pairs, f"data.validation={share}", "train.epochs=3") for share in (0.1, 0))
+    assert "which is 3 epochs of 300 examples, of which data.validation=0.1 is held out; an epoch has " in held_out
+    tokens = [int(each.rpartition("has ")[2].split()[0].replace(",", "")) for each in (held_out, whole)]
+    assert 0.8 < tokens[0] / tokens[1] < 0.95
+
+
 def test_epochs_of_a_recipe_are_refused_so_too(pairs: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ntrain: {epochs: 2}\n")
     with pytest.raises(Unreadable) as refused:
         load_recipe(str(tmp_path / "mine.yaml"), pairs)
     steps = ceil(2 * windows(pairs) / 7)
-    assert str(refused.value).startswith(f"no key train.epochs: set train.steps={steps}, which is 2 epochs of 300 examples")
+    assert str(refused.value).startswith(f"no key train.epochs: set train.steps={steps}, which is 2 epochs of 300 examples; ")
 
 
 @pytest.mark.parametrize("words", [("train.epochs=many",), ("train.epochs=-1",), ("train.epochs=3", "data=synthetic"),

@@ -115,6 +115,70 @@ def test_a_chosen_cluster_brings_its_own_device() -> None:
     assert load_recipe("gpt2_124m", ["cluster=dgx_h100", "device=h200"]).cluster.device.name == "H200"
 
 
+PARTLY = """
+defaults: [{model: tiny}, {train: default}]
+cluster: {nodes: 16, gpus: 4}
+parallel: {tp: 8, pp: 2}
+optim: {name: sgd, lr: 1.5e-4}
+launch: {name: deepspeed, hostfile: hosts}
+data: {path: my.txt}
+"""
+
+
+@pytest.mark.parametrize("places", [(), ("parallel", "optim", "cluster", "launch", "data")])
+def test_a_recipes_own_keys_stay_over_a_chosen_option_whether_its_defaults_name_the_group_or_not(
+    places: tuple[str, ...], tmp_path: Path
+) -> None:
+    defaults = {"parallel": "default", "optim": "adamw", "cluster": "local", "launch": "deepspeed", "data": "text"}
+    named = "".join(f", {{{group}: {defaults[group]}}}" for group in places)
+    text = PARTLY.replace("}]", f"}}{named}]", 1)
+    (tmp_path / "own.yaml").write_text(text.replace("name: sgd, ", "").replace("name: deepspeed, ", "") if places else text)
+    options = ["parallel=zero1", "cluster=dgx_h100", "optim=adamw_gpt3", "launch=torchrun", "data=tokens"]
+    run = load_recipe(str(tmp_path / "own.yaml"), options)
+    assert (run.parallel.tp, run.parallel.pp, run.parallel.zero) == (8, 2, 1)
+    assert (run.cluster.nodes, run.cluster.gpus, run.cluster.device.name) == (16, 4, "H100-80G")
+    assert (run.optim.name, run.optim.lr, run.optim.eps) == ("adamw", 1.5e-4, 1e-8)
+    assert (run.launch.name, run.launch.hostfile, run.data.name, run.data.path) == ("torchrun", "hosts", "tokens", "my.txt")
+    assert run.reading is None
+
+
+@pytest.mark.parametrize("device", ["device: {name: mine, memory: 1e9, peak: {fp32: 1e12}}", "device: H100"])
+def test_a_chosen_cluster_brings_its_own_device_where_the_recipe_writes_another(device: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(
+        f"defaults: [{{model: tiny}}, {{train: default}}]\nparallel: {{}}\ncluster: {{nodes: 3, {device}}}\n"
+    )
+    cluster = load_recipe(str(tmp_path / "own.yaml"), ["cluster=dgx_h100"]).cluster
+    assert (cluster.nodes, cluster.device.name) == (3, "H100-80G")
+    changed = load_recipe(str(tmp_path / "own.yaml"), ["cluster=dgx_h100", "device=h200", "cluster.device.units=7"]).cluster
+    assert (changed.device.name, changed.device.units) == ("H200", 7)
+
+
+@pytest.mark.parametrize("cluster", ["", ", {cluster: dgx_a100}"])
+def test_the_line_that_chooses_a_device_composes_with_a_cluster_in_the_defaults_and_without(cluster: str, tmp_path: Path) -> None:
+    defaults = f"[{{model: tiny}}, {{train: default}}{cluster}, {{override /device@cluster.device: h100_80g}}]"
+    (tmp_path / "own.yaml").write_text(f"defaults: {defaults}\ncluster: {{nodes: 2, gpus: 4, inside: null}}\n")
+    run = load_recipe(str(tmp_path / "own.yaml"))
+    assert (run.cluster.nodes, run.cluster.gpus, run.cluster.device.name) == (2, 4, "H100-80G")
+    assert load_recipe(str(tmp_path / "own.yaml"), ["device=h200"]).cluster.device.name == "H200"
+    assert load_recipe(str(tmp_path / "own.yaml"), ["cluster=dgx_b200"]).cluster.device.name == "B200"
+
+
+def test_a_recipe_without_parallel_has_its_defaults(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("defaults: [{model: tiny}, {cluster: local}, {train: default}]\n")
+    assert load_recipe(str(tmp_path / "own.yaml")).parallel == load_recipe(str(tmp_path / "own.yaml"), ["parallel=default"]).parallel
+
+
+def test_a_section_that_is_written_as_a_whole_is_replaced_and_the_page_says_so(tmp_path: Path) -> None:
+    (tmp_path / "flat.yaml").write_text(config_yaml(compose_config("tiny_2x2x2")) + "reading: null\n")
+    run = load_recipe(str(tmp_path / "flat.yaml"), ["parallel=zero1", "model=tiny_moe", "cluster=1x8"])
+    assert (run.parallel.tp, run.parallel.zero) == (1, 1)
+    assert run.reading == (
+        "parallel=zero1: replaces section parallel of the recipe, which sets all of it. "
+        "model=tiny_moe: replaces section model of the recipe, which sets all of it. "
+        "cluster=1x8: 1 node x 8 processes = 8 processes"
+    )
+
+
 def test_a_chosen_option_replaces_keys_that_the_recipe_sets_itself(tmp_path: Path) -> None:
     config = compose_config("quickstart")
     config["model"] |= {"layers": 5, "dropout": 0.5}

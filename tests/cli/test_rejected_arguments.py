@@ -174,8 +174,39 @@ FILES: list[tuple[str, list[str]]] = [
     (
         "name: x\n",
         [
-            f"{each} is not set: choose {each}=NAME; `distrain ls {each}` lists the names"
-            for each in ("model", "cluster", "parallel", "train")
+            f"{each} is not set: choose {each}=NAME{example}; `distrain ls {each}` lists the names"
+            for each, example in (("model", ""), ("cluster", ", as cluster=dgx_h100, or cluster=local for this machine"), ("train", ""))
+        ],
+    ),
+    (
+        "defaults: [model: tiny, train: default]\ncluster: {nodes: 2, gpus: 8}\n",
+        [
+            (
+                "cluster.device is not set: choose cluster=NAME, as cluster=dgx_h100, or cluster=local for this machine; "
+                "`distrain ls cluster` lists the names"
+            ),
+        ],
+    ),
+    (
+        "defaults: [model: tiny, train: default]\ncluster: {nodes: 2, gpus: 8, device: H100}\n",
+        [
+            (
+                "cluster.device=H100 names no device: did you mean h100_80g or h100_96g? "
+                "Write `- override /device@cluster.device: NAME` in the recipe's defaults instead"
+            ),
+        ],
+    ),
+    (
+        "defaults: [model: tiny, cluster: dgx_h100, train: default]\noptim: xyz\ncluster: {device: h200}\n",
+        [
+            (
+                "cluster.device=h200 is not a mapping of keys: to choose an option, "
+                "write `- override /device@cluster.device: h200` in the recipe's defaults instead"
+            ),
+            (
+                "optim=xyz names no optim: known: adamw, adamw_gpt3, adamw_llama, muon, sgd. "
+                "Write `- optim: NAME` in the recipe's defaults instead"
+            ),
         ],
     ),
 ]

@@ -144,3 +144,32 @@ def test_tensorboard_groups_the_curves_of_all_sets_and_lists_them_in_its_table(t
     form: Any = import_module("tensorboard.plugins.hparams.plugin_data_pb2").HParamsPluginData
     table = form.FromString(read.PluginTagToContent("hparams")["_hparams_/experiment"]).experiment
     assert {each.name.tag for each in table.metric_infos} >= {"loss", HELD, WIKI, CODE}
+
+
+def test_the_report_has_the_accuracy_of_preferences_and_the_losses_of_the_averaged_weights(tmp_path: Path) -> None:
+    """Of the pairs that are held out and of those of a set, where rows have them."""
+    figures = {"validation_accuracy": 0.625, "validation_accuracy/wiki": 0.5, "validation_ema_loss": 4.25}
+    rows = [row(1, 5.0), row(2, 4.0, **{HELD: 4.5}, **figures), row(4, 2.0, **{HELD: 2.5, "validation_accuracy": 0.75})]
+    assert history_sentences(read_measured_run(write_run(tmp_path / "run", rows)))[-4:] == [
+        "validation loss 4.500 at step 2, 2.500 at step 4",
+        "validation loss of the averaged weights 4.250 at step 2",
+        "validation accuracy 0.625 at step 2, 0.750 at step 4",
+        "validation accuracy on wiki 0.500 at step 2",
+    ]
+    assert not [line for line in history_sentences(read_measured_run(write_run(tmp_path / "plain"))) if "accuracy" in line]
+
+
+def test_a_curve_has_the_validation_losses_of_the_averaged_weights_too(tmp_path: Path) -> None:
+    """So that a proof compares them."""
+    curves = [
+        read_curve(write_run(tmp_path / name, [row(1, 2.0, **{HELD: 2.5, "validation_ema_loss": loss})]))
+        for name, loss in (("one", 3.0), ("other", 3.25))
+    ]
+    assert [each and dict(each.evaluations) for each in curves] == [
+        {HELD: 2.5, "validation_ema_loss": 3.0},
+        {HELD: 2.5, "validation_ema_loss": 3.25},
+    ]
+    assert curves[0] is not None
+    assert curves[1] is not None
+    assert evaluation_difference(curves[0], curves[1]) == 0.25
+    assert curves[0].evaluation == 2.5

@@ -218,6 +218,18 @@ def test_a_sweep_that_fits_exits_0_and_prints_its_readings(capsys: pytest.Captur
     ]
 
 
+@pytest.mark.parametrize(
+    ("engines", "says"),
+    [("papers,auto", "fastest that fits: engine=auto"), ("papers", "fastest that fits: recompute=none, which no engine here runs")],
+)
+def test_the_fastest_of_a_sweep_is_one_that_runs_if_any_does(engines: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In fp8, not compiled, the papers' layout is planned to be faster than that of any engine here."""
+    words = ["parallel.tp=4", "parallel.sequence=true", "train.precision=fp8", f"engine={engines}"]
+    words += ["parallel.recompute=none,full"] if engines == "papers" else []
+    _, out, _ = run_command(["plan", "conf=llama3_8b_1node", "-m", *words], capsys)
+    assert out.splitlines()[-1] == says
+
+
 def test_long_overrides_of_a_layout_have_a_line_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["parallel.overlap.pipeline", "parallel.overlap.tensor", "parallel.overlap.data", "parallel.offload.parameters"]
     _, out, _ = run_command(["plan", "conf=gpt3_175b", "-m", *(f"{key}=true,false" for key in keys)], capsys)

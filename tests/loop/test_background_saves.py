@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ import torch
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.rank_pool import choose_program
 from distrain.tests.fakes.rank_threads import run_on_ranks
+from distrain.trainer.engines.quantized_moment import QuantizedMoment
+from distrain.trainer.engines.rank_parameter import OptimizerShard
 from distrain.trainer.launch.rank.channel import STOPPED, ignore_text
 from distrain.trainer.loop.checkpoint import BackgroundWriter, Gather, SaveFailed, Shard, find_newest, whole_slice
 from distrain.trainer.loop.checkpoint.host_copy import HostCopy
@@ -67,6 +70,28 @@ def test_the_memory_of_a_copy_is_used_again() -> None:
     assert copy.bytes == 448 + 64
     copy.take([shard("a", torch.ones(1000))])
     assert copy.bytes == 4032
+
+
+def test_what_was_made_for_a_save_is_not_copied_again() -> None:
+    """Moments in 8 bits are widened for a save; beside them the host holds a copy of the weights alone."""
+    moment, made = QuantizedMoment(torch.full((8,), 3, dtype=torch.uint8), torch.ones(1), {0: 0}, signed=True), torch.arange(8.0)
+    part = OptimizerShard(
+        shard=None,  # type: ignore[arg-type]
+        tied=False,
+        start=0,
+        length=8,
+        weight=made,
+        state={"exp_avg": moment, "exp_avg_sq": made},
+        offset=0,
+        copies="data",
+    )
+    rows = {kind: replace(shard("w", held, kind), is_copy=part.is_widened(kind)) for kind, held in (("weight", made), *part.states())}
+    assert [kind for kind, each in rows.items() if each.is_copy] == ["exp_avg"]
+    copy = HostCopy()
+    taken = {each.slice.kind: each.tensor for each in copy.take(rows.values())}
+    assert copy.bytes == 2 * 64
+    assert taken.keys() == rows.keys()
+    assert [kind for kind in rows if taken[kind].data_ptr() == rows[kind].tensor.data_ptr()] == ["exp_avg"]
 
 
 # The thread

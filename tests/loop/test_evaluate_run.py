@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.evaluate import _data_changes
 from distrain.trainer.loop.data.prepare import prepare_corpus
-from distrain.trainer.loop.offline.evaluate_run import EvaluatedSet, _evaluate, _Set, changed_data, evaluate_run
+from distrain.trainer.loop.offline.evaluate_run import EvaluatedSet, _read_of, _Set, changed_data, evaluate_run
 from distrain.trainer.loop.offline.export import export
 from distrain.trainer.loop.offline.load_run import load_saved_run
 from distrain.trainer.spec.problem import Unreadable
@@ -152,16 +152,13 @@ def test_words_set_keys_of_data_alone() -> None:
     assert _data_changes(["data.validation=0.5", "data.path=a.txt"]) == {"data.validation": 0.5, "data.path": "a.txt"}
 
 
-def test_preferences_and_documents_of_transformers_models_are_refused(text_run: PoolJob, files: Path) -> None:
-    with pytest.raises(Unreadable, match="relative to a reference"):
-        evaluate_run(text_run.folder, changes={"data.name": "preferences", "data.path": "a.jsonl"})
+def test_documents_of_transformers_models_are_refused(files: Path) -> None:
     run = load_recipe("quickstart", [*SMALL, "data=synthetic"])
     data = replace(run.data, name="text", path=str(files / "a.txt"), documents=True, cache=str(files / "cache"))
     corpus = prepare_corpus(data, vocab=256, seq=32, cache=files / "cache", progress=lambda *_: None)
-    for family in ("hf", "hybrid"):
-        run = replace(run, model=replace(run.model, family=family))
-        with pytest.raises(Unreadable, match=f"family {family} does not keep documents apart"):
-            _evaluate(run, None, _Set("x", corpus, is_held_out=False), torch.device("cpu"), None)
+    run = replace(run, model=replace(run.model, family="hf"))
+    with pytest.raises(Unreadable, match="family hf does not keep documents apart"):
+        _read_of(run, _Set("x", corpus, is_held_out=False), None)
 
 
 def test_a_loss_that_is_not_finite_is_null() -> None:

@@ -277,6 +277,8 @@ def test_a_rank_goes_through_all_chunks_of_its_heads() -> None:
     assert one.time is not None
     assert eight.time is not None
     assert eight.time.compute > 4 * one.time.compute  # of 8 sequences instead of one, one after another
+    table = op_table(load_recipe("qwen3_next_80b", words))
+    assert {op.kernels for op in table.layer if op.name == "attention.delta"} == {ops.RULE_KERNELS + ops.CHUNK_KERNELS * 65_536 // CHUNK}
 
 
 def test_a_plan_names_layers_and_not_groups() -> None:

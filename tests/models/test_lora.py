@@ -21,7 +21,7 @@ from distrain.tests.fakes.side_by_side import BATCH, TOKENS, losses_side_by_side
 from distrain.tests.fakes.small_models import CPU, batch_of, module_of, run_of  # noqa: E402
 from distrain.trainer.layers.counter_rng import dropout_keys  # noqa: E402
 from distrain.trainer.layers.dropout import Dropout  # noqa: E402
-from distrain.trainer.loop.offline.evaluate_run import _evaluate, _sets  # noqa: E402
+from distrain.trainer.loop.offline.evaluate_run import _evaluate, _read_of, _sets  # noqa: E402
 from distrain.trainer.loop.offline.export import export  # noqa: E402
 from distrain.trainer.loop.offline.export_adapter import export_adapter  # noqa: E402
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run  # noqa: E402
@@ -156,7 +156,7 @@ def load_loss(folder: Path) -> float:
     """The loss of a run's checkpoint on the text that it holds out, outside training."""
     saved = load_saved_run(folder)
     (held,) = _sets(saved.run, given=False)
-    return _evaluate(saved.run, load_model(saved, CPU), held, CPU, None).loss
+    return _evaluate(saved.run, load_model(saved, CPU), _read_of(saved.run, held, None), CPU).loss
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])

@@ -28,16 +28,17 @@ LAYOUTS = (
     "model=tiny_llama cluster.gpus=2 parallel.cp=2 parallel.cp_comm=all_to_all",
     "model=tiny_llama cluster.gpus=2 parallel.cp=2 data.documents=true",
 )
+BROKEN_GRAPHS = ("model=tiny_hybrid cluster.gpus=1", "model=tiny_moe cluster.gpus=2 parallel.ep=2 parallel.dp=2")
 
 
 @pytest.fixture(scope="module")
 def compile_answers() -> dict[str, dict[str, Any]]:
     """The answers of a process of its own: the tests' own one has put torch's compiler out of use."""
     known = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0"}
-    done = subprocess.run([sys.executable, str(PROGRAM), *LAYOUTS], env=known, capture_output=True, text=True, timeout=900)
+    done = subprocess.run([sys.executable, str(PROGRAM), *LAYOUTS, *BROKEN_GRAPHS], env=known, capture_output=True, text=True, timeout=900)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(answers) == len(LAYOUTS), done.stderr[-3000:]
-    return dict(zip(LAYOUTS, answers, strict=True))
+    assert len(answers) == len(LAYOUTS) + len(BROKEN_GRAPHS), done.stderr[-3000:]
+    return dict(zip((*LAYOUTS, *BROKEN_GRAPHS), answers, strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -47,7 +48,18 @@ def test_layers_are_one_graph_without_breaks(layout: str, compile_answers: dict[
     found = compile_answers[layout]
     assert found["breaks"] == []
     assert (found["trained"], found["evaluated"]) == (graphs, graphs + 1)
-    assert found["apart"] < 1e-5
+    assert found["joined"] == (0 if "parallel.tp=2" in layout else 3)  # weights of attention, or with fewer key heads of the feed-forward
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *BROKEN_GRAPHS])
+def test_compiled_layers_have_the_gradients_of_uncompiled_ones(layout: str, compile_answers: dict[str, dict[str, Any]]) -> None:
+    assert compile_answers[layout]["apart"] < 1e-5
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *BROKEN_GRAPHS])
+def test_no_forward_returns_a_tensor_that_an_operator_returned_twice(layout: str, compile_answers: dict[str, dict[str, Any]]) -> None:
+    """With torch 2.11 such an output has no gradient, with later ones this alone shows it."""
+    assert compile_answers[layout]["repeated"] == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the compiler is found on Linux")
@@ -57,6 +69,7 @@ def test_layers_are_one_graph_without_breaks(layout: str, compile_answers: dict[
         "cluster.gpus=1 parallel.zero=1",
         "cluster.gpus=2 parallel.pp=2 parallel.dp=1 parallel.zero=0",
         "cluster.gpus=1 parallel.zero=0 engine=native",
+        "cluster.gpus=1 parallel.zero=1 engine=native model=tiny_llama",
     ],
 )
 def test_an_engine_trains_compiled_layers(layout: str, ranks: RankPool, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 """Engine native takes a compiled layer's gradients together: the same bits as where autograd adds each, in every layout, in fewer calls.
+It joins the weights that share an input where they lie side by side.
 
 Ranks of these tests do so with layers that are not compiled (rank_programs/together_ranks.py): a compiled layer may round otherwise.
 """
@@ -15,7 +16,7 @@ pytest.importorskip("torch")
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.rank_pool import choose_program
-from distrain.trainer.engines.native.layers_taken_together import layers_taken_together
+from distrain.trainer.engines.native.prepare_layers import layers_taken_together
 from distrain.trainer.models.build import build_model
 
 if TYPE_CHECKING:
@@ -66,8 +67,31 @@ def test_a_layers_gradients_are_the_same_bits_together(layout: str, ranks: RankP
 def test_a_layer_stores_its_first_gradients_and_adds_the_others_in_one_call_each(layout: str, ranks: RankPool, tmp_path: Path) -> None:
     train_together(ranks, tmp_path / "run", *LAYOUTS[layout])
     micros = MICROS // (2 if "data" in layout else 1)
-    expected = {"stored": LAYERS, "added": LAYERS * (micros - 1)}
-    assert {key: number for key, number in json.loads((tmp_path / "run" / "together.0").read_text()).items() if number} == expected
+    assert json.loads((tmp_path / "run" / "together.0").read_text()) == {"stored": LAYERS, "added": LAYERS * (micros - 1)}
+
+
+FEED_FORWARDS = [f"layers.{layer}.mlp" for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "joined"),
+    [
+        (LAYOUTS["one rank"], FEED_FORWARDS),  # of two key heads for four query heads
+        (("model.kv_heads=4", *LAYOUTS["one rank"]), [f"layers.{at}.{part}" for at in range(LAYERS) for part in ("attention", "mlp")]),
+        (LAYOUTS["a tied model"], [f"layers.{at}.attention" for at in range(LAYERS)]),
+        ((*LLAMA, TWO, "parallel.dp=2", "parallel.zero=2"), FEED_FORWARDS),
+        (LAYOUTS["lora"], []),
+        (LAYOUTS["tensor, sequence"], []),
+        (LAYOUTS["products apart"], []),
+        (LAYOUTS["no flush"], []),
+        ((*LAYOUTS["one rank"], "parallel.bucket=1"), []),  # each weight has a memory of its own
+    ],
+)
+def test_weights_are_joined_where_one_rank_has_them_side_by_side(
+    layout: tuple[str, ...], joined: list[str], ranks: RankPool, tmp_path: Path
+) -> None:
+    train_together(ranks, tmp_path / "run", *layout)
+    assert json.loads((tmp_path / "run" / "joined").read_text()) == joined
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E402
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.tests.fakes.rank_pool import choose_program  # noqa: E402
 from distrain.tests.fakes.trained_runs import read_run  # noqa: E402
 from distrain.trainer.loop.checkpoint import CheckpointReader, open_checkpoint, whole_slice  # noqa: E402
+from distrain.trainer.loop.offline.weight_diff import weight_difference  # noqa: E402
 from distrain.trainer.models.build import build_model, named_constants, named_weights  # noqa: E402
+from distrain.trainer.models.hf_format.weights import write_hf_folder  # noqa: E402
 from distrain.trainer.plan.engines import engine_for, engine_reason  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 
@@ -90,8 +93,36 @@ def test_a_layout_averages_the_weights_that_its_steps_leave_as_torch_does(
     assert saved_bytes == pytest.approx(plan.run.checkpoint_bytes, rel=0.08)  # headers of small files
 
 
-def torch_average(job: PoolJob, steps: int) -> dict[str, Tensor]:
-    """What torch's own average is of the weights that a run began with and those that it saved after each step."""
+def test_an_average_begins_with_published_weights(ranks: RankPool, tmp_path: Path) -> None:
+    run = load_recipe(BASE[0], (*BASE[1:], *LLAMA, "cluster.gpus=1"))
+    module = build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=11)
+    weights = {name: each.detach() for name, each in module.named_parameters()}
+    write_hf_folder(iter(weights.items()), run, tmp_path / "base")
+    start = (
+        f"model.hf={tmp_path / 'base'}",
+        f"model.weights={tmp_path / 'base'}",
+        "cluster.gpus=2",
+        "parallel.zero=2",
+        "train.steps=1",
+        "optim.warmup=0",
+    )
+    job = ranks.train(tmp_path / "run", *BASE, *start, "engine=native", EMA)
+    for name, before in weights.items():
+        after, average = (read_saved(job, 1, name, kind, tuple(before.shape)) for kind in ("weight", "ema"))
+        torch.testing.assert_close(average, before.lerp(after, 1 - DECAY), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("layout", [("cluster.gpus=2", "parallel.zero=1"), ("cluster.gpus=2", "parallel.zero=3")])
+def test_a_step_that_is_skipped_is_not_averaged(ranks: RankPool, tmp_path: Path, layout: Words) -> None:
+    choose_program(tmp_path, "spoiled", {"skips": "poisons"})  # the third step
+    job = ranks.train(tmp_path / "skips", *BASE, *LLAMA, *layout, "engine=native", EMA)
+    assert ["skipped" in row for row in job.rows] == [False, False, True, False]
+    for name, expected in torch_average(job, 4, skipped=3).items():
+        torch.testing.assert_close(read_saved(job, 4, name, "ema", tuple(expected.shape)), expected, rtol=0, atol=0)
+
+
+def torch_average(job: PoolJob, steps: int, skipped: int = 0) -> dict[str, Tensor]:
+    """What torch's own average is of the weights that a run began with and those that it saved after each step but a skipped one."""
     run = read_run(job.folder)
     rows = open_checkpoint(job.folder / "checkpoints" / "step_1").manifest.tensors
     averaged = {row.name for row in rows if row.kind == "ema"}
@@ -103,7 +134,7 @@ def torch_average(job: PoolJob, steps: int) -> dict[str, Tensor]:
     model = torch.nn.ParameterList(drawn[name].detach().float() for name in names)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     average.update_parameters(model)  # takes the weights before the first step
-    for step in range(1, steps + 1):
+    for step in (each for each in range(1, steps + 1) if each != skipped):
         with torch.no_grad():
             for name, held in zip(names, model, strict=True):
                 held.copy_(read_saved(job, step, name, "weight", tuple(held.shape)))
@@ -134,6 +165,11 @@ def test_a_run_resumes_its_average_bit_for_bit_and_in_any_layout(ranks: RankPool
 
     for one, other in zip(averages(resume("same", whole.folder, EMA, *two)), averages(whole), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+    decayed = resume("other", whole.folder, "optim.ema=0.5", *two)
+    differences = [weight_difference(str(whole.folder), str(tmp_path / name)) for name in ("same", "other")]  # as a proof judges them
+    assert differences[0]["weights"] == 0 < differences[1]["weights"]
+    assert differences[1]["weight"].endswith(" (averaged)")
+    assert averages(decayed, kind="weight")[0].equal(averages(whole, kind="weight")[0])
     rows_job = resume("rows", whole.folder, EMA, "cluster.gpus=4", "parallel.zero=3", "parallel.pp=2")
     for one, other in zip(averages(rows_job), averages(whole), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-5)

@@ -162,6 +162,22 @@ def test_a_stop_longer_than_the_grace_period_is_warned_of(launch: Any, runner: A
     assert [each for each in saving_warnings(plan) if each.startswith("stopping")] == ([says] if line else [])
 
 
+def test_a_save_of_an_unknown_time_is_assumed_to_be_slow_and_the_warning_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint of 405.8e9 parameters has 14 bytes each: 5,680 s at 1 GB/s, twice."""
+    words = ["cluster.storage=null", "launch=slurm", "log.dir=/runs"]
+    plan = make_plan(load_recipe("llama3_405b", words))
+    (line,) = [each for each in saving_warnings(plan) if each.startswith("stopping")]
+    assert plan.run is not None
+    assert plan.time is not None
+    assert plan.time.step is not None
+    save = plan.run.checkpoint_bytes / 1e9
+    assert save > 1000
+    assert f"a save of {save:.1f} s at an assumed 1 GB/s, as cluster.storage is not set), but Slurm kills" in line
+    assert line.startswith(f"stopping and saving may take {2 * save + 2 * plan.time.step:.0f} s")
+    assert command(["show", "conf=llama3_405b", *words, "--launch"]) == 0
+    assert f"#SBATCH --signal=TERM@{2 * save + 2 * plan.time.step:.0f}\n" in capsys.readouterr().out
+
+
 def test_a_stop_waits_for_the_running_step_evaluation_and_save() -> None:
     """The forward passes of twelve batches take four steps: 2 x 10 + 4 x 10 + 2 x 50."""
     run = load_recipe("llama3_405b", ["train.evaluate={every: 100, batches: 12}"])

@@ -1,13 +1,14 @@
 """Ranks of engine native that take each layer's gradients together, as those whose layers are compiled do, though theirs are not.
 
-Each writes RUN_DIR/together.RANK: of a step's calls for several gradients at once, how many stored them and how many added them.
+Each writes RUN_DIR/together.RANK: of a step's calls for several gradients at once, how many stored them and how many added them. One writes
+RUN_DIR/joined: the modules whose weights are joined, which layers that are not compiled don't use.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from distrain.trainer.engines.native import engine as engine_module
 from distrain.trainer.engines.native.data_parallel import gradients_together as gradients_module
 from distrain.trainer.engines.native.engine import NativeEngine
 from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.layers.joined_products import JoinedWeights
 from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.spec.run import Run
 
@@ -35,10 +37,20 @@ def run_rank_together(path: Path, channel: Channel) -> int:
     counted = {name: _counted(getattr(torch, name), what, calls) for name, what in CALLS.items()}
     taken.torch = SimpleNamespace(**counted)
 
+    joined, prepare = list[str](), module.prepare_layers
+
+    def prepare_layers(run: Run, modules: Sequence[nn.Module], *given: Any) -> None:
+        prepare(run, modules, *given)
+        joined.extend(_joined_modules(modules))
+        (path.parent / "joined").write_text(json.dumps(joined))
+
+    module.prepare_layers = prepare_layers
+
     def count_step(engine: NativeEngine, *given: Any) -> Any:
         calls.clear()
         result = step(engine, *given)
-        (path.parent / f"together.{engine.grid.world.rank}").write_text(json.dumps(calls))
+        assert _joined_modules(engine.modules) == joined
+        (path.parent / f"together.{engine.grid.world.rank}").write_text(json.dumps({what: calls[what] for what in calls if calls[what]}))
         return result
 
     native.step = count_step  # type: ignore[method-assign, assignment]
@@ -49,6 +61,19 @@ def _every_layer(run: Run, modules: Iterable[Any]) -> list[nn.Module]:
     return [
         layer for module in modules for layer in (*module.layers.values(), *(each.layer for each in getattr(module, "mtp", {}).values()))
     ]
+
+
+def _joined_modules(parts: Iterable[nn.Module]) -> list[str]:
+    """Return the names of modules with joined weights; these must be the memory of the weights, before and after a step."""
+    found = list[str]()
+    for part in parts:
+        for name, module in part.named_modules():
+            if isinstance(module, JoinedWeights) and module.joined is not None:
+                weights = [layer.weight for layer in module.column_layers()]
+                pairs = zip(module.joined, weights[::-1], strict=True)
+                assert all(view.data_ptr() == each.data_ptr() and view.stride() == each.stride() for view, each in pairs)
+                found.append(name)
+    return found
 
 
 def _counted(call: Any, what: str, calls: Counter[str]) -> Any:

@@ -83,6 +83,9 @@ class Engine(ABC):
     optimizer: torch.optim.Optimizer  # torch's own; checkpoints save its states
     skipped_steps: int = 0
     limits: StepLimits = NO_LIMITS  # of the next step; an engine with `skips_spikes` (trainer/plan/engines) heeds them
+    averaged_weights: Callable[[], AbstractContextManager[None]] = (
+        nullcontext  # of which forward uses the average (optim.ema), on all ranks
+    )
     late_steps: int = 0  # steps by which the result of a step comes late, where a pipeline doesn't flush or sums of gradients are used late
     loss_scale_fields: tuple[str, ...] = ()  # numbers of a loss scaler that checkpoints keep
 
@@ -144,10 +147,6 @@ class Engine(ABC):
         """Finish the steps whose results have not come, and return them in order; have all workers agree. To be called before weights are
         evaluated or saved."""
         return []
-
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """While the block runs, have forward use the average of the weights (optim.ema), where the engine keeps one. All ranks enter it."""
-        return nullcontext()
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank holds now, by kind."""

@@ -61,6 +61,10 @@ class OptimizerShard:
             elif isinstance(held, QuantizedMoment):
                 yield kind, held.widen_part(self.offset, self.length)
 
+    def is_widened(self, kind: str) -> bool:
+        """Whether `states` widens the state of a kind: what it yields is a copy."""
+        return isinstance(self.state.get(kind), QuantizedMoment)
+
     def load_states(self, read: Callable[[str], Tensor]) -> None:
         """Give each state the flat elements that `read` returns of its kind."""
         for kind in STATES:

@@ -41,4 +41,4 @@ def optimizer_of_groups(run: Run, groups: list[dict[str, Any]]) -> torch.optim.O
         case "adamw" | "muon":  # Muon steps the layers' matrices (engines/native/muon.py), and no parameter here
             return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         case "sgd":
-            return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
+            return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)  # else weight decay makes a tensor a step

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 
 from ..machine import facts as machine
 from ..machine.facts import CPU_RANKS_PER_CORE
-from ..machine.torch_release import compile_problem
 from ..plan.engines import ENGINES
 from ..plan.fixes import engine_problems
 from ..plan.result import Plan
@@ -51,17 +50,17 @@ def check_start(run: Run, plan: Plan) -> StartCheck:
         says = "train.precision=fp16 does not run on a CPU: DeepSpeed accepts it only on the few that multiply in fp16"
         problems.append(Problem(rule="precision", says=says, mend="set train.precision to fp32 or bf16, or engine=native"))
     problems += _machine_problems(run, plan)
-    if wrong := compile_problem(run, machine.torch_version()):
-        problems.append(wrong)
     return StartCheck(problems=tuple(problems), hosts=found.hosts, spares=found.spares)
 
 
 def start_warnings(run: Run, plan: Plan) -> Iterator[Problem]:
-    """Warn of keys that do nothing in this run, and of log sinks whose package is missing."""
+    """Warn of keys that do nothing in this run, of random tokens, and of log sinks whose package is missing."""
     yield from (each for each in plan.warnings if each.rule in (UNUSED_KEY_RULE, "recompute"))
     if run.optim.gradient_copy:
         says = "optim.gradient_copy=true is in the plan, but no engine here keeps such a copy"
         yield Problem(rule=UNUSED_KEY_RULE, says=says, mend="set optim.gradient_copy=false")
+    if run.data.name == "synthetic":
+        yield Problem(rule="data", says="data=synthetic: tokens are drawn at random", mend="choose data=NAME to train on text")
     for sink in run.log.sinks:
         if sink in SINK_PACKAGES and find_spec(SINK_PACKAGES[sink]) is None:
             says = f"log.sinks names {sink}, which is not installed: nothing is logged there"

@@ -17,16 +17,19 @@ from .commands.command import LaunchCommands
 from .file_checks import WOULD_REFUSE
 from .hosts_and_commands import launch_commands, resolve_hosts
 
+START_HEADING = "Start the ranks"  # of the lines that people read, after the files that ranks read
+
 
 def launch_script(run: Run) -> str:
     """Return the script that launches a run; raises Unreadable where it has no layout or its launch section is wrong."""
     from ..plan.plan import make_plan
-    from ..plan.save_interval import stop_seconds
+    from ..plan.save_interval import likely_save_seconds, stop_seconds
 
     plan = make_plan(run)
     if plan.mesh is None:
         raise Unreadable(plan.problems)
-    notice = stop_seconds(run, plan.time.step if plan.time else None, plan.saving.seconds if plan.saving else None)
+    save = likely_save_seconds(plan.run, plan.saving.seconds if plan.saving else None) if plan.run else None
+    notice = stop_seconds(run, plan.time.step if plan.time else None, save)
     found = resolve_hosts(run)
     spares = ", ".join(host.name for host in found.spares)
     remark = (f"spares, which only fit uses: {spares}",) if spares else ()
@@ -51,12 +54,15 @@ def script_lines(run: Run, plan: Plan, launch: LaunchCommands) -> Iterator[str]:
 
     folder, cluster = run_folder(run), run.cluster
     yield _comment(f"{run.name}, launch={run.launch.name}: {plural(cluster.nodes, 'node')} x {cluster.gpus}")
-    for remark in launch.remarks:
-        yield _comment(remark)
     yield "set -euo pipefail"
     yield f"mkdir -p {quote(str(folder / 'launch'))}"
+    yield _comment("what the ranks read, a long line in each of two files; what starts the ranks follows")
     yield from _write_file(folder / "run.json", json.encode(with_absolute_paths(run)).decode())
     yield from _write_file(folder / "plan.json", json.encode(plan).decode())
+    yield ""
+    yield _comment(START_HEADING)
+    for remark in launch.remarks:
+        yield _comment(remark)
     for file in launch.files:
         yield from _write_file(file.path, file.text.rstrip("\n"))
         if file.mode & 0o100:

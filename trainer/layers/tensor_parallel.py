@@ -21,6 +21,7 @@ from .compiled_outputs import as_output
 from .fp8 import BACKWARD, FORWARD, OUTPUT, Scaled, cast, fp8_affine, fp8_input_gradient, fp8_product, scaled_product
 from .group import Group
 from .group_messages import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter, all_reduce
+from .joined_products import joined_products
 from .parameters_by_prefix import Parameters, sub_parameters
 from .weight_gradients import open_weight_gradients, product
 
@@ -204,9 +205,12 @@ class RowLinear(Linear):
         return self.add_lora(x, output)
 
 
-def column_linears(x: Tensor, *layers: ColumnLinear) -> tuple[Tensor, ...]:
-    """Apply several column layers to one input, which is sent once: x [B, S or s, I] -> [B, S, O] for each layer."""
+def column_linears(x: Tensor, *layers: ColumnLinear, joined: Tensor | None = None, keeps_all: bool = False) -> tuple[Tensor, ...]:
+    """Apply several column layers to one input, which is sent once: x [B, S or s, I] -> [B, S, O] for each layer. `joined` are their
+    weights in one tensor, and `keeps_all` says whether backward needs all outputs, as of `joined_products`."""
     tp = layers[0].tp
+    if joined is not None:
+        return joined_products(x, joined, [layer.weight for layer in layers], [layer.bias for layer in layers], keeps_all=keeps_all)
     if tp is None:
         shared = cast_for(x, *layers)
         return tuple(layer(x, shared) for layer in layers)  # by their own forward, where ZeRO-3 gathers their weights

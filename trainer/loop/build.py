@@ -12,7 +12,6 @@ from torch import nn
 from ..engines.engine import Engine, ParameterPartitioner
 from ..engines.lazy_dynamo import disable_compile
 from ..layers.dtypes import PRECISION_DTYPES
-from ..machine.torch_release import compile_problem
 from ..models.build import build_module, copy_padded, initial_values, module_of_family, zero_constants
 from ..models.families import is_made_by_transformers, op_table
 from ..parallel.process_groups import Grid
@@ -21,7 +20,6 @@ from ..plan.axes.weight_slices import WeightShard
 from ..plan.engines import ENGINES
 from ..plan.layout.schedule_of_run import delay_of
 from ..spec.derived.compiled_layers import has_compiled_layers
-from ..spec.problem import Unreadable
 from ..spec.run import Parallel, Run
 from ..spec.sections.lora import Lora
 from ..spec.sections.mtp import Mtp
@@ -31,10 +29,8 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
     """Build this rank's parts of the model, and around them the engine that the plan names.
 
     Without model.weights the initial values are drawn from train.seed; with them they are filled in later. Raises ValueError for an
-    engine that has no class, and Unreadable where transformers has no such model, or torch can't compile the run's layers.
+    engine that has no class, and Unreadable where transformers has no such model.
     """
-    if wrong := compile_problem(run, str(torch.__version__)):
-        raise Unreadable([wrong])
     if not (has_compiled_layers(run.train, run.parallel) or grid.world.device.type == "cuda"):  # a GPU's loss and optimizer are compiled
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else DeepSpeed compiles parts of itself: seconds a rank
         disable_compile()

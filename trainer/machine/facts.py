@@ -133,12 +133,11 @@ def load_per_core() -> float:
 def measurement_key() -> dict[str, Any]:
     """What a measurement holds for: torch's version, the CPU, the cores this process may run on, the GPUs it may see."""
     visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    return {"probe": PROBE, "torch": torch_version(), "cpu": cpu_model(), "cores": cpu_count(), "gpus": gpus, "visible": visible}
+    return {"probe": PROBE, "torch": _torch_version(), "cpu": cpu_model(), "cores": cpu_count(), "gpus": gpus, "visible": visible}
 
 
 @cache
-def torch_version() -> str:
-    """Return torch's version without importing it; "" where it is not installed."""
+def _torch_version() -> str:
     try:
         return version("torch")
     except PackageNotFoundError:

@@ -14,7 +14,10 @@ from .result import Saving, WholeRun
 ENOUGH = 0.1  # expected interruptions from which the interval is judged
 WORTH = 0.01  # share of the time that another interval must save to be suggested
 SIGKILL_DELAY = 30.0  # seconds between SIGTERM and SIGKILL: Slurm's KillWait, torchrun's --shutdown-timeout
+# Bytes/s assumed for a save where cluster.storage is not set: our own, low for a parallel file system, near one disk or network share.
+ASSUMED_STORAGE = 1e9
 KILLERS = {"torchrun": ("torchrun", "give torchrun --shutdown-timeout"), "slurm": ("Slurm", "raise KillWait in slurm.conf")}
+_ASSUMPTION = f" at an assumed {ASSUMED_STORAGE / 1e9:.0f} GB/s, as cluster.storage is not set"
 
 
 def plan_saving(run: Run, whole: WholeRun, step: float | None, copied: int, check: float) -> Saving:
@@ -124,13 +127,20 @@ def stop_seconds(run: Run, step: float | None, save: float | None) -> float:
     return (2 * step + evaluation_seconds(run, step) if step else 0.0) + saves * (save or 0.0)
 
 
+def likely_save_seconds(whole: WholeRun, save: float | None) -> float:
+    """Return the planned seconds of a save; where no rate is known, those at ASSUMED_STORAGE."""
+    return whole.checkpoint_bytes / ASSUMED_STORAGE if save is None else save
+
+
 def save_warnings(run: Run, whole: WholeRun, step: float | None, found: Saving) -> Iterator[Problem]:
     """Yield that a run saves much too rarely or too often, or can't save in the time that its launcher gives it to stop."""
-    often, save, stop = run.checkpoint.every, found.seconds, stop_seconds(run, step, found.seconds)
+    often, save = run.checkpoint.every, found.seconds
+    likely = likely_save_seconds(whole, save)
+    stop = stop_seconds(run, step, likely)
     by = run.launch.runner if run.launch.name == "deepspeed" else run.launch.name
     if stop > SIGKILL_DELAY and by in KILLERS:
         whose, mend = KILLERS[by]
-        takes = f"stopping and saving may take {stop:.0f} s ({_parts(run, step, save)})"
+        takes = f"stopping and saving may take {stop:.0f} s ({_parts(run, step, likely)}{'' if save else _ASSUMPTION})"
         says = f"{takes}, but {whose} kills a stopped run after {SIGKILL_DELAY:.0f} s, which then resumes from an earlier checkpoint"
         yield Problem(rule="saving", says=says, mend=f"{mend}, or write faster")
     if step is None or found.interruptions is None or found.interruptions < ENOUGH:

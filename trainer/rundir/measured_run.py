@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..spec.numbers.as_text import plural
 from .checkpoints import checkpoint_steps, checkpoints_folder
-from .metric_rows import SLOW_KEY, is_step_row, validation_losses
+from .metric_rows import ACCURACY_KEY, AVERAGED_KEY, SLOW_KEY, VALIDATION_KEY, figures_of_sets, is_step_row
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number
 from .run_summary import newest_checkpoint, planned_steps
 from .saves_and_restarts import RecordedSave, RestartReason, SavesInAll, median_pause, recorded_saves, restart_reasons, saves_in_all
@@ -20,6 +20,9 @@ from .saves_and_restarts import RecordedSave, RestartReason, SavesInAll, median_
 Unit = Literal["bytes", "seconds", "rate", "share"]
 SNAPSHOT = "snapshot"  # kind of planned bytes on the host that a step's count does not include
 Rows = Sequence[Mapping[str, Any]]
+
+FigureCurve = tuple[str, tuple[tuple[int, float], ...]]  # the name of a validation set, "" of the text that is held out; a figure by step
+FigureCurves = tuple[FigureCurve, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,9 @@ class MeasuredRun:
     whole_batch: bool = True  # whether it is train.batch
     loss_unit: str = "nats a token"
     accuracy: float | None = None  # of a run on preferences: the share of pairs in order at its last step
-    validations: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()  # by the name of a set; "" is the text that is held out
+    validations: FigureCurves = ()
+    averaged: FigureCurves = ()  # losses of the average of the weights
+    accuracies: FigureCurves = ()  # of preferences: the share of pairs in order
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
@@ -120,7 +125,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     steps, saves = max((int(row["step"]) for row in rows), default=0), tuple(recorded_saves(written))
     reasons = tuple(restart_reasons(written))
     skipped_spikes = sum("skipped" in row and ("spike" in row or "norm_spike" in row) for row in last)
-    validations = tuple(_validation_curves(rows))
+    validations, averaged, accuracies = (tuple(_validation_curves(rows, each)) for each in (VALIDATION_KEY, AVERAGED_KEY, ACCURACY_KEY))
     return MeasuredRun(
         name=name if isinstance(name, str) else folder.name,
         steps=steps,
@@ -142,6 +147,8 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         losses=tuple((int(row["step"]), row["loss"]) for row in rows if "loss" in row),
         validation=dict(validations).get("", validations[0][1]) if validations else (),
         validations=validations,
+        averaged=averaged,
+        accuracies=accuracies,
         step_bar=_step_bar(plan),
         is_warm=len(of_plan) != 1,
         planned_since=int(of_plan[0]["step"]) if len(of_plan) < len(timed) else None,
@@ -166,11 +173,11 @@ def _rows_of_last_plan(rows: Sequence[Mapping[str, float]], *, ramps: bool) -> l
     return list(takewhile(lambda row: all(row.get(each) == rows[-1].get(each) for each in figures), reversed(rows)))[::-1]
 
 
-def _validation_curves(rows: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, tuple[tuple[int, float], ...]]]:
-    """The name and the losses by step of each validation set, that of the text that is held out first."""
-    losses = [(int(row["step"]), validation_losses(row)) for row in rows]
-    for name in sorted(dict.fromkeys(name for _, found in losses for name in found), key=bool):
-        yield name, tuple((step, found[name]) for step, found in losses if name in found)
+def _validation_curves(rows: Sequence[Mapping[str, float]], figure: str) -> Iterator[FigureCurve]:
+    """The name and a figure by step of each validation set, that of the text that is held out first."""
+    figures = [(int(row["step"]), figures_of_sets(row, figure)) for row in rows]
+    for name in sorted(dict.fromkeys(name for _, found in figures for name in found), key=bool):
+        yield name, tuple((step, found[name]) for step, found in figures if name in found)
 
 
 def _saved_steps(folder: Path) -> list[int]:

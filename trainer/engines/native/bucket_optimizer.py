@@ -118,7 +118,7 @@ class BucketOptimizer:
         for buckets in self._stepped_together():
             for bucket in buckets:
                 gradient = bucket.shard_gradient.to(bucket.master.dtype)
-                bucket.master.grad = gradient if self._is_adamw else gradient.div_(divisor)
+                bucket.master.grad = gradient.div_(divisor) if scales and not self._is_adamw else gradient
             self.optimizer.step()  # of these buckets alone: no other has a gradient now
             for bucket in buckets:
                 bucket.master.grad = None

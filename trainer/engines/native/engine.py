@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -45,9 +45,9 @@ from .data_parallel.sharded_weights import (
 )
 from .data_parallel.weight_buckets import WeightBucket
 from .data_parallel.worker_average import WorkerAverage
-from .layers_taken_together import layers_taken_together
 from .loss_scale import LossScale
 from .pipeline import PassHooks, Pipeline, ScheduledStep
+from .prepare_layers import layers_taken_together, prepare_layers
 from .stage_messages import StageChain, StageMessages
 
 
@@ -80,7 +80,7 @@ class NativeEngine(Engine):
             self.buckets, self.reducer = self._fill_buckets()
         self._bucket_of = {row.parameter: bucket for bucket in self.buckets for row in bucket.rows}
         self.bucket_optimizer = BucketOptimizer(run, grid, self.buckets, grid.world.device, self._types, self._warn)
-        self.optimizer = self.bucket_optimizer.optimizer
+        self.optimizer, self.averaged_weights = self.bucket_optimizer.optimizer, self.bucket_optimizer.averaged_weights
         self.together = WorkerAverage(run, grid, self.buckets, self.optimizer) if grid.group("workers") else None
         self._workers = self.together.workers if self.together else 1
         self._alone = False  # a step was taken since the last one together
@@ -161,9 +161,6 @@ class NativeEngine(Engine):
         if self._alone:
             self.step_together()
         return []
-
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        return self.bucket_optimizer.averaged_weights()
 
     def prepare_save(self) -> None:
         if self.together is not None:
@@ -315,8 +312,8 @@ class NativeEngine(Engine):
         reducer = BucketReducer(made, uses, layers, overlap=run.parallel.overlap.data)
         for parameter in reducer.hooked_parameters():
             parameter.register_post_accumulate_grad_hook(reducer.take_gradient)  # type: ignore[no-untyped-call]
-        for module in self.modules if layers else ():
-            module.watch_layer = reducer.watch_layer  # type: ignore[assignment]
+        if layers:
+            prepare_layers(run, self.modules, made, reducer)
         return made, reducer
 
     def _shard_fully(self, groups: RowGroups) -> tuple[list[ShardedWeight], ShardedReducer]:

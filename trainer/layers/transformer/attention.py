@@ -7,10 +7,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...spec.run import Model
 from ..dropout import Dropout
+from ..joined_products import JoinedWeights
 from ..norms import AllHeadsNorm, HeadNorm, norm_all_heads
 from ..output_gates import gated_product
 from ..parameters_by_prefix import Parameters, sub_parameters
@@ -37,7 +38,7 @@ from .rotary import rotate
 # B batch, S sequence, H hidden, A heads, N key and value heads, D head_dim; A and N as this rank has them
 
 
-class Attention(nn.Module):
+class Attention(JoinedWeights):
     """Causal attention; each key and value head serves a group of query heads (arXiv:2305.13245).
 
     A rank's number of heads is read from the width of its own matrices. Attention dropout takes the path without a fused kernel,
@@ -77,6 +78,10 @@ class Attention(nn.Module):
             for part in ("query", "key")
         )
 
+    def column_layers(self) -> tuple[ColumnLinear, ...]:
+        """Return the layers that share the input, in their order; none where a family has others."""
+        return (self.query, self.key, self.value) if self.gate is None else ()
+
     def make_head_norm(self, parameters: Parameters, model: Model, part: str) -> HeadNorm | AllHeadsNorm:
         """Make the norm of each query or key, or of those of all heads together."""
         if model.qk_norm_over == "head":
@@ -88,7 +93,7 @@ class Attention(nn.Module):
         """Return the query, key and value of each head, [B, S, A or N, D], for x [B, S, H], and the gate [B, S, A D] of what attention
         returns, where it has one."""
         gates = () if self.gate is None else (self.gate,)
-        query, key, value, *gated = column_linears(x, self.query, self.key, self.value, *gates)
+        query, key, value, *gated = column_linears(x, self.query, self.key, self.value, *gates, joined=self.joined_for(x))
         if isinstance(self.query_norm, AllHeadsNorm) and isinstance(self.key_norm, AllHeadsNorm):
             if self.tp is not None:
                 query, key = norm_all_heads(query, key, self.query_norm, self.key_norm, self.tp)

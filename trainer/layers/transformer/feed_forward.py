@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...spec.run import Model
+from ..joined_products import JoinedWeights
 from ..parameters_by_prefix import Parameters, sub_parameters
 from ..tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_linears
 
@@ -81,7 +82,7 @@ def _gate_value(gate: Tensor) -> tuple[Tensor, Tensor]:
     return value.mul_(share), share
 
 
-class FeedForward(nn.Module):
+class FeedForward(JoinedWeights):
     """Two linear layers around an activation; with a gate, the activated gate multiplies the first layer's output (arXiv:2002.05202)."""
 
     def __init__(self, parameters: Parameters, model: Model, tp: TensorParallel | None) -> None:
@@ -92,9 +93,13 @@ class FeedForward(nn.Module):
         self.down = RowLinear(sub_parameters(parameters, "down"), tp, scale)
         self.activation: Callable[..., Tensor] = ACTIVATIONS[model.act] if self.gate is None else make_gate(model.act)
 
+    def column_layers(self) -> tuple[ColumnLinear, ...]:
+        """Return the layers that share the input, in their order; none where there is one."""
+        return () if self.gate is None else (self.gate, self.up)
+
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, H] -> [B, S, H]."""
-        inputs = (self.up(x),) if self.gate is None else column_linears(x, self.gate, self.up)
+        inputs = (self.up(x),) if self.gate is None else column_linears(x, self.gate, self.up, joined=self.joined_for(x), keeps_all=True)
         activated = self.activation(*inputs)  # [B, S, F]
         output: Tensor = self.down(activated)
         return output

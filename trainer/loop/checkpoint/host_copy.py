@@ -17,7 +17,8 @@ ALIGNMENT = 64  # bytes that each tensor's place begins at a multiple of
 
 
 class HostCopy:
-    """The host's memory for the copy, which is kept for the next save: as many bytes as the shards have, pinned where they are on a GPU."""
+    """The host's memory for the copy, which is kept for the next save: as many bytes as the shards have that are no copies themselves,
+    pinned where they are on a GPU."""
 
     def __init__(self) -> None:
         self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
@@ -29,8 +30,9 @@ class HostCopy:
 
     def take(self, shards: Iterable[Shard]) -> list[Shard]:
         """Copy the shards, and return them with the copies as their tensors; these last until the next call. The devices have done all that
-        changes the shards, and the copies are complete."""
-        sources = [replace(each, tensor=each.tensor.detach()) for each in shards]
+        changes the shards, and the copies are complete. Shards that are copies are returned as they are."""
+        given = [replace(each, tensor=each.tensor.detach()) for each in shards]
+        sources = [each for each in given if not each.is_copy]
         ends = list(accumulate(_place_bytes(each.tensor) for each in sources))
         devices = {each.tensor.device for each in sources if each.tensor.is_cuda}
         if ends and ends[-1] > self.bytes:
@@ -38,7 +40,7 @@ class HostCopy:
                 _runtime().cudaHostUnregister(self._memory.data_ptr())
             self._memory = torch.empty(ends[-1], dtype=torch.uint8)
             self._is_pinned = bool(devices) and _pin(self._memory)
-        copies = []
+        copies = [each for each in given if each.is_copy]
         for source, end in zip(sources, ends, strict=True):
             tensor = source.tensor
             start = end - _place_bytes(tensor)

@@ -54,11 +54,11 @@ def _merge_dims(shard: WeightShard) -> tuple[Sizes, Sizes]:
     return (*shard.size[:last], prod(shard.size[last:])), (*shard.length[:last], prod(shard.length[last:]))
 
 
-def checkpoint_shards(shard: WeightShard, kind: str, start: int, flat: Tensor) -> Iterator[Shard]:
+def checkpoint_shards(shard: WeightShard, kind: str, start: int, flat: Tensor, *, is_copy: bool = False) -> Iterator[Shard]:
     """Yield a flat range of a rank's shard, from element `start` on, as shards of a checkpoint: views into it."""
     for part, window in logical_slices(shard, kind, start, len(flat)):
         view = window.view(flat)
-        yield Shard(slice=part, tensor=view if part.flat else view.view(part.local))
+        yield Shard(slice=part, tensor=view if part.flat else view.view(part.local), is_copy=is_copy)
 
 
 def read_range(shard: WeightShard, kind: str, start: int, length: int, *, read: Read) -> Tensor:

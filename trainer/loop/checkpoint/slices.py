@@ -78,10 +78,12 @@ def block_slice(name: str, kind: str, shape: Sizes, offset: Sizes, size: Sizes) 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A slice and the tensor that holds it, on any device. Raises ValueError where the shapes differ."""
+    """A slice and the tensor that holds it, on any device. Raises ValueError where the shapes differ. `is_copy`: training does not change
+    the tensor, which was made for this save, in the host's memory."""
 
     slice: Slice
     tensor: Tensor  # of shape slice.local; for a flat range any shape, with the elements in order
+    is_copy: bool = False
 
     def __post_init__(self) -> None:
         flat = self.slice.flat is not None and self.tensor.numel() == self.slice.count

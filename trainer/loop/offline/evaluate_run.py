@@ -9,14 +9,16 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import exp, isfinite, log
+from math import exp, isfinite, log, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
+from ...engines.engine import PreferenceFigures
 from ...models.families import is_made_by_transformers
+from ...spec.numbers.as_text import plural
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Data, Run
@@ -24,6 +26,8 @@ from ..data.prepare import cache_folder, prepare_corpus
 from ..data.samples.batches import Batches
 from ..data.samples.corpus import Corpus
 from ..data.validation_sets import evaluates_held_out, prepare_validation_sets
+from ..metrics.step_row import preference_row
+from .evaluated_pairs import PairSums, StartReference, evaluate_batch
 from .load_run import load_model, load_saved_run
 from .verb_process import run_verb, write_problem, write_stdout
 
@@ -33,17 +37,22 @@ HELD_OUT = "validation"  # what the text is called that data.validation holds ou
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedSet:
-    """A set of text, how many of its tokens are labels, and their mean loss (nats)."""
+    """A set of text, how many of its tokens are labels, and their mean loss (nats); of preferences how many pairs it has, the mean loss of
+    a pair, and the figures of pairs."""
 
     name: str
     tokens: int
     loss: float
     are_bytes: bool
+    preferences: PreferenceFigures | None = None
 
     @property
     def figures(self) -> dict[str, Any]:
         """The set in the JSON document; None for what is not finite or not known."""
         finite = isfinite(self.loss)
+        if self.preferences is not None:
+            loss = self.loss if finite else None
+            return {"name": self.name, "pairs": self.tokens, "loss": loss, **preference_row(self.preferences)}
         return {
             "name": self.name,
             "tokens": self.tokens,
@@ -54,6 +63,9 @@ class EvaluatedSet:
 
     def __str__(self) -> str:
         found = self.figures
+        if self.preferences is not None:
+            accuracy, margin = (found[each] if found[each] is not None else nan for each in ("accuracy", "margin"))
+            return f"{self.name}: loss {self.loss:.4f}, accuracy {accuracy:.3f}, margin {margin:.4f}, of {plural(self.tokens, 'pair')}"
         perplexity = f"perplexity {found['perplexity']:,.4g}" if found["perplexity"] is not None else "no finite perplexity"
         bits = f", {found['bits_per_byte']:.4f} bits a byte" if found["bits_per_byte"] is not None else ""
         return f"{self.name}: loss {self.loss:.4f}, {perplexity}{bits}, of {self.tokens:,} tokens"
@@ -80,14 +92,14 @@ def evaluate_run(
     for remark in saved.remarks:
         write_problem(remark)
     run = replace(saved.run, data=changed_data(saved.run.data, changes))
-    if run.data.has_preferences:
-        raise _refusal(
-            "a loss of preferences is relative to a reference, which one checkpoint is not", "name text: data=text data.path=FILE"
-        )
-    sets = list(_sets(run, given="data.path" in changes))
     device = torch.device("cuda" if run.cluster.device.kind == "cuda" and torch.cuda.is_available() else "cpu")
+    sets = [_read_of(run, each, sequences) for each in _sets(run, given="data.path" in changes)]
+    reference = StartReference(saved, folder, device)
+    for each in sets if run.data.has_preferences else ():
+        reference.give(run, each.batches, each.samples)
+    reference.close()
     module: Any = load_model(saved, device)
-    found = [_evaluate(run, module, each, device, sequences) for each in sets]
+    found = [_evaluate(run, module, each, device) for each in sets]
     if as_json:
         write_stdout(f"{json.dumps({'version': 1, 'step': saved.checkpoint.step, 'sets': [each.figures for each in found]}, indent=2)}\n")
         return
@@ -137,9 +149,17 @@ def _show_remark(what: str, done: int, total: int) -> None:
         write_problem(what)
 
 
-def _evaluate(run: Run, module: Any, evaluated: _Set, device: torch.device, most: int | None) -> EvaluatedSet:
-    """Return the mean loss over a set, of which each sequence is read once. Of what is held out it reads what the run's evaluations read:
-    they begin again where less is held out than one of them reads."""
+class _Read(NamedTuple):
+    """What is read of a set: samples of its batches."""
+
+    name: str
+    batches: Batches
+    samples: range
+
+
+def _read_of(run: Run, evaluated: _Set, most: int | None) -> _Read:
+    """Return what is read of a set, each sequence once. Of what is held out that is what the run's evaluations read: they begin again where
+    less is held out than one of them reads. Raises Unreadable where the family can't."""
     name, corpus, is_held_out = evaluated
     if corpus.ignores_labels and is_made_by_transformers(run.model):
         raise _refusal(
@@ -151,15 +171,21 @@ def _evaluate(run: Run, module: Any, evaluated: _Set, device: torch.device, most
         many = min(many, most)
     elif is_held_out:
         many = run.train.evaluate.batches * run.train.batch
-    total, count = 0.0, 0
-    with torch.inference_mode():
-        for first in range(0, many, run.train.microbatch):
-            batch = batches.batch(first, min(run.train.microbatch, many - first))
-            further = {} if batch.documents is None else {"documents": batch.documents.to(device)}
-            loss, labels = module(batch.tokens.to(device), batch.labels.to(device), **further)
-            total, count = total + float(loss.double()), count + int(labels)
+    return _Read(name, batches, range(many))
+
+
+def _evaluate(run: Run, module: Any, read_of: _Read, device: torch.device) -> EvaluatedSet:
+    """Return the mean loss over what is read of a set, and of preferences the figures of its pairs."""
+    name, batches, samples = read_of
+    total, count, sums = 0.0, 0, PairSums()
+    for first in range(0, len(samples), run.train.microbatch):
+        batch = batches.batch(first, min(run.train.microbatch, len(samples) - first))
+        loss, counted = evaluate_batch(module, batch, device)
+        total, count = total + loss, count + counted
+        sums.take(module)
     are_bytes = run.data.has_text and run.data.tokenizer == "bytes"
-    return EvaluatedSet(name=name, tokens=count, loss=total / count, are_bytes=are_bytes)
+    pairs = sums.means(count) if run.data.has_preferences else None
+    return EvaluatedSet(name=name, tokens=count, loss=total / count, are_bytes=are_bytes, preferences=pairs)
 
 
 def _refusal(says: str, mend: str) -> Unreadable:

@@ -42,7 +42,7 @@ def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
             continue
         errors = [(ERROR, part.error)] if part.error is not None else []
         for kind, held in (("weight", part.weight), *part.states(), *errors):
-            yield from checkpoint_shards(part.shard, kind, part.start, held)
+            yield from checkpoint_shards(part.shard, kind, part.start, held, is_copy=part.is_widened(kind))
     for shard, tensor in _constant_shards(engine, grid):
         if is_saved_here(shard, turns[shard.name], replica=grid.coordinate("data"), replicas=grid.size("data")):
             yield from checkpoint_shards(shard, "weight", 0, tensor.view(-1))

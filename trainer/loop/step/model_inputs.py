@@ -41,7 +41,7 @@ def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[
     if has_experts(run.model) and run.model.adds_router_loss and (context is not None or batch.pairs is not None):
         further["label_counts"] = _counts_of_rows(batch).to(device, non_blocking=True)
     if batch.pairs is not None:
-        further["pairs"] = _pair_inputs(batch.pairs, batch.tokens, context, device)
+        further["pairs"] = pair_inputs(batch.pairs, batch.tokens, context, device)
     if step is not None and (shifted := further_arguments(run.model, batch.tokens, batch.labels, batch.documents)):
         rows = shifted["further"]
         own = rows if context is None else context.shard(rows.flatten(0, 2)).view(*rows.shape[:3], -1)
@@ -50,7 +50,7 @@ def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[
     return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True), further
 
 
-def _pair_inputs(pairs: AnswerPairs, tokens: Tensor, context: ContextParallel | None, device: torch.device) -> PairInputs:
+def pair_inputs(pairs: AnswerPairs, tokens: Tensor, context: ContextParallel | None, device: torch.device) -> PairInputs:
     """Return the pairs of a micro-batch as the loss reads them; under context parallelism `starts` are among this rank's tokens."""
     starts = pairs.starts
     if context is not None:

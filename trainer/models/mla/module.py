@@ -42,6 +42,10 @@ class LatentAttention(Attention):
         self.key_latent_norm = RMSNorm(sub_parameters(parameters, "key_latent_norm"), LATENT_NORM_EPS)
         self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp, lora) for part in ("query", "key", "value"))
 
+    def column_layers(self) -> tuple[ColumnLinear, ...]:
+        """Return none: its layers share no input."""
+        return ()
+
     def heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
         """Return the queries and keys [B, S, A, P + R] and the values [B, S, A, v_head_dim] of this rank's heads, for x [B, S or s, H]."""
         shared = cast_for(x, self.key_down)

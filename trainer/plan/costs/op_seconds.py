@@ -77,14 +77,13 @@ def _passes(op: Op, device: DeviceRates) -> float:
 
 
 def _sum_seconds(op: Op, local: LocalTensors, device: DeviceRates, gradient: int) -> float:
-    """Seconds in which a micro-batch's gradients of an op's weights are added to those before, and those of biases are summed over rows.
-    Where layers are compiled, engine native adds those of a whole layer in one kernel, which is not counted."""
+    """Seconds in which a micro-batch's gradients of an op's weights are added to those before, and those of biases are summed over rows."""
     trained = [weight for weight in op.weights if not weight.frozen]
     moved = (local.activation + 2 * gradient) * sum(local.count(weight.dims) for weight in trained)
     biases = [weight for weight in trained if op.product and weight.name.endswith(".bias")]
     rows = local.count(op.product.rows) if op.product else 0
     summed = local.activation * rows * sum(local.count(weight.dims) for weight in biases)
-    return memory_seconds(moved + summed, len(biases) + (0 if device.fused else len(trained)), device)
+    return memory_seconds(moved + summed, len(trained) + len(biases), device)
 
 
 def softmax_parts(op: Op, local: LocalTensors) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...models.families import is_made_by_transformers
-from ...spec.derived.compiled_layers import has_compiled_layers
 from ...spec.run import Model, Parallel, Run
 from ...spec.sections.lora import PEFT_TARGETS
 from .broken_rule import BrokenRule
@@ -47,7 +46,7 @@ def _dropout_rule(run: Run) -> Iterator[BrokenRule]:
         rest = tuple(each for each in ("query", "key", "value", "out") if each in model.lora_layers) or ("query", "value")
         says += f"{', '.join(routed)} of routed experts, whose rows are sent without their tokens (PEFT refuses it too)"
         yield BrokenRule("lora", says, ((("model.lora.targets", rest),), none))
-    elif has_compiled_layers(run.train, run.parallel):
+    elif run.train.compile:
         yield BrokenRule("lora", f"{says}train.compile=true", ((("train.compile", False),), none))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +101,16 @@ class WeightBucket:
     def place_in_shard(self, name: str) -> int:
         """Where in this rank's shard the elements of a weight begin that it steps."""
         return max(0, self.bucket.starts[self.bucket.names.index(name)] - self.shard.start)
+
+    def joined(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """Return a view [N, ...] of N parameters, the last one first; None unless they lie one after another and are alike."""
+        first, starts = parameters[-1], [self._starts.get(each) for each in parameters[::-1]]
+        if starts[0] is None or any(each.shape != first.shape for each in parameters):
+            return None
+        end = starts[0] + len(parameters) * first.numel()
+        if starts != list(range(starts[0], end, first.numel())):
+            return None
+        return self.weights[starts[0] : end].view(len(parameters), *first.shape)
 
     def take_place(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
         """Return where a parameter's gradient that has come belongs, and whether it is added there to those before."""

@@ -1,9 +1,9 @@
-"""Counts what a step of engine native launches on a CPU, and times it, where layers are compiled: with each layer's gradients taken
-together, and with each one added by autograd.
+"""Counts what a step of engine native launches on a CPU, and times it, where layers are compiled: with weights joined and each layer's
+gradients taken together, and with a product and a sum for each weight.
 
-Run `python -m distrain.scripts.bench_step_kernels [ROUNDS]` on a quiet machine with a C++ compiler. The models have as many layers as GPT-2
-124M and as 16 layers of Llama 3 8B, and are so narrow that the host's time is what counts. A launch is an operator that computes, on a list
-of tensors too, or one of the compiler's kernels. The runs take turns in each round; both ways train the same losses.
+Run `python -m distrain.scripts.trace_cuda.step_launches [ROUNDS]` on a quiet machine with a C++ compiler. The models have as many layers as
+GPT-2 124M and as 16 layers of Llama 3 8B, and are so narrow that the host's time is what counts. A launch is an operator that computes, on
+a list of tensors too, or one of the compiler's kernels. The runs take turns in each round; the processor's seconds of a step are counted.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
+from time import process_time
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from ..cli.config.load import load_recipe
-from ..trainer.engines.native import engine as native
-from ..trainer.loop.build import build_engine
-from ..trainer.parallel.process_groups import make_grid
-from ..trainer.parallel.world import World, join_ranks
-from ..trainer.plan.mesh_position import mesh_position
-from ..trainer.plan.plan import make_plan
-from ..trainer.spec.run import Run
-from .show_help import show_help
-from .trace_cuda.live_bytes import NO_KERNEL
+from ...cli.config.load import load_recipe
+from ...trainer.engines.native import engine as native
+from ...trainer.loop.build import build_engine
+from ...trainer.parallel.process_groups import make_grid
+from ...trainer.parallel.world import World, join_ranks
+from ...trainer.plan.mesh_position import mesh_position
+from ...trainer.plan.plan import make_plan
+from ...trainer.spec.run import Run
+from ..show_help import show_help
+from .live_bytes import NO_KERNEL
 
 FIXED = (
     "cluster=1x1",
@@ -53,7 +53,7 @@ STEPS = 5  # timed in a round
 
 @dataclass(frozen=True, kw_only=True)
 class CountedRun:
-    """A run's engine, and what a step of it launches by name; `times` are its seconds a step in each round."""
+    """A run's engine, and what a step of it launches by name; `times` are the seconds of a processor that a step took in each round."""
 
     engine: Any
     launches: Counter[str]
@@ -70,16 +70,18 @@ def main() -> None:
             run = load_recipe("quickstart", [*FIXED, *words, f"train.batch={micros}"])
             with patch.object(native, "layers_taken_together", lambda *_: []):
                 apart = _counted_run(run, world)
+            torch._dynamo.reset()  # each way has graphs of its own
             pairs[f"{name}, micro-batches: {micros}"] = apart, _counted_run(run, world)
+            torch._dynamo.reset()
     for _ in range(rounds):
         for each in (each for pair in pairs.values() for each in pair):
-            began = perf_counter()
+            began = process_time()
             for _ in range(STEPS):
                 _step(each.engine)
-            each.times.append((perf_counter() - began) / STEPS)
-    print(f"{'':<36}{'launches':>9}{'were':>7}{'products':>10}{'sums':>7}{'were':>7}{'step':>10}{'was':>10}{'tokens/s':>10}")
+            each.times.append((process_time() - began) / STEPS)
+    print(f"{'':<36}{'launches':>9}{'were':>7}{'products':>10}{'were':>7}{'sums':>7}{'were':>7}{'CPU':>10}{'was':>10}{'was / is':>10}")
     for name, (apart, together) in pairs.items():
-        counts = f"{together.launches.total():>9}{apart.launches.total():>7}{_count(together, PRODUCTS):>10}"
+        counts = f"{together.launches.total():>9}{apart.launches.total():>7}{_count(together, PRODUCTS):>10}{_count(apart, PRODUCTS):>7}"
         sums = f"{_count(together, SUMS):>7}{_count(apart, SUMS):>7}"
         ratio = median(before / now for before, now in zip(apart.times, together.times, strict=True))
         print(f"{name:<36}{counts}{sums}{1e3 * median(together.times):>7.1f} ms{1e3 * median(apart.times):>7.1f} ms{ratio:>10.3f}")
@@ -103,14 +105,15 @@ def _counted_run(run: Run, world: World) -> CountedRun:
 
 
 def _launches(events: Any) -> Iterator[str]:
-    """Yield the names of events that compute and hold no other that does; an operator on lists holds those of its tensors on a CPU."""
+    """Yield the names of events that compute and hold no other that does; on a CPU operators on lists hold those of their tensors."""
     for event in events:
         if not event.cpu_parent:
             yield from _launches_in(event)
 
 
 def _launches_in(event: Any) -> list[str]:
-    inner = [] if "_foreach_" in event.name else [name for each in event.cpu_children for name in _launches_in(each)]
+    is_whole = "_foreach_" in event.name or event.name in PRODUCTS
+    inner = [] if is_whole else [name for each in event.cpu_children for name in _launches_in(each)]
     return inner or [event.name] * _computes(event.name)
 
 
