@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -131,7 +132,7 @@ def test_deepspeeds_launcher_gets_its_files(here: Path, capsys: pytest.CaptureFi
     said = show(words, capsys)
     assert "canary" not in said
     assert "carries these variables to the ranks: MLFLOW_TRACKING_PASSWORD" in said
-    assert "cat > /runs/quickstart/launch/hosts.$$ <<'END'\nh1 slots=1\nh2 slots=4\nEND\nmv /runs/quickstart/launch/hosts.$$ " in said
+    assert "cat > /runs/quickstart/launch/hosts.\"$HOSTNAME.$$\" <<'END'\nh1 slots=1\nh2 slots=4\nEND\nmv /runs/quickstart/launch/hosts.$$ " in said
     line = said.splitlines()[-1]
     assert line.startswith("cd /runs/quickstart/launch && env -u MLFLOW_TRACKING_PASSWORD ")
     assert " DS_ENV_FILE=/runs/quickstart/launch/exports PDSH_SSH_ARGS_APPEND='-o BatchMode=yes " in line
@@ -143,7 +144,7 @@ def test_the_script_starts_no_rank_on_a_spare(here: Path, capsys: pytest.Capture
     here.write_text("h1 slots=2\nh2 slots=2\nh3 slots=2\n")
     said = show(["cluster=1x2", "launch=deepspeed", f"launch.hostfile={here}", "launch.spares=2", "--launch"], capsys)
     assert "# spares, which only fit uses: h2, h3\n" in said
-    assert "launch/hosts.$$ <<'END'\nh1 slots=2\nEND\n" in said
+    assert "launch/hosts.\"$HOSTNAME.$$\" <<'END'\nh1 slots=2\nEND\n" in said
 
 
 @pytest.mark.parametrize("runner", ["openmpi", "slurm"])
@@ -314,6 +315,37 @@ def test_a_script_for_several_hosts_needs_the_number_of_its_host(make_script: Ca
         started = script.run(*words)
         assert started.communicate(timeout=DEADLINE)[1] == "give the number of this host: 0 on 127.0.0.1, 1 on localhost\n"
         assert started.returncode == 2
+
+
+def test_torchrun_without_a_hostfile_trains_in_pods_of_either_operator(
+    make_script: Callable[..., ScriptRun], tmp_path: Path, ranks: RankPool
+) -> None:
+    """A pod of PyTorchJob and one of Kubeflow's Trainer, whose endpoint of an elastic rendezvous is not used."""
+    script = make_script("torchrun", "cluster=2x1", "launch.hostfile=null")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    pods: tuple[dict[str, str], ...] = (
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        {"PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "PET_RDZV_ENDPOINT": "nowhere:1"},
+    )
+    started = []
+    for pod in pods:
+        script.environment.update(pod)
+        started.append(script.run())
+        for name in pod:
+            del script.environment[name]
+    said = script.outputs(tmp_path / "torchrun" / "quickstart")
+    assert [each.returncode for each in started] == [0, 0], said
+    losses = ranks.train(tmp_path / "plain", "quickstart", "data=text", f"data.path={tmp_path}/texts/*.txt", *SMALL).figures("loss")
+    assert losses_of_run(tmp_path / "torchrun" / "quickstart") == losses
+    assert script.files_left() == []
+
+
+def test_a_script_of_torchrun_without_a_hostfile_says_what_its_environment_lacks(make_script: Callable[..., ScriptRun]) -> None:
+    started = make_script("torchrun", "cluster=2x1", "launch.hostfile=null").run()
+    says = "RANK: is not set: run this in a pod of a PyTorchJob, or set launch.hostfile\n"
+    assert started.communicate(timeout=DEADLINE)[1].endswith(says)
+    assert started.returncode != 0
 
 
 def test_ranks_of_a_terminated_script_save_and_exit(make_script: Callable[..., ScriptRun], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from .commands.command import LaunchCommands, LaunchRequest, run_port
 from .commands.deepspeed import deepspeed_commands
 from .commands.sbatch import sbatch_commands
 from .commands.shell_loop import local_commands
-from .commands.torchrun import torchrun_commands
+from .commands.torchrun import torchrun_commands, torchrun_in_pods_commands
 from .hosts.hostfile import Host, filter_hosts, first_slots, read_hostfile, select_hosts
 from .hosts.slurm_nodes import allocated_hosts, slurm_job
 
@@ -38,7 +38,7 @@ def resolve_hosts(run: Run) -> RunHosts:
     """Return the hosts of a run with their slots; raises Unreadable with all that is wrong."""
     launch, cluster = run.launch, run.cluster
     _refuse_unread_keys(run)
-    if not HOST_KEYS_BY_LAUNCH[launch.name]:
+    if not HOST_KEYS_BY_LAUNCH[launch.name] or _reads_environment(run):
         return RunHosts()
     found = select_hosts(
         available_hosts(run),
@@ -51,6 +51,12 @@ def resolve_hosts(run: Run) -> RunHosts:
         reading=run.reading,
     )
     return RunHosts(hosts=found[: cluster.nodes], spares=found[cluster.nodes :])
+
+
+def _reads_environment(run: Run) -> bool:
+    """Whether torchrun is to find its hosts in the environment of each, as in Kubernetes: nothing here names them."""
+    launch = run.launch
+    return launch.name == "torchrun" and not any(getattr(launch, key) for key in HOST_KEYS) and not slurm_job(os.environ)
 
 
 def hosts_to_measure(run: Run, devices: int | None) -> tuple[Host, ...]:
@@ -140,6 +146,9 @@ def launch_commands(run: Run, hosts: Sequence[Host], environment: Mapping[str, s
         case "deepspeed":
             request = _launch_request(run, BOOTSTRAP_MODULE, hosts)
             return deepspeed_commands(request, hosts, environment, launch.environment, launch.runner)
+        case "torchrun" if not hosts:
+            request = replace(_launch_request(run, RANK_MODULE, ()), address="127.0.0.1")  # the script reads the address itself
+            return torchrun_in_pods_commands(request, nodes=cluster.nodes, gpus=cluster.gpus)
         case "torchrun":
             return torchrun_commands(_launch_request(run, RANK_MODULE, hosts), hosts, cuda=cuda)
         case "slurm":

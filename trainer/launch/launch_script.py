@@ -90,11 +90,13 @@ def _command_of_host(launch: LaunchCommands) -> Iterator[str]:
 
 
 def _write_file(path: Path, text: str) -> Iterator[str]:
-    """Yield lines that write a file under another name and rename it: the script of another host may have written it, and ranks read it."""
-    yield f"cat > {quote(f'{path}.')}$$ <<'END'"
+    """Yield lines that write a file under another name and rename it: the script of another host may have written it, and ranks read it.
+    In containers scripts may have one process id, on other hosts."""
+    part = f'{quote(f"{path}.")}"$HOSTNAME.$$"'
+    yield f"cat > {part} <<'END'"
     yield text
     yield "END"
-    yield f"mv {quote(f'{path}.')}$$ {quote(str(path))}"
+    yield f"mv {part} {quote(str(path))}"
 
 
 def _comment(text: str) -> str:

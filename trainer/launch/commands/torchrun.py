@@ -1,8 +1,9 @@
-"""One torchrun command per host, for ranks that `fit` does not start."""
+"""torchrun commands, for ranks that `fit` does not start: one per host of a hostfile, or one that reads the environment of a pod."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from shlex import join, quote
 
 from ..hosts.hostfile import Host
 from .command import LOGS, RANK_ENVIRONMENT, Command, LaunchCommands, LaunchRequest, check_request
@@ -37,3 +38,32 @@ def torchrun_commands(request: LaunchRequest, hosts: Sequence[Host], *, cuda: bo
         "torchrun exits with 1 also if its ranks exit with 75: they were asked to stop and have saved; the same commands go on",
     )
     return LaunchCommands(commands=tuple(commands), remarks=remarks)
+
+
+def torchrun_in_pods_commands(request: LaunchRequest, *, nodes: int, gpus: int) -> LaunchCommands:
+    """Start this node's ranks with torchrun, which meets the other nodes where the environment says, as Kubernetes' operators set it.
+
+    Kubeflow's Trainer sets PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, its PyTorchJob RANK (of a pod), MASTER_ADDR and MASTER_PORT.
+    """
+    check_request(request)
+    if nodes > 1:
+        set_there = "is not set: run this in a pod of a PyTorchJob, or set launch.hostfile"
+        rank, address = f"${{RANK:?{set_there}}}", f"${{MASTER_ADDR:?{set_there}}}"
+    else:
+        rank, address = "0", "127.0.0.1"
+    environment = " ".join(f"{key}={quote(value)}" for key, value in RANK_ENVIRONMENT.items())
+    lines = (
+        f'node_rank="${{PET_NODE_RANK:-{rank}}}"',
+        f'address="${{PET_MASTER_ADDR:-{address}}}"',
+        f'port="${{PET_MASTER_PORT:-${{MASTER_PORT:-{request.port}}}}}"',
+        "unset PET_RDZV_ENDPOINT  # ranks in the order of nodes need torchrun's static rendezvous",
+        f"{environment} exec {join((request.python, '-m', 'torch.distributed.run'))} --rdzv-backend=static --nnodes={nodes} \\",
+        f'    --nproc-per-node={gpus} --node-rank="$node_rank" --master-addr="$address" --master-port="$port" \\',
+        f"    --module {join((request.module, *request.arguments))}",
+    )
+    remarks = (
+        "run this in every pod or on every node; the environment says which one it is, and where ranks meet",
+        f"the first node prints the run's progress; all nodes must share the run folder; {LOGS}",
+        "torchrun exits with 1 also if its ranks exit with 75: they were asked to stop and have saved; the same command goes on",
+    )
+    return LaunchCommands(commands=(), lines=lines, remarks=remarks)
