@@ -132,7 +132,10 @@ def test_deepspeeds_launcher_gets_its_files(here: Path, capsys: pytest.CaptureFi
     said = show(words, capsys)
     assert "canary" not in said
     assert "carries these variables to the ranks: MLFLOW_TRACKING_PASSWORD" in said
-    assert "cat > /runs/quickstart/launch/hosts.\"$HOSTNAME.$$\" <<'END'\nh1 slots=1\nh2 slots=4\nEND\nmv /runs/quickstart/launch/hosts.$$ " in said
+    assert (
+        "cat > /runs/quickstart/launch/hosts.\"$HOSTNAME.$$\" <<'END'\nh1 slots=1\nh2 slots=4\nEND\nmv /runs/quickstart/launch/hosts.$$ "
+        in said
+    )
     line = said.splitlines()[-1]
     assert line.startswith("cd /runs/quickstart/launch && env -u MLFLOW_TRACKING_PASSWORD ")
     assert " DS_ENV_FILE=/runs/quickstart/launch/exports PDSH_SSH_ARGS_APPEND='-o BatchMode=yes " in line
