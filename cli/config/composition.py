@@ -29,7 +29,7 @@ from ..keys import config_files
 from . import ask_transformers
 from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
-from .own_sections import is_whole_section, without_choice
+from .own_sections import is_whole_section, kept_keys
 from .yaml_file import LENGTHS, install_plain_source
 
 WEIGHTS = ("model.weights", "model.lora.weights")  # folders of weights that training begins from
@@ -110,7 +110,7 @@ class Composer:
         option, own = OmegaConf.select(source, key), OmegaConf.select(config, key)
         if isinstance(own, DictConfig) and isinstance(option, DictConfig):
             if not is_whole_section(key, own):
-                option = OmegaConf.merge(option, without_choice(key, own))
+                option = OmegaConf.merge(option, OmegaConf.masked_copy(own, kept_keys(key, own)))
             elif key == choice.key and own != option:
                 config.reading = join_readings(
                     config.get("reading"), f"{choice.text}: replaces section {key} of the recipe, which sets all of it"

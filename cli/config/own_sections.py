@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig, OmegaConf
+from collections.abc import Mapping
+from typing import Any
 
 from ..keys.keys import config_keys
 
@@ -12,7 +13,7 @@ CHOSEN = "name"  # the key of optim, data and launch that says which one it is: 
 SIZES = ("nodes", "gpus", "storage")  # what stays of a cluster whose device an option replaces
 
 
-def is_whole_section(key: str, own: DictConfig) -> bool:
+def is_whole_section(key: str, own: Mapping[Any, Any]) -> bool:
     """Return whether a recipe's own section describes a whole, as files that distrain writes do: an option takes its place."""
     prefix = f"{key}."
     fields = {known.removeprefix(prefix).partition(".")[0] for known in config_keys() if known.startswith(prefix)}
@@ -20,8 +21,8 @@ def is_whole_section(key: str, own: DictConfig) -> bool:
     return is_full or any(own.get(each) is not None for each in WHOLE.get(key, ()))
 
 
-def without_choice(key: str, own: DictConfig) -> DictConfig:
+def kept_keys(key: str, own: Mapping[Any, Any]) -> list[str]:
     """Return the keys of a recipe's own section that stay over a chosen option: not its name, nor another device's figures."""
     device = own.get("device") if key == "cluster" and "device" in own else None
-    is_other = isinstance(device, str) or (isinstance(device, DictConfig) and is_whole_section("cluster.device", device))
-    return OmegaConf.masked_copy(own, [name for name in map(str, own) if (name in SIZES if is_other else name != CHOSEN)])
+    is_other = isinstance(device, str) or (isinstance(device, Mapping) and is_whole_section("cluster.device", device))
+    return [str(name) for name in own if (name in SIZES if is_other else name != CHOSEN)]

@@ -7,15 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distrain.tests.fakes.processes import descendants
+from distrain.tests.fakes.processes import alive, descendants, until
 from distrain.tests.fakes.small_tokenizer import LINE, write_tokenizer
 from distrain.trainer.system.child_process import end_child
 
@@ -58,25 +57,6 @@ answers.send(survey.answer(sys.stdin.buffer.read(), answers))
     done = subprocess.run([sys.executable, "-c", program], input=question, capture_output=True, text=True)
     assert done.stdout.splitlines()[0] == "[]", done.stderr
     assert list(json.loads(done.stdout.splitlines()[-1])) == ["facts"]
-
-
-def alive(pids: set[int]) -> set[int]:
-    """Return those of the processes that still run."""
-    running = set()
-    for pid in pids:
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                running.add(pid)
-    return running
-
-
-def until(met: Any) -> Any:
-    """Wait until a condition holds and return its value; fail after a minute."""
-    deadline = time.monotonic() + 60
-    while not (found := met()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
 
 
 @pytest.fixture

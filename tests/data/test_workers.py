@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +13,7 @@ from threading import Thread
 
 import pytest
 
-from distrain.tests.fakes.processes import children
+from distrain.tests.fakes.processes import alive, children, until
 from distrain.trainer.loop.data import source_reader as sources
 from distrain.trainer.loop.data.files.find import DataFile
 from distrain.trainer.loop.data.prepare import prepare_corpus
@@ -67,6 +69,10 @@ def test_a_killed_child_is_reaped_even_if_closing_its_pipe_raises() -> None:
     with start_worker(SETTINGS) as child:
         with_unsent_words(child)
     assert children(os.getpid()) <= before
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stdin.closed
+    assert child.stdout.closed
 
 
 def test_every_child_ends_even_if_closing_pipes_raises() -> None:
@@ -135,6 +141,29 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
         list(tokenize_turns(turns, tmp_path, SETTINGS, 2))
     killer.join()
     assert children(os.getpid()) <= before
+
+
+def test_processes_in_the_middle_of_a_turn_end_when_the_reader_is_killed(tmp_path: Path) -> None:
+    """Nothing but a parent-death watch ends a process that waits for a file."""
+    (tmp_path / "a.txt").write_text("words")
+    os.mkfifo(tmp_path / "b.txt")
+    turns = [[(str(tmp_path / name), 0, 5, True)] for name in ("a.txt", "b.txt")]
+    program = f"""
+from pathlib import Path
+from distrain.trainer.loop.data.tokenize.workers import tokenize_turns
+for part in tokenize_turns({turns!r}, Path({str(tmp_path)!r}), {SETTINGS!r}, 2):
+    print(part, flush=True)
+"""
+    reader = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert reader.stdout is not None
+        assert reader.stdout.readline()  # the first turn is done: the second waits
+        processes = children(reader.pid)
+        assert len(processes) == 2
+        reader.kill()
+        until(lambda: not alive(processes))
+    finally:
+        end_child(reader)
 
 
 def test_tokenizer_problems_are_reported_by_the_processes_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

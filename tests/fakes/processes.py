@@ -1,7 +1,9 @@
 """Processes of this machine, as /proc lists them: those with a variable in their environment, and those that another one started."""
 
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def marked_processes(name: str, value: object) -> dict[int, str]:
@@ -34,3 +36,22 @@ def descendants(pid: int) -> set[int]:
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
     return found - {pid}
+
+
+def alive(pids: set[int]) -> set[int]:
+    """Return those of the processes that still run."""
+    running = set()
+    for pid in pids:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                running.add(pid)
+    return running
+
+
+def until(met: Any) -> Any:
+    """Wait until a condition holds and return its value; fail after a minute."""
+    deadline = time.monotonic() + 60
+    while not (found := met()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found

@@ -165,11 +165,11 @@ def test_a_run_resumes_its_average_bit_for_bit_and_in_any_layout(ranks: RankPool
 
     for one, other in zip(averages(resume("same", whole.folder, EMA, *two)), averages(whole), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-    other = resume("other", whole.folder, "optim.ema=0.5", *two)
+    decayed = resume("other", whole.folder, "optim.ema=0.5", *two)
     differences = [weight_difference(str(whole.folder), str(tmp_path / name)) for name in ("same", "other")]  # as a proof judges them
     assert differences[0]["weights"] == 0 < differences[1]["weights"]
     assert differences[1]["weight"].endswith(" (averaged)")
-    assert averages(other, kind="weight")[0].equal(averages(whole, kind="weight")[0])
+    assert averages(decayed, kind="weight")[0].equal(averages(whole, kind="weight")[0])
     rows_job = resume("rows", whole.folder, EMA, "cluster.gpus=4", "parallel.zero=3", "parallel.pp=2")
     for one, other in zip(averages(rows_job), averages(whole), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
