@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from .hosts.slurm_nodes import slurm_job
 from .hosts_and_commands import RunHosts, nodes_problem, resolve_hosts
 
 SINK_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # log sink -> the package that it needs
+DUALPIPEV_RELEASE = (0, 19, 8)  # the first release of DeepSpeed with DualPipeV
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +51,20 @@ def check_start(run: Run, plan: Plan) -> StartCheck:
     if run.cluster.device.kind == "cpu" and run.train.precision == "fp16" and not (row and row.fp16_on_cpu):
         says = "train.precision=fp16 does not run on a CPU: DeepSpeed accepts it only on the few that multiply in fp16"
         problems.append(Problem(rule="precision", says=says, mend="set train.precision to fp32 or bf16, or engine=native"))
+    if missing := schedule_problem(run, plan.engine, machine.package_version("deepspeed")):
+        problems.append(missing)
     problems += _machine_problems(run, plan)
     return StartCheck(problems=tuple(problems), hosts=found.hosts, spares=found.spares)
+
+
+def schedule_problem(run: Run, engine: str | None, deepspeed: str) -> Problem | None:
+    """Return the problem of a schedule that this version of DeepSpeed does not have ("": none is installed); else None."""
+    release = tuple(map(int, re.findall(r"\d+", deepspeed)[:3]))
+    if engine != "pipe" or run.parallel.schedule != "dualpipev" or not release or release >= DUALPIPEV_RELEASE:
+        return None
+    needed = ".".join(map(str, DUALPIPEV_RELEASE))
+    says = f"parallel.schedule=dualpipev with engine=pipe needs DeepSpeed {needed} or later, and {deepspeed} is installed"
+    return Problem(rule="engine", says=says, mend="set engine=native, or install a later DeepSpeed")
 
 
 def start_warnings(run: Run, plan: Plan) -> Iterator[Problem]:

@@ -133,13 +133,14 @@ def load_per_core() -> float:
 def measurement_key() -> dict[str, Any]:
     """What a measurement holds for: torch's version, the CPU, the cores this process may run on, the GPUs it may see."""
     visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    return {"probe": PROBE, "torch": _torch_version(), "cpu": cpu_model(), "cores": cpu_count(), "gpus": gpus, "visible": visible}
+    return {"probe": PROBE, "torch": package_version("torch"), "cpu": cpu_model(), "cores": cpu_count(), "gpus": gpus, "visible": visible}
 
 
 @cache
-def _torch_version() -> str:
+def package_version(name: str) -> str:
+    """Return the version of an installed package without importing it; "" where it is not installed."""
     try:
-        return version("torch")
+        return version(name)
     except PackageNotFoundError:
         return ""
 

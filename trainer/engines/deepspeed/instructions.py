@@ -20,10 +20,12 @@ TIMED = {  # instructions that an engine times: the part of the step, the kind o
     ds.RecvActivation: ("messages", "receive"),
     ds.SendGrad: ("messages", "send"),
     ds.RecvGrad: ("messages", "receive"),
-    ds.CommitP2P: ("messages", "send"),
     ds.ReduceGrads: ("sums", "sum"),
 }
-DEEPSPEED_SCHEDULES = {"1f1b": ds.TrainSchedule, "dualpipev": ds.DualPipeVSchedule}  # schedules that DeepSpeed has
+DEEPSPEED_SCHEDULES = {"1f1b": ds.TrainSchedule}  # schedules that DeepSpeed has
+if hasattr(ds, "DualPipeVSchedule"):  # since release 0.19.8
+    DEEPSPEED_SCHEDULES["dualpipev"] = ds.DualPipeVSchedule
+    TIMED[ds.CommitP2P] = ("messages", "send")
 
 INSTRUCTIONS = {
     ("compute", "F"): ds.ForwardPass,

@@ -32,14 +32,20 @@ class PipeEngine(DeepSpeedAdapter):
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         self._finite = True  # whether the loss and gradients of the current step are finite
         connect_deepspeed()
-        from .pipeline_module import initialize_pipeline, pipeline_module
+        from .pipeline_module import OnePart, OnePartPipeline, OwnForward, initialize_pipeline, pipeline_module
 
-        module = pipeline_module([each.module for each in self.parts], grid.position.mesh, grid.position.coordinates["pp"])
+        kind: tuple[type[OwnForward], type[OnePartPipeline]] = OnePart, OnePartPipeline
+        if len(self.parts) > 1:
+            from .two_part_pipeline import TwoPartPipeline, TwoParts
+
+            kind = TwoParts, TwoPartPipeline
+        module = pipeline_module(kind[0], [each.module for each in self.parts], grid.position.mesh, grid.position.coordinates["pp"])
         if grid.group("ep"):
             from .expert_groups import mark_experts
 
             mark_experts(module, self.parameters, grid)
         self.engine = initialize_pipeline(
+            kind[1],
             module,
             torch_optimizer(run, module),
             deepspeed_config(run, grid.size("dp"), sum(each.numel() for each in module.parameters())),

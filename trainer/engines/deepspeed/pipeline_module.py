@@ -14,7 +14,6 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine, DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from ...plan.layout.mesh import Mesh
 from ..engine import ReadMicrobatch
 from ..held_bytes import ByteCounter
 from .adapter import clip
-from .instructions import TIMED, FoldedForwardOnly, ForwardOnly, training_instructions
+from .instructions import TIMED, ForwardOnly, training_instructions
 
 TimePart = Callable[..., AbstractContextManager[None]]  # times a part of the step: its name, then kind, micro-batch and part of a span
 
@@ -56,10 +55,6 @@ class OwnForward:
 
 class OnePart(OwnForward, PipelineModule):  # type: ignore[misc]
     """One part a rank."""
-
-
-class TwoParts(OwnForward, DualPipeVModule):  # type: ignore[misc]
-    """Parts r and 2 pp - 1 - r on rank r."""
 
 
 class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
@@ -192,42 +187,31 @@ class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
             super()._exec_optimizer_step(lr_kwargs)
 
 
-class TwoPartPipeline(DualPipeVEngine, OnePartPipeline):  # type: ignore[misc]
-    """Two parts a rank: each micro-batch goes through the first parts in rank order and back through the second."""
-
-    chunks = 2
-
-    @property
-    def chunk(self) -> int:
-        return int(self._active_phase)
-
-    def _forward_only(self) -> Any:
-        return FoldedForwardOnly(self.num_stages, self.stage_id, self._phase1_buffer(0))
-
-
 def topology(mesh: Mesh) -> PipeModelDataParallelTopology:
     """Return the mesh as DeepSpeed's topology, ranks in the same order; ranks of the context axis are data-parallel ranks to DeepSpeed."""
     return PipeModelDataParallelTopology(num_pp=mesh.pp, num_mp=mesh.tp, num_dp=mesh.size("data"))
 
 
-def pipeline_module(parts: Sequence[nn.Module], mesh: Mesh, stage: int) -> PipelineModule:
-    """Return DeepSpeed's module around this rank's parts, with placeholders for those of other ranks."""
+def pipeline_module(kind: type[OwnForward], parts: Sequence[nn.Module], mesh: Mesh, stage: int) -> PipelineModule:
+    """Return DeepSpeed's module of this kind around this rank's parts, with placeholders for those of other ranks."""
     places = (stage, 2 * mesh.pp - 1 - stage)[: len(parts)]
     layers: list[Any] = [LayerSpec(nn.Identity)] * (mesh.pp * len(parts))
     for place, part in zip(places, parts, strict=True):
         layers[place] = part
     tied: list[Any] = [each for part in parts for each in part.parameters() if getattr(each, "ds_pipe_replicated", False)]
-    module = (OnePart if len(parts) == 1 else TwoParts)(layers, topology=topology(mesh), partition_method="uniform")
+    module: Any = kind
+    module = module(layers, topology=topology(mesh), partition_method="uniform")
     for each in tied:  # DeepSpeed's constructor resets this mark
         each.ds_pipe_replicated = True
     return module
 
 
-def initialize_pipeline(module: PipelineModule, optimizer: torch.optim.Optimizer, config: dict[str, Any], **hooks: Any) -> OnePartPipeline:
-    """Do what `deepspeed.initialize` does for a pipeline, with an engine that runs our parts."""
+def initialize_pipeline(
+    kind: type[OnePartPipeline], module: PipelineModule, optimizer: torch.optim.Optimizer, config: dict[str, Any], **hooks: Any
+) -> OnePartPipeline:
+    """Do what `deepspeed.initialize` does for a pipeline, with an engine of this kind, which runs our parts."""
     unit = module.mpu()
-    engine = (TwoPartPipeline if isinstance(module, TwoParts) else OnePartPipeline)(
-        model=module, optimizer=optimizer, mpu=unit, config=config, config_class=DeepSpeedConfig(config, unit), **hooks
-    )
-    engine._configure_python_gc()
+    engine = kind(model=module, optimizer=optimizer, mpu=unit, config=config, config_class=DeepSpeedConfig(config, unit), **hooks)
+    if hasattr(engine, "_configure_python_gc"):  # not in releases before 0.19.8
+        engine._configure_python_gc()
     return engine
