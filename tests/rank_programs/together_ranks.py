@@ -1,11 +1,13 @@
 """Ranks of engine native that take each layer's gradients together, as those whose layers are compiled do, though theirs are not.
 
-Each writes RUN_DIR/together.RANK: of a step's calls for several gradients at once, how many stored them and how many added them. One writes
-RUN_DIR/joined: the modules whose weights are joined, which layers that are not compiled don't use.
+Each writes RUN_DIR/together.RANK: of a step's calls for several gradients at once, how many stored them and how many added them. One
+writes RUN_DIR/joined: the modules whose weights are joined, which layers that are not compiled don't use. After each step no view of
+gradients that have travelled may be left.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,6 +20,7 @@ from torch import nn
 
 from distrain.trainer.engines.native import engine as engine_module
 from distrain.trainer.engines.native.data_parallel import gradients_together as gradients_module
+from distrain.trainer.engines.native.data_parallel.weight_buckets import WeightBucket
 from distrain.trainer.engines.native.engine import NativeEngine
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.layers.joined_products import JoinedWeights
@@ -50,6 +53,7 @@ def run_rank_together(path: Path, channel: Channel) -> int:
         calls.clear()
         result = step(engine, *given)
         assert _joined_modules(engine.modules) == joined
+        assert not (left := _gradients_left(engine)), left
         (path.parent / f"together.{engine.grid.world.rank}").write_text(json.dumps({what: calls[what] for what in calls if calls[what]}))
         return result
 
@@ -61,6 +65,16 @@ def _every_layer(run: Run, modules: Iterable[Any]) -> list[nn.Module]:
     return [
         layer for module in modules for layer in (*module.layers.values(), *(each.layer for each in getattr(module, "mtp", {}).values()))
     ]
+
+
+def _gradients_left(engine: NativeEngine) -> list[tuple[int, ...]]:
+    """Return the shapes of views in memory of a bucket's size that is none of its weights: of buckets that travel at each micro-batch."""
+    buckets = [bucket for bucket in engine.buckets if isinstance(bucket, WeightBucket) and bucket.often]
+    kept = {each.untyped_storage().data_ptr() for bucket in buckets for each in (bucket.weights, bucket.master)}
+    sizes = {bucket.weights.untyped_storage().nbytes() for bucket in buckets}
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each._is_view()]
+    storages = [(each, each.untyped_storage()) for each in tensors if not each.is_meta]
+    return [tuple(each.shape) for each, storage in storages if storage.nbytes() in sizes and storage.data_ptr() not in kept]
 
 
 def _joined_modules(parts: Iterable[nn.Module]) -> list[str]:

@@ -113,8 +113,11 @@ def missing_rate(run: Run) -> str:
 
 def evaluation_seconds(run: Run, step: float) -> float:
     """Return the most seconds of an evaluation, given those of a step: its batches, of what is held out and of each validation set, run
-    forward only, a third of a step's products."""
-    return run.data.evaluated_sets * run.train.evaluate.batches * step / 3 if run.train.evaluate.every else 0.0
+    forward only, a third of a step's products; twice where the weights have an average."""
+    if not run.train.evaluate.every:
+        return 0.0
+    times = 2 if run.optim.ema else 1
+    return times * run.data.evaluated_sets * run.train.evaluate.batches * step / 3
 
 
 def stop_seconds(run: Run, step: float | None, save: float | None) -> float:

@@ -162,9 +162,11 @@ def _read_of(run: Run, evaluated: _Set, most: int | None) -> _Read:
     less is held out than one of them reads. Raises Unreadable where the family can't."""
     name, corpus, is_held_out = evaluated
     if corpus.ignores_labels and is_made_by_transformers(run.model):
-        raise _refusal(
-            f"family {run.model.family} does not keep documents apart, and {name} has them", "set data.documents=false, data=text"
-        )
+        if corpus.examples:
+            says = f"family {run.model.family} does not keep prompts and their answers apart, and {name} has them"
+            raise _refusal(says, "name text: data=text data.path=FILE")
+        says = f"family {run.model.family} does not keep documents apart, and {name} has them"
+        raise _refusal(says, "set data.documents=false, data=text")
     batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq, split="validation")
     many = sum(batches.windows)
     if most is not None:

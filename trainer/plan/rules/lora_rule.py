@@ -43,7 +43,7 @@ def _dropout_rule(run: Run) -> Iterator[BrokenRule]:
     model, none = run.model, (("model.lora.dropout", 0.0),)
     says = f"model.lora.dropout={model.lora.dropout:g} does not go with "
     if model.experts and (routed := sorted(model.lora_layers & {"gate", "up", "down"})):
-        rest = tuple(each for each in ("query", "key", "value", "out") if each in model.lora_layers) or ("query", "value")
+        rest = tuple(sorted(model.lora_layers - {"gate", "up", "down"})) or ("query", "value")
         says += f"{', '.join(routed)} of routed experts, whose rows are sent without their tokens (PEFT refuses it too)"
         yield BrokenRule("lora", says, ((("model.lora.targets", rest),), none))
     elif run.train.compile:

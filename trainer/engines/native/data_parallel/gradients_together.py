@@ -35,6 +35,8 @@ class GradientsTogether:
             parameters = [each for each, gradient in zip(self.parameters, gradients, strict=True) if gradient is not None]
             self._places = add_gradients(parameters, come, self._bucket_of)
             self._filled = [each.fills for each in self._buckets] if len(come) == len(gradients) else None
+            if any(bucket.often for bucket in self._buckets):  # other memory at each micro-batch, of which no view may be left
+                self._places, self._filled = [], None
         for each in parameters:
             each.grad = None
         return parameters
