@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -100,9 +102,11 @@ def test_preferences_have_the_figures_of_the_runs_validations(run: str, request:
     evaluate_run(job.folder, changes={})
     said = capsys.readouterr()
     assert TOLD not in said.err
-    loss, accuracy, margin = (held[each] for each in ("loss", "accuracy", "margin"))
-    line = f"validation: loss {loss:.4f}, accuracy {accuracy:.3f}, margin {margin:.4f}, of {held['pairs']} pairs"
-    assert said.out.splitlines() == ["step 4 of run, in float32", line, said.out.splitlines()[2]]
+    lines = [
+        f"{name}: loss {row['loss']:.4f}, accuracy {row['accuracy']:.3f}, margin {row['margin']:.4f}, of {row['pairs']} pairs"
+        for name, row in (("validation", held), ("other", other))
+    ]
+    assert said.out.splitlines() == ["step 4 of run, in float32", *lines]
 
 
 def test_the_averages_of_the_weights_have_theirs(drawn_run: PoolJob, capsys: Capture) -> None:
@@ -133,13 +137,29 @@ def test_a_reference_that_is_not_there_is_computed_with_the_start_weights(
 def test_other_start_weights_are_refused(lora_run: PoolJob, files: Path, tmp_path: Path) -> None:
     shutil.copytree(lora_run.folder, tmp_path / "run")
     (tmp_path / "run" / REFERENCE_FILE).unlink()
+    with changed_base(files), pytest.raises(Unreadable, match="the run began with other weights than those that are there now"):
+        evaluate_run(tmp_path / "run", changes={})
+
+
+def test_other_start_weights_do_not_matter_where_the_run_has_the_reference_of_all_pairs(
+    ranks: RankPool, files: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """All weights are trained: the checkpoint has them, and RUN_DIR's file what they began with says of the pairs."""
+    job = ranks.train(tmp_path / "run", *BASE, *preferences(files), *lora(files)[:2], "cluster.gpus=1")
+    with changed_base(files):
+        held, other = evaluated(capsys, job.folder)
+    assert figures(held) == pytest.approx(logged(job), abs=1e-5)
+    assert figures(other) == pytest.approx(logged(job, name="/other"), abs=1e-5)
+
+
+@contextmanager
+def changed_base(files: Path) -> Iterator[None]:
+    """While the block runs, folder base has other weights."""
     kept = files / "base" / "model.safetensors"
     before = kept.read_bytes()
-    tensors = load_file(kept)
     try:
-        save_file({name: each + 1 for name, each in tensors.items()}, kept, metadata={"format": "pt"})
-        with pytest.raises(Unreadable, match="the run began with other weights than those that are there now"):
-            evaluate_run(tmp_path / "run", changes={})
+        save_file({name: each + 1 for name, each in load_file(kept).items()}, kept, metadata={"format": "pt"})
+        yield
     finally:
         kept.write_bytes(before)
 

@@ -56,7 +56,9 @@ class StartReference:
             return
         key = batches.corpus.key
         identity = reference_identity(self._saved.run, batches.corpus)
-        held = read_reference(self._folder, identity)
+        held = read_reference(self._folder, identity if self._began is None else {**identity, "weights": self._began})
+        if held.problem and not held.values:
+            write_problem(held.problem)
         values: Reference = list(held.values.get(key, [np.full((each.examples, 2), np.nan) for each in batches.corpus.examples]))
         for batch in _micro_batches(run, batches, samples):
             assert batch.pairs is not None
@@ -71,6 +73,11 @@ class StartReference:
         """Drop the weights that the run began with."""
         self._module = None
 
+    @property
+    def _began(self) -> Any:
+        """What identifies the weights that the run began with; None of those that were drawn, or where its checkpoint does not say it."""
+        return self._saved.checkpoint.extra.get("data", {}).get("reference", {}).get("weights")
+
     def _log_probabilities(self, batch: Batch, identity: Identity) -> Tensor:
         """Return the log probability of each answer of a batch that has no reference, [pairs, 2]."""
         if self._module is None:
@@ -82,11 +89,10 @@ class StartReference:
         return results.log_ratios.cpu()
 
     def _check_start(self, identity: Mapping[str, Any]) -> None:
-        began = self._saved.checkpoint.extra.get("data", {}).get("reference", {}).get("weights")
         if identity["weights"] is None:
             says = f"the weights that the run began with are not in {self._saved.run.model.weights} any more"
             raise _refusal(says, "bring them back, or evaluate what the run evaluates")
-        if began is not None and began != identity["weights"]:
+        if self._began is not None and self._began != identity["weights"]:
             says = "the run began with other weights than those that are there now, and its preferences are relative to those"
             raise _refusal(says, "bring back what it began with, or evaluate what the run evaluates")
 
