@@ -37,11 +37,11 @@ HELD_OUT = "validation"  # what the text is called that data.validation holds ou
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedSet:
-    """A set of text, how many of its tokens are labels, and their mean loss (nats); of preferences how many pairs it has, the mean loss of
-    a pair, and the figures of pairs."""
+    """A set of text, how many of its tokens are labels, and their mean loss (nats); of preferences how many pairs are counted, the mean
+    loss of a pair, and the figures of pairs."""
 
     name: str
-    tokens: int
+    counted: int
     loss: float
     are_bytes: bool
     preferences: PreferenceFigures | None = None
@@ -52,10 +52,10 @@ class EvaluatedSet:
         finite = isfinite(self.loss)
         if self.preferences is not None:
             loss = self.loss if finite else None
-            return {"name": self.name, "pairs": self.tokens, "loss": loss, **preference_row(self.preferences)}
+            return {"name": self.name, "pairs": self.counted, "loss": loss, **preference_row(self.preferences)}
         return {
             "name": self.name,
-            "tokens": self.tokens,
+            "tokens": self.counted,
             "loss": self.loss if finite else None,
             "perplexity": exp(self.loss) if finite and self.loss < MOST_EXPONENT else None,
             "bits_per_byte": self.loss / log(2) if finite and self.are_bytes else None,
@@ -65,10 +65,10 @@ class EvaluatedSet:
         found = self.figures
         if self.preferences is not None:
             accuracy, margin = (found[each] if found[each] is not None else nan for each in ("accuracy", "margin"))
-            return f"{self.name}: loss {self.loss:.4f}, accuracy {accuracy:.3f}, margin {margin:.4f}, of {plural(self.tokens, 'pair')}"
+            return f"{self.name}: loss {self.loss:.4f}, accuracy {accuracy:.3f}, margin {margin:.4f}, of {plural(self.counted, 'pair')}"
         perplexity = f"perplexity {found['perplexity']:,.4g}" if found["perplexity"] is not None else "no finite perplexity"
         bits = f", {found['bits_per_byte']:.4f} bits a byte" if found["bits_per_byte"] is not None else ""
-        return f"{self.name}: loss {self.loss:.4f}, {perplexity}{bits}, of {self.tokens:,} tokens"
+        return f"{self.name}: loss {self.loss:.4f}, {perplexity}{bits}, of {self.counted:,} tokens"
 
 
 def main() -> int:
@@ -187,7 +187,7 @@ def _evaluate(run: Run, module: Any, read_of: _Read, device: torch.device) -> Ev
         sums.take(module)
     are_bytes = run.data.has_text and run.data.tokenizer == "bytes"
     pairs = sums.means(count) if run.data.has_preferences else None
-    return EvaluatedSet(name=name, tokens=count, loss=total / count, are_bytes=are_bytes, preferences=pairs)
+    return EvaluatedSet(name=name, counted=count, loss=total / count, are_bytes=are_bytes, preferences=pairs)
 
 
 def _refusal(says: str, mend: str) -> Unreadable:

@@ -23,6 +23,7 @@ from ...layers.transformer.further_tokens import further_arguments
 from ...models.build import build_model, named_constants
 from ...plan.costs.precision import MOMENT_BLOCK
 from ...rundir.changes import moment_kinds
+from ...rundir.metric_rows import validation_key
 from ...spec.derived.weight_decay import is_decayed
 from ...spec.derived.width_scaling import is_rate_divided, width_factor
 from ...spec.run import Parallel, Run
@@ -137,7 +138,7 @@ def evaluation_losses(run: Run, module: nn.Module, weights: Weights) -> dict[str
     sets = prepare_validation_sets(run.data, **_where(run)) if run.train.evaluate.every else {}
     with torch.no_grad():
         module.eval()
-        batches = {each.key: each.batches.batch(0, len(each.samples)) for each in validations_of(run, _corpus(run), sets)}
+        batches = {validation_key(each.name): each.batches.batch(0, len(each.samples)) for each in validations_of(run, _corpus(run), sets)}
         return {key: float(mean_loss(run, module, weights, batch, None)) for key, batch in batches.items()}
 
 

@@ -13,7 +13,6 @@ from ...engines.engine import Engine, PreferenceFigures
 from ...launch.rank.channel import OnProgress, ignore_text
 from ...layers.preference_loss import FIGURES
 from ...parallel.process_groups import Grid
-from ...rundir.metric_rows import validation_key
 from ...spec.run import Run
 from ..data.samples.batches import Batches
 from ..data.samples.corpus import Corpus
@@ -35,11 +34,6 @@ class Validation:
     name: str
     batches: Batches
     samples: range
-
-    @property
-    def key(self) -> str:
-        """The key of its loss in rows of metrics.jsonl."""
-        return validation_key(self.name)
 
 
 def validations_of(run: Run, corpus: Corpus, sets: Mapping[str, Corpus]) -> tuple[Validation, ...]:
