@@ -162,7 +162,7 @@ def test_documents_of_transformers_models_are_refused(files: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_null() -> None:
-    found = EvaluatedSet(name="a", tokens=3, loss=float("nan"), are_bytes=True)
+    found = EvaluatedSet(name="a", counted=3, loss=float("nan"), are_bytes=True)
     assert [found.figures[key] for key in ("loss", "perplexity", "bits_per_byte")] == [None] * 3
     assert str(found) == "a: loss nan, no finite perplexity, of 3 tokens"
     assert EvaluatedSet(name="a", counted=3, loss=800.0, are_bytes=False).figures["perplexity"] is None
