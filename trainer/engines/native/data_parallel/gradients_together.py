@@ -1,4 +1,4 @@
-"""Gradients of several parameters, which are added to those before in one kernel."""
+"""Gradients of several parameters, which are added to those before in one kernel; tensor by tensor where gradients have another type."""
 
 from __future__ import annotations
 
