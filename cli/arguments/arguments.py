@@ -112,9 +112,11 @@ def option_problem(error: Any, argv: Sequence[str] = ()) -> Problem:
     message = str(error.format_message()).splitlines()[0].rstrip(".")
     if name is None or not message.startswith("No such option"):
         return Problem(rule="option", says=message[:1].lower() + message[1:])
-    known = [each for row in error.ctx.command.params for each in row.opts if each.startswith("--")] if error.ctx else []
+    parameters = error.ctx.command.params if error.ctx else []
+    known = [each for row in parameters for each in row.opts if each.startswith("--")]
     key, value = name.lstrip("-"), _option_value(name, argv)
-    mend = key_instead_of_option(key, value) or suggest_name(name, [*known, "--help"])
+    takes_keys = any(row.name == "arguments" for row in parameters)  # of a recipe
+    mend = (key_instead_of_option(key, value) if takes_keys else "") or suggest_name(name, [*known, "--help"])
     return Problem(rule="option", says=f"no option {name}", mend=mend)
 
 

@@ -85,13 +85,13 @@ class Composer:
                 except HydraException as error:
                     raise_if_interrupted(error)
                     missed = re.search(r"Could not (?:override|delete) '([^'=]+)(?:=[^']*)?'\. No match", str(error))
-                    if missed and missed[1] in in_defaults:
-                        others.append(in_defaults.pop(missed[1]))
-                        continue
                     plain = _with_plain_default(recipe, missed[1]) if missed else recipe
-                    if plain == recipe:
+                    if plain != recipe:
+                        recipe = plain
+                    elif missed and missed[1] in in_defaults:
+                        others.append(in_defaults.pop(missed[1]))
+                    else:
                         raise
-                    recipe = plain
             for each in sorted(others, key=lambda choice: choice.key == "device"):
                 self._add_group(config, each, file)
         except CONFIG_ERRORS as error:

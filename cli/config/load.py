@@ -156,7 +156,8 @@ class Loader:
         except RecursionError as error:
             raise Unreadable([*problems, composition_problem(error, file, self.config_dir, RECIPE_NAME)]) from None
         config.setdefault("name", file.stem)
-        config.setdefault("parallel", {})  # each of its keys has a default
+        if config.get("parallel") is None:
+            config["parallel"] = {}  # each of its keys has a default
         fill_in_family(config.get("model"), recipe_family, user.values)
         fill_auto_device(config, self._read_device, is_sized=bool(user.shape) or "cluster.gpus" in user.values)
         if user.shape:

@@ -28,7 +28,8 @@ class Synonym:
 TOP_LEVEL_ONLY = ("optimizer", "lr")  # names that are also the last part of a key of ours, so they match only without a section
 EPOCHS = "num_train_epochs"  # whose problem says how many steps they are, where the data are here
 YES = {"true": "true", "false": "false"}
-OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "AdamW": "adamw", "muon": "muon"}
+FP8_FORMATS = dict.fromkeys(("true", "hybrid", "e4m3", "tensorwise", "rowwise"), "fp8")
+OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "AdamW": "adamw", "muon": "muon", "Muon": "muon"}
 MOMENTS = {
     "fp32": "fp32",
     "bf16": "bf16",
@@ -99,7 +100,7 @@ ROWS: tuple[Synonym, ...] = (
          "global norm of the gradients"),
     # precision, memory, speed
     _row("mixed_precision dtype torch_dtype mixed_precision_param compute_dtype", "train.precision", "", PRECISION_SYNONYMS),
-    _row("fp8 fp8_format float8.recipe_name", "train.precision", "fp8", {"true": "fp8"}),
+    _row("fp8 fp8_format float8.recipe_name", "train.precision", "fp8", FP8_FORMATS),
     _row("grad_accum_dtype", "train.gradients", "", PRECISION_SYNONYMS),
     _row("accumulate_allreduce_grads_in_fp32 grad_reduce_in_fp32", "train.gradients", "", {"true": "fp32"}),
     _row("full_determinism deterministic_mode use_deterministic_algorithms", "train.deterministic", "", YES),

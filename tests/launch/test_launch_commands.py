@@ -112,7 +112,7 @@ def test_torchrun_on_one_host_starts_all_its_ranks(here: Path, capsys: pytest.Ca
 def test_slurm_has_a_batch_file_with_one_task_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["cluster=4x8", "train.batch=64", "device=h100_80g", "launch=slurm", "log.dir=/runs", "cluster.inside=null", "--launch"]
     said = show(words, capsys)
-    text = said.partition("quickstart.sbatch.$$ <<'END'\n")[2].partition("\nEND\n")[0]
+    text = said.partition("quickstart.sbatch.\"$HOSTNAME.$$\" <<'END'\n")[2].partition("\nEND\n")[0]
     passes_bash(text)
     assert text.splitlines()[0] == "#!/bin/bash"
     options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if line.startswith("#SBATCH"))
@@ -132,10 +132,8 @@ def test_deepspeeds_launcher_gets_its_files(here: Path, capsys: pytest.CaptureFi
     said = show(words, capsys)
     assert "canary" not in said
     assert "carries these variables to the ranks: MLFLOW_TRACKING_PASSWORD" in said
-    assert (
-        "cat > /runs/quickstart/launch/hosts.\"$HOSTNAME.$$\" <<'END'\nh1 slots=1\nh2 slots=4\nEND\nmv /runs/quickstart/launch/hosts.$$ "
-        in said
-    )
+    written = '/runs/quickstart/launch/hosts."$HOSTNAME.$$"'
+    assert f"cat > {written} <<'END'\nh1 slots=1\nh2 slots=4\nEND\nmv {written} " in said
     line = said.splitlines()[-1]
     assert line.startswith("cd /runs/quickstart/launch && env -u MLFLOW_TRACKING_PASSWORD ")
     assert " DS_ENV_FILE=/runs/quickstart/launch/exports PDSH_SSH_ARGS_APPEND='-o BatchMode=yes " in line

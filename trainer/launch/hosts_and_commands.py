@@ -109,6 +109,8 @@ def available_hosts(run: Run) -> tuple[Host, ...]:
     if slurm_job(os.environ):
         return allocated_hosts(os.environ, run.cluster.gpus)
     alone = "run it in a Slurm job with launch.runner=slurm" if run.cluster.nodes > 1 else "set launch=local to use this machine only"
+    if run.launch.name == "torchrun":
+        alone = "leave out launch.include, launch.exclude and launch.address, and run it where the environment of each host says them"
     mend = f"name a file with a line per host: host1 slots={run.cluster.gpus}; or {alone}"
     raise Unreadable([Problem(rule="hostfile", says=f"launch={run.launch.name} needs launch.hostfile", mend=mend)])
 
@@ -148,7 +150,7 @@ def launch_commands(run: Run, hosts: Sequence[Host], environment: Mapping[str, s
             return deepspeed_commands(request, hosts, environment, launch.environment, launch.runner)
         case "torchrun" if not hosts:
             request = replace(_launch_request(run, RANK_MODULE, ()), address="127.0.0.1")  # the script reads the address itself
-            return torchrun_in_pods_commands(request, nodes=cluster.nodes, gpus=cluster.gpus)
+            return torchrun_in_pods_commands(request, nodes=cluster.nodes, gpus=cluster.gpus, fixed_port=run.launch.port is not None)
         case "torchrun":
             return torchrun_commands(_launch_request(run, RANK_MODULE, hosts), hosts, cuda=cuda)
         case "slurm":

@@ -143,9 +143,9 @@ def save_warnings(run: Run, whole: WholeRun, step: float | None, found: Saving) 
     by = run.launch.runner if run.launch.name == "deepspeed" else run.launch.name
     if stop > SIGKILL_DELAY and by in KILLERS:
         whose, mend = KILLERS[by]
-        takes = f"stopping and saving may take {stop:.0f} s ({_parts(run, step, likely)}{'' if save else _ASSUMPTION})"
+        takes = f"stopping and saving may take {stop:.0f} s ({_parts(run, step, likely)}{_ASSUMPTION if save is None else ''})"
         says = f"{takes}, but {whose} kills a stopped run after {SIGKILL_DELAY:.0f} s, which then resumes from an earlier checkpoint"
-        yield Problem(rule="saving", says=says, mend=f"{mend}, or write faster")
+        yield Problem(rule="saving", says=says, mend=f"{mend}, or {'set cluster.storage' if save is None else 'write faster'}")
     if step is None or found.interruptions is None or found.interruptions < ENOUGH:
         return
     number = round(found.interruptions)

@@ -8,6 +8,13 @@ from shlex import join, quote
 from ..hosts.hostfile import Host
 from .command import LOGS, RANK_ENVIRONMENT, Command, LaunchCommands, LaunchRequest, check_request
 
+# Ranks of too many or too few pods would wait for each other until a time limit.
+_COUNT_CHECK = """\
+if [ "$node_rank" -ge {nodes} ] || [ "${{PET_NNODES:-{nodes}}}" != {nodes} ]; then
+    echo "cluster.nodes={nodes}, but this is node $node_rank of ${{PET_NNODES:-more}}" >&2
+    exit 2
+fi"""
+
 
 def torchrun_commands(request: LaunchRequest, hosts: Sequence[Host], *, cuda: bool) -> LaunchCommands:
     """Start each host's ranks with torchrun. Its static rendezvous at the first host keeps the ranks in the order of the hosts."""
@@ -40,8 +47,9 @@ def torchrun_commands(request: LaunchRequest, hosts: Sequence[Host], *, cuda: bo
     return LaunchCommands(commands=tuple(commands), remarks=remarks)
 
 
-def torchrun_in_pods_commands(request: LaunchRequest, *, nodes: int, gpus: int) -> LaunchCommands:
-    """Start this node's ranks with torchrun, which meets the other nodes where the environment says, as Kubernetes' operators set it.
+def torchrun_in_pods_commands(request: LaunchRequest, *, nodes: int, gpus: int, fixed_port: bool) -> LaunchCommands:
+    """Start this node's ranks with torchrun, which meets the other nodes where the environment says, as Kubernetes' operators set it; with
+    `fixed_port` at the request's port, whatever the environment says.
 
     Kubeflow's Trainer sets PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, its PyTorchJob RANK (of a pod), MASTER_ADDR and MASTER_PORT.
     """
@@ -55,7 +63,8 @@ def torchrun_in_pods_commands(request: LaunchRequest, *, nodes: int, gpus: int) 
     lines = (
         f'node_rank="${{PET_NODE_RANK:-{rank}}}"',
         f'address="${{PET_MASTER_ADDR:-{address}}}"',
-        f'port="${{PET_MASTER_PORT:-${{MASTER_PORT:-{request.port}}}}}"',
+        f"port={request.port}" if fixed_port else f'port="${{PET_MASTER_PORT:-${{MASTER_PORT:-{request.port}}}}}"',
+        *([_COUNT_CHECK.format(nodes=nodes)] if nodes > 1 else []),
         "unset PET_RDZV_ENDPOINT  # ranks in the order of nodes need torchrun's static rendezvous",
         f"{environment} exec {join((request.python, '-m', 'torch.distributed.run'))} --rdzv-backend=static --nnodes={nodes} \\",
         f'    --nproc-per-node={gpus} --node-rank="$node_rank" --master-addr="$address" --master-port="$port" \\',

@@ -257,7 +257,7 @@ KEYS = {
     "checkpoint.accept":            Key("keys of data and optim that may have changed since the checkpoint"),
 
     "launch.name":                  Key("what starts the ranks; torchrun and slurm are for `show --launch`"),
-    "launch.hostfile":              Key("file of hosts, a line each: host1 slots=8", null="in a Slurm job, its nodes"),
+    "launch.hostfile":              Key("file of hosts, a line each: host1 slots=8", null="a Slurm job's nodes; torchrun: as pods say"),
     "launch.include":               Key("hosts and slots to use: host1@host2:0,2", null="all"),
     "launch.exclude":               Key("hosts and slots not to use, written as include", null="none"),
     "launch.runner":                Key("what DeepSpeed's launcher reaches the hosts with"),
