@@ -162,14 +162,18 @@ def _without_default(recipe: DictConfig, override: str) -> DictConfig:
 
 
 def _with_plain_default(recipe: DictConfig, group: str) -> DictConfig:
-    """Return a recipe whose `override` entries of a group choose it plainly: nothing else in its defaults does."""
+    """Return a recipe whose `override` entries of a group choose it plainly, as nothing else in its defaults does. They come first: Hydra
+    wants overrides last, and a recipe's own keys stay over an option that stands before `_self_`."""
     copy = recipe.copy()
     forms = (f"override /{group}", f"override {group}")
     if isinstance(recipe.get("defaults"), ListConfig):
-        copy["defaults"] = [
-            {f"/{group}" if name in forms else name: option for name, option in each.items()} if isinstance(each, DictConfig) else each
-            for each in recipe["defaults"]
-        ]
+        plain, others = list[Any](), list[Any]()
+        for each in recipe["defaults"]:
+            names = [name for name in each if name in forms] if isinstance(each, DictConfig) else []
+            plain += [{f"/{group}": each[name]} for name in names]
+            if not names:
+                others.append(each)
+        copy["defaults"] = [*plain, *others]
     return copy
 
 

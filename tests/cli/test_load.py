@@ -125,14 +125,17 @@ data: {path: my.txt}
 """
 
 
-@pytest.mark.parametrize("places", [(), ("parallel", "optim", "cluster", "launch", "data")])
-def test_a_recipes_own_keys_stay_over_a_chosen_option_whether_its_defaults_name_the_group_or_not(
-    places: tuple[str, ...], tmp_path: Path
+CHOSEN = ("parallel", "optim", "cluster", "launch", "data")
+
+
+@pytest.mark.parametrize(("places", "form"), [((), ""), (CHOSEN, ""), (CHOSEN, "override /"), (("parallel", "data"), "override /")])
+def test_a_recipes_own_keys_stay_over_a_chosen_option_however_its_defaults_name_the_group(
+    places: tuple[str, ...], form: str, tmp_path: Path
 ) -> None:
     defaults = {"parallel": "default", "optim": "adamw", "cluster": "local", "launch": "deepspeed", "data": "text"}
-    named = "".join(f", {{{group}: {defaults[group]}}}" for group in places)
+    named = "".join(f", {{{form}{group}: {defaults[group]}}}" for group in places)
     text = PARTLY.replace("}]", f"}}{named}]", 1)
-    (tmp_path / "own.yaml").write_text(text.replace("name: sgd, ", "").replace("name: deepspeed, ", "") if places else text)
+    (tmp_path / "own.yaml").write_text(text.replace("name: sgd, ", "").replace("name: deepspeed, ", "") if places == CHOSEN else text)
     options = ["parallel=zero1", "cluster=dgx_h100", "optim=adamw_gpt3", "launch=torchrun", "data=tokens"]
     run = load_recipe(str(tmp_path / "own.yaml"), options)
     assert (run.parallel.tp, run.parallel.pp, run.parallel.zero) == (8, 2, 1)

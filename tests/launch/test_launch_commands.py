@@ -349,6 +349,29 @@ def test_a_script_of_torchrun_without_a_hostfile_says_what_its_environment_lacks
     assert started.returncode != 0
 
 
+@pytest.mark.parametrize(
+    ("pod", "says"),
+    [
+        ({"RANK": "2"}, "cluster.nodes=2, but this is node 2 of more"),
+        ({"PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", "PET_NNODES": "4"}, "cluster.nodes=2, but this is node 0 of 4"),
+    ],
+)
+def test_a_script_of_torchrun_in_a_job_of_other_pods_ends_at_once(
+    pod: dict[str, str], says: str, make_script: Callable[..., ScriptRun]
+) -> None:
+    script = make_script("torchrun", "cluster=2x1", "launch.hostfile=null")
+    script.environment.update({"MASTER_ADDR": "127.0.0.1", **pod})
+    started = script.run()
+    assert started.communicate(timeout=DEADLINE)[1] == f"{says}\n"
+    assert started.returncode == 2
+
+
+@pytest.mark.parametrize(("words", "port"), [((), '"${PET_MASTER_PORT:-${MASTER_PORT:-'), (("launch.port=4242",), "4242\n")])
+def test_a_given_port_stands_over_that_of_the_environment(words: tuple[str, ...], port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = show(["cluster=2x1", "launch=torchrun", "log.dir=/runs", *words, "--launch"], capsys)
+    assert f"\nport={port}" in said
+
+
 def test_ranks_of_a_terminated_script_save_and_exit(make_script: Callable[..., ScriptRun], tmp_path: Path) -> None:
     script = make_script("local", "cluster=1x2", "train.steps=100000")
     started = script.run()

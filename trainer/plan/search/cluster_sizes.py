@@ -29,8 +29,8 @@ def search_sizes(run: Run, fixed: frozenset[str], counts: Sequence[int]) -> Iter
 
 def search_within(run: Run, fixed: frozenset[str], counts: Sequence[int], days: float) -> Iterator[SizedAnswer]:
     """Yield the best layout on numbers of nodes (ascending) up to the first on which the whole run takes at most `days`; then on sizes
-    between it and the one before, an eighth of the gap apart, and so on until no size is between: the fewest nodes that take at most `days`
-    are the answer."""
+    between it and the one before, an eighth of the gap apart, and so on until no size is between. The answer is the fewest of them that
+    take at most `days`; where more nodes take longer, as of a batch with few divisors, fewer may do that were not tried."""
     before = 0
     for nodes in counts:
         each = _search_size(run, fixed, nodes)
