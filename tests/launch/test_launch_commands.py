@@ -352,8 +352,11 @@ def test_a_script_of_torchrun_without_a_hostfile_says_what_its_environment_lacks
 @pytest.mark.parametrize(
     ("pod", "says"),
     [
-        ({"RANK": "2"}, "cluster.nodes=2, but this is node 2 of more"),
-        ({"PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", "PET_NNODES": "4"}, "cluster.nodes=2, but this is node 0 of 4"),
+        ({"RANK": "2"}, "cluster.nodes=2, but the job has more pods: this one has number 2, from 0"),
+        (
+            {"PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", "PET_NNODES": "4"},
+            "cluster.nodes=2, but the job has 4 pods: this one has number 0, from 0",
+        ),
     ],
 )
 def test_a_script_of_torchrun_in_a_job_of_other_pods_ends_at_once(

@@ -83,9 +83,8 @@ class Engine(ABC):
     optimizer: torch.optim.Optimizer  # torch's own; checkpoints save its states
     skipped_steps: int = 0
     limits: StepLimits = NO_LIMITS  # of the next step; an engine with `skips_spikes` (trainer/plan/engines) heeds them
-    averaged_weights: Callable[[], AbstractContextManager[None]] = (
-        nullcontext  # of which forward uses the average (optim.ema), on all ranks
-    )
+    # While its block runs, forward uses the average of the weights (optim.ema), where there is one; all ranks enter it.
+    averaged_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     late_steps: int = 0  # steps by which the result of a step comes late, where a pipeline doesn't flush or sums of gradients are used late
     loss_scale_fields: tuple[str, ...] = ()  # numbers of a loss scaler that checkpoints keep
 

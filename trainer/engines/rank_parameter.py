@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..layers.group import GroupName
 from ..plan.axes.weight_slices import WeightShard
-from ..plan.layout.weight_average import AVERAGE
+from ..plan.layout.checkpoint_kinds import AVERAGE
 from ..plan.layout.workers import OUTER_MOMENTUM
 from .quantized_moment import QuantizedMoment
 

@@ -32,20 +32,21 @@ class PipeEngine(DeepSpeedAdapter):
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         self._finite = True  # whether the loss and gradients of the current step are finite
         connect_deepspeed()
-        from .pipeline_module import OnePart, OnePartPipeline, OwnForward, initialize_pipeline, pipeline_module
+        from .pipeline_module import OnePart, OnePartPipeline, initialize_pipeline, pipeline_module
 
-        kind: tuple[type[OwnForward], type[OnePartPipeline]] = OnePart, OnePartPipeline
+        module_class: Any = OnePart
+        engine_class: type[OnePartPipeline] = OnePartPipeline
         if len(self.parts) > 1:
             from .two_part_pipeline import TwoPartPipeline, TwoParts
 
-            kind = TwoParts, TwoPartPipeline
-        module = pipeline_module(kind[0], [each.module for each in self.parts], grid.position.mesh, grid.position.coordinates["pp"])
+            module_class, engine_class = TwoParts, TwoPartPipeline
+        module = pipeline_module(module_class, [each.module for each in self.parts], grid.position.mesh, grid.position.coordinates["pp"])
         if grid.group("ep"):
             from .expert_groups import mark_experts
 
             mark_experts(module, self.parameters, grid)
         self.engine = initialize_pipeline(
-            kind[1],
+            engine_class,
             module,
             torch_optimizer(run, module),
             deepspeed_config(run, grid.size("dp"), sum(each.numel() for each in module.parameters())),

@@ -192,26 +192,25 @@ def topology(mesh: Mesh) -> PipeModelDataParallelTopology:
     return PipeModelDataParallelTopology(num_pp=mesh.pp, num_mp=mesh.tp, num_dp=mesh.size("data"))
 
 
-def pipeline_module(kind: type[OwnForward], parts: Sequence[nn.Module], mesh: Mesh, stage: int) -> PipelineModule:
-    """Return DeepSpeed's module of this kind around this rank's parts, with placeholders for those of other ranks."""
+def pipeline_module(module_class: Callable[..., Any], parts: Sequence[nn.Module], mesh: Mesh, stage: int) -> PipelineModule:
+    """Return DeepSpeed's module, of this class, around this rank's parts, with placeholders for those of other ranks."""
     places = (stage, 2 * mesh.pp - 1 - stage)[: len(parts)]
     layers: list[Any] = [LayerSpec(nn.Identity)] * (mesh.pp * len(parts))
     for place, part in zip(places, parts, strict=True):
         layers[place] = part
     tied: list[Any] = [each for part in parts for each in part.parameters() if getattr(each, "ds_pipe_replicated", False)]
-    module: Any = kind
-    module = module(layers, topology=topology(mesh), partition_method="uniform")
+    module = module_class(layers, topology=topology(mesh), partition_method="uniform")
     for each in tied:  # DeepSpeed's constructor resets this mark
         each.ds_pipe_replicated = True
     return module
 
 
 def initialize_pipeline(
-    kind: type[OnePartPipeline], module: PipelineModule, optimizer: torch.optim.Optimizer, config: dict[str, Any], **hooks: Any
+    engine_class: type[OnePartPipeline], module: PipelineModule, optimizer: torch.optim.Optimizer, config: dict[str, Any], **hooks: Any
 ) -> OnePartPipeline:
-    """Do what `deepspeed.initialize` does for a pipeline, with an engine of this kind, which runs our parts."""
+    """Do what `deepspeed.initialize` does for a pipeline, with an engine of this class, which runs our parts."""
     unit = module.mpu()
-    engine = kind(model=module, optimizer=optimizer, mpu=unit, config=config, config_class=DeepSpeedConfig(config, unit), **hooks)
+    engine = engine_class(model=module, optimizer=optimizer, mpu=unit, config=config, config_class=DeepSpeedConfig(config, unit), **hooks)
     if hasattr(engine, "_configure_python_gc"):  # not in releases before 0.19.8
         engine._configure_python_gc()
     return engine

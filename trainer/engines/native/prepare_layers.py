@@ -40,7 +40,7 @@ def prepare_layers(run: Run, modules: Iterable[nn.Module], buckets: Sequence[Wei
 def join_weights(module: JoinedWeights, buckets: Iterable[WeightBucket]) -> None:
     """Join the weights of a module's layers that share an input, if they are trained, alike, and lie one after another in a bucket."""
     if layers := module.column_layers():
-        found = [bucket.joined([layer.weight for layer in layers]) for bucket in buckets]
+        found = [bucket.joined_view([layer.weight for layer in layers]) for bucket in buckets]
         module.joined = next((each for each in found if each is not None), None)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ...plan.layout.weight_average import AVERAGE
+from ...plan.layout.checkpoint_kinds import AVERAGE
 from ...spec.run import Run
 from ..rank_parameter import optimizer_state
 from .data_parallel.sharded_weights import ShardedWeight
@@ -18,9 +18,9 @@ EXCHANGED = 2**22  # elements that change places at once
 
 
 class WeightAverage:
-    """The float32 average of the weights that this rank steps: `decay` of what it was and 1 - `decay` of the stepped weights, after each
-    step that is taken (torch.optim.swa_utils.get_ema_multi_avg_fn). It begins with the weights that the run begins with, and is one of the
-    optimizer's states."""
+    """The float32 average of the weights that this rank steps: after each step that is taken, `optim.ema` of what it was and the rest of
+    the stepped weights (torch.optim.swa_utils.get_ema_multi_avg_fn). It begins with the weights that the run begins with, and is one of
+    the optimizer's states."""
 
     def __init__(self, run: Run, buckets: Sequence[WeightBucket | ShardedWeight], optimizer: torch.optim.Optimizer) -> None:
         self._share, self._buckets = 1 - run.optim.ema, buckets

@@ -11,7 +11,7 @@ from .command import LOGS, RANK_ENVIRONMENT, Command, LaunchCommands, LaunchRequ
 # Ranks of too many or too few pods would wait for each other until a time limit.
 _COUNT_CHECK = """\
 if [ "$node_rank" -ge {nodes} ] || [ "${{PET_NNODES:-{nodes}}}" != {nodes} ]; then
-    echo "cluster.nodes={nodes}, but this is node $node_rank of ${{PET_NNODES:-more}}" >&2
+    echo "cluster.nodes={nodes}, but the job has ${{PET_NNODES:-more}} pods: this one has number $node_rank, from 0" >&2
     exit 2
 fi"""
 

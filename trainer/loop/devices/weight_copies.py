@@ -17,10 +17,8 @@ from ...plan.layout.schedule_of_run import delay_of
 from ...spec.run import Run
 from .checksum import checksum
 
-GROUPS: Mapping[bool, GroupName] = {
-    False: "worker_data",
-    True: "expert_worker_data",
-}  # of the ranks with the same weights, by whether these are experts
+# Of the ranks with the same weights, by whether these are experts
+GROUPS: Mapping[bool, GroupName] = {False: "worker_data", True: "expert_worker_data"}
 
 Ranks = tuple[int, ...]
 GroupRows = Mapping[Ranks, Sequence[tuple[str, int]]]  # (name, checksum) of each weight of which these ranks have copies

@@ -27,7 +27,7 @@ from ..data.samples.batches import Batches
 from ..data.samples.corpus import Corpus
 from ..data.validation_sets import evaluates_held_out, prepare_validation_sets
 from ..metrics.step_row import preference_row
-from .evaluated_pairs import PairSums, StartReference, evaluate_batch
+from .evaluated_pairs import PairSums, StartReference, evaluate_batch, micro_batches
 from .load_run import load_model, load_saved_run
 from .verb_process import run_verb, write_problem, write_stdout
 
@@ -180,8 +180,7 @@ def _evaluate(run: Run, module: Any, read_of: _Read, device: torch.device) -> Ev
     """Return the mean loss over what is read of a set, and of preferences the figures of its pairs."""
     name, batches, samples = read_of
     total, count, sums = 0.0, 0, PairSums()
-    for first in range(0, len(samples), run.train.microbatch):
-        batch = batches.batch(first, min(run.train.microbatch, len(samples) - first))
+    for batch in micro_batches(run, batches, samples):
         loss, counted = evaluate_batch(module, batch, device)
         total, count = total + loss, count + counted
         sums.take(module)

@@ -43,7 +43,7 @@ class PairSums:
 
 class StartReference:
     """The log probabilities of answers under the weights that a saved run began with. Those that RUN_DIR's file lacks are computed with
-    these weights in float32; then they are in memory alone, once the checkpoint's are not there yet."""
+    these weights in float32, which `close` drops before the checkpoint's are read: one model is in memory at a time."""
 
     def __init__(self, saved: SavedRun, folder: Path, device: torch.device) -> None:
         self._saved, self._folder, self._device = saved, folder, device
@@ -60,7 +60,7 @@ class StartReference:
         if held.problem and not held.values:
             write_problem(held.problem)
         values: Reference = list(held.values.get(key, [np.full((each.examples, 2), np.nan) for each in batches.corpus.examples]))
-        for batch in _micro_batches(run, batches, samples):
+        for batch in micro_batches(run, batches, samples):
             assert batch.pairs is not None
             source, number = batch.pairs.source.numpy(), batch.pairs.number.numpy()
             if any(np.isnan(values[of][each]).any() for of, each in zip(source, number, strict=True)):
@@ -107,7 +107,8 @@ def evaluate_batch(module: Any, batch: Batch, device: torch.device) -> tuple[flo
     return float(loss.double()), int(counted)
 
 
-def _micro_batches(run: Run, batches: Batches, samples: range) -> Iterator[Batch]:
+def micro_batches(run: Run, batches: Batches, samples: range) -> Iterator[Batch]:
+    """Yield samples in batches of train.microbatch."""
     for first in range(samples.start, samples.stop, run.train.microbatch):
         yield batches.batch(first, min(run.train.microbatch, samples.stop - first))
 

@@ -16,7 +16,7 @@ from ...models.build import build_model, load_weights, module_of_family
 from ...models.families import FAMILIES, family_of, is_made_by_transformers, op_table
 from ...models.hf_format.weights import read_hf_weights
 from ...models.ops.op_table import parameter_count, round_up
-from ...plan.layout.weight_average import AVERAGE
+from ...plan.layout.checkpoint_kinds import AVERAGE, WEIGHT
 from ...rundir.checkpoints import checkpoint_steps, checkpoints_folder, step_path
 from ...rundir.run_in_manifest import CONFIG_KEY, read_run_file, run_from_record
 from ...spec.keys.units import gib_text
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ...layers.transformer.transformer import Transformer
     from ...models.hf.module import CausalLM
 
-WEIGHT = "weight"  # the kind of weights in checkpoints
 RESTORE_RUN_JSON = "restore the run.json that was there when it was saved"
 
 

@@ -9,14 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ...plan.layout.weight_average import AVERAGE
+from ...plan.layout.checkpoint_kinds import AVERAGE, WEIGHT
 from ...prove.checks.excluded_weights import zero_gradient_pattern
 from ...rundir.checkpoints import checkpoints_folder
 from ...rundir.run_in_manifest import run_from_record
 from ...spec.run import Run
 from ..checkpoint import CheckpointReader, LoadFailed, SavedCheckpoint, find_newest, whole_slice
 
-WEIGHT = "weight"  # the kind of weights in checkpoints
 MARKS = {WEIGHT: "", AVERAGE: " (averaged)"}  # what follows a weight's name, by the kind that is compared
 
 

@@ -21,7 +21,7 @@ from ...models.hf_format.transformers_weights import open_published_weights
 from ...models.hf_format.weights import open_hf_weights
 from ...parallel.process_groups import Grid
 from ...plan.axes.weight_slices import WeightShard
-from ...plan.layout.weight_average import AVERAGE
+from ...plan.layout.checkpoint_kinds import AVERAGE, WEIGHT
 from ...plan.layout.workers import OUTER_MOMENTUM
 from ...spec.run import Run
 from ..checkpoint import CheckpointReader, SavedCheckpoint, Shard, Slice
@@ -41,11 +41,11 @@ def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
         if part.tied or not is_saved_here(part.shard, turns[part.shard.name], replica=replica, replicas=replicas):
             continue
         errors = [(ERROR, part.error)] if part.error is not None else []
-        for kind, held in (("weight", part.weight), *part.states(), *errors):
+        for kind, held in ((WEIGHT, part.weight), *part.states(), *errors):
             yield from checkpoint_shards(part.shard, kind, part.start, held, is_copy=part.is_widened(kind))
     for shard, tensor in _constant_shards(engine, grid):
         if is_saved_here(shard, turns[shard.name], replica=grid.coordinate("data"), replicas=grid.size("data")):
-            yield from checkpoint_shards(shard, "weight", 0, tensor.view(-1))
+            yield from checkpoint_shards(shard, WEIGHT, 0, tensor.view(-1))
 
 
 def _constant_shards(engine: Engine, grid: Grid) -> Iterator[tuple[WeightShard, Tensor]]:
@@ -73,12 +73,12 @@ def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Seq
         counters = counters | {"optimizer_steps": UNTRAINED["optimizer_steps"]}
     engine.restore(partial(read_range, read=read), counters, engine.run.model.is_trained)
     for shard, tensor in _constant_shards(engine, engine.grid):
-        tensor.view(-1).copy_(read_range(shard, "weight", 0, tensor.numel(), read=read))
+        tensor.view(-1).copy_(read_range(shard, WEIGHT, 0, tensor.numel(), read=read))
 
 
 def _source_of(part: Slice, *, has_average: bool) -> Slice:
     """Return what a slice is read from: an average of weights that is not there begins with the weights."""
-    return replace(part, kind="weight") if part.kind == AVERAGE and not has_average else part
+    return replace(part, kind=WEIGHT) if part.kind == AVERAGE and not has_average else part
 
 
 def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
@@ -107,7 +107,7 @@ def load_hf_weights(run: Run, engine: Engine, on_progress: OnProgress, *, adapte
         def read(part: Slice) -> Tensor:
             on_progress("read")
             part = _source_of(part, has_average=False)
-            return slice_values(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
+            return slice_values(there[part.name], part) if part.kind == WEIGHT else torch.zeros(part.count)
 
         engine.restore(partial(read_range, read=read), UNTRAINED, there.__contains__)
         for name, constant in engine.constants():

@@ -17,7 +17,7 @@ from .space import ZEROS, Candidate, Zero
 
 class LayoutKind(NamedTuple):
     """Layouts with the same ops: their parallel.cp_comm, whether their ranks share sequences (None: either), and their ZeRO stages; a run
-    of this kind, from which their ops and train.compile follow; whether only layouts that an engine trains are of it."""
+    of this kind, from which their ops and train.compile follow. With `runnable` they are those that an engine trains alone."""
 
     comm: CpComm
     shares: bool | None

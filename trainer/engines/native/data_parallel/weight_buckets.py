@@ -102,7 +102,7 @@ class WeightBucket:
         """Where in this rank's shard the elements of a weight begin that it steps."""
         return max(0, self.bucket.starts[self.bucket.names.index(name)] - self.shard.start)
 
-    def joined(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    def joined_view(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """Return a view [N, ...] of N parameters, the last one first; None unless they lie one after another and are alike."""
         first, starts = parameters[-1], [self._starts.get(each) for each in parameters[::-1]]
         if starts[0] is None or any(each.shape != first.shape for each in parameters):
