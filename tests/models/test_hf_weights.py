@@ -264,7 +264,7 @@ def test_packed_documents_have_the_logits_that_transformers_gives_each_alone(nam
     with torch.no_grad():
         found = ours.head(ours.hidden_states(tokens, documents, None))
         expected = torch.cat([theirs(each).logits for each in tokens.split(lengths, dim=1)], 1)
-    torch.testing.assert_close(found, expected, rtol=0, atol=4 * tolerance(name))  # of sequences four times as long
+    torch.testing.assert_close(found, expected, rtol=0, atol=1.5 * tolerance(name))  # each is up to 3e-5 from float64
 
 
 @pytest.mark.parametrize(
