@@ -107,6 +107,23 @@ def test_the_processes_of_the_doctor_end_if_it_is_interrupted(monkeypatch: pytes
     assert children() <= before
 
 
+def test_an_interrupt_while_the_doctor_forks_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python prints and ignores what a signal's handler raises within `os.fork`, as in logging's own callback there."""
+    from distrain.trainer.loop.offline import doctor
+
+    due = [signal.SIGINT]
+    os.register_at_fork(before=lambda: os.kill(os.getpid(), due.pop()) if due else None)
+    before = children()
+    monkeypatch.setattr(doctor, "_join_and_add", lambda rank, port: time.sleep(1000))
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), raise_after(30, Interrupted):
+            doctor.gloo_fault()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert children() <= before
+
+
 def test_processes_that_measure_the_machine_end_with_their_parent(tmp_path: Path) -> None:
     """As at its deadline: the parent alone is killed. They are the manager of a barrier and at least two that measure."""
     own = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -84,9 +84,14 @@ def gloo_fault() -> str:
 def _fork_peer(rank: int, port: int, alive: list[int]) -> int:
     """Fork one of the two processes and add it to those alive. Return the pipe that it writes its error to."""
     reader, writer = os.pipe()
-    pid = os.fork()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # Python ignores an exception of a handler within fork
+    try:
+        pid = os.fork()
+        if pid:
+            alive.append(pid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if pid:
-        alive.append(pid)
         os.close(writer)
         return reader
     try:
