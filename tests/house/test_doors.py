@@ -33,7 +33,7 @@ from distrain.trainer.plan.engines import ENGINES
 from distrain.trainer.plan.layout.mesh import Mesh
 from distrain.trainer.plan.layout.schedules import SCHEDULES, bubble_share
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.search.answer import find_layouts
+from distrain.trainer.plan.search.search_result import find_layouts
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Parallel, Run
 
