@@ -13,7 +13,7 @@ from ..spec.derived.document_pairs import stated_lengths
 from ..spec.keys.units import LINK, gib_text, percent_text
 from ..spec.numbers.as_text import count_text, plural
 from ..spec.problem import Problem
-from .axes.low_rank import FactorElements
+from .axes.powersgd_factors import FactorElements
 from .axes.weight_slices import HeadShards, idle_ranks, local_sizes
 from .costs.cost_context import CostContext
 from .engines import cost_model

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from ...spec.derived.width_scaling import is_rate_divided
 from ...spec.run import Parallel, Run
-from ..axes.low_rank import compressed_stack
+from ..axes.powersgd_factors import compressed_stack
 from ..axes.weight_slices import WeightShard
 from ..costs.muon import MUON
 from ..layout.mesh import Mesh

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...models.families import has_experts
 from ...spec.run import Parallel, Run
 from ..axes import dp
-from ..axes.low_rank import FactorElements, compressed_stack, factor_elements
+from ..axes.powersgd_factors import FactorElements, compressed_stack, factor_elements
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage, further_losses, routing_messages
