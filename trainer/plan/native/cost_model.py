@@ -26,10 +26,10 @@ from ..costs.offload import GradientCopies, HostBytes, HostWork
 from ..costs.precision import MASTER_BYTES, Widths, average_bytes, has_moments, scale_share, widths
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm
+from ..layout.gradient_routes import inner_ranks, server_count, server_ranks
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import delay_of
-from ..layout.sum_routes import inner_ranks, server_count, server_ranks
 from ..layout.workers import outer_state_bytes, worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors

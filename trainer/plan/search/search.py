@@ -12,8 +12,8 @@ from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
 from ..engines import ENGINES, cost_model
+from ..layout.gradient_routes import inner_ranks
 from ..layout.layout import Layout, mesh_of
-from ..layout.sum_routes import inner_ranks
 from ..layout.workers import worker_ranks
 from ..layout_cost import fits, has_times, layout_blocks, peak_bytes, step_seconds
 from ..layout_of_run import layout_on
