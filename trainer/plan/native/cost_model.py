@@ -36,7 +36,7 @@ from .compressed_matrices import compression_seconds, held_elements, saved_eleme
 from .dim0_shards import gathers_once, padded_elements, rows_of_size, stage_rows
 from .moment_blocks import scale_bytes
 from .optimizer_step import bucket_host_bytes, bucket_work, cast_bytes, rounded_step_moves, step_moves, steps_in_one_kernel
-from .receives import receives_ahead
+from .posted_receives import receives_ahead
 
 COPIED_SHARD = "gradients of the shard, which other ranks own too"
 AVERAGED = "the weights that workers average"
