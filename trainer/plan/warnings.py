@@ -251,7 +251,7 @@ def _missing_times(context: CostContext, layout: Layout, cost: LayoutCost, throu
         says = f"no times: the operations of family {context.run.model.family} are not in a table"
         yield Problem(rule="time", says=says, mend="`distrain fit` measures them as it trains")
     elif layout.offloads and device.kind == "cpu":
-        yield Problem(rule="time", says="no times: a CPU has no host beside it: offloading copies within its memory")
+        yield Problem(rule="time", says="no times: a CPU has no separate host: offloading copies within its memory")
     elif device.peak.get(context.run.train.precision) is None or device.bandwidth is None:
         missing = {
             f"cluster.device.peak.{context.run.train.precision} (FLOP/s)": device.peak.get(context.run.train.precision),
