@@ -39,6 +39,14 @@ def test_readme_links_every_page_of_the_docs() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_begins_with_what_to_type(page: Path) -> None:
+    """A title, then within the first lines a command or a table of them; a page's figures come behind it."""
+    lines = page.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert re.search(r"(^|`|\$ )(distrain [a-z]+|python -m distrain\.\w+|bash scripts/\w+)", "\n".join(lines[1:25]), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_paths_exist(page: Path) -> None:
     text = page.read_text()
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
