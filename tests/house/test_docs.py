@@ -78,6 +78,16 @@ def test_recipes_scripts_and_verbs_that_a_page_names_exist(page: Path) -> None:
     assert verbs - {function.__name__ for function, _ in VERBS} == set()
 
 
+def test_headline_figures_are_those_of_the_page_of_published_runs() -> None:
+    """Step times as fitted and without a source, and memory, wherever README and the page of plans state them."""
+    published = (ROOT / "docs" / "published.md").read_text()
+    rows = (r"^\| as fitted \| ([\d.]+ %)", r"^\| leave one source out \| ([\d.]+ %)", r"^\| peak memory \| median ([\d.]+ %)")
+    fitted, unseen, memory = (re.findall(row, published, re.MULTILINE)[0] for row in rows)
+    for page, figures in ((ROOT / "README.md", (fitted, unseen, memory)), (ROOT / "docs" / "plans.md", (fitted, memory))):
+        assert [each for each in figures if each not in page.read_text()] == []
+    assert [each for each in (fitted, unseen, memory) if f"**{each}**" not in published] == []
+
+
 def headings(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     outside = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
