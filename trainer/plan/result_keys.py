@@ -1,7 +1,7 @@
 """What each key of `distrain plan --json` means, and its unit: docs/plan_json.md is made from this table, which a test holds to the data.
 
-`[]` stands for each of a list, `.*` for each of a table by name. A key may be null where its meaning says so; keys are added, none is renamed
-or taken out.
+`[]` stands for each of a list, `.*` for each of a table by name. A key may be null where its meaning says so; keys are added, none is
+renamed or taken out.
 """
 
 from __future__ import annotations
