@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from math import ceil
 from shlex import quote
 
 from ...trainer.plan.search.cluster_sizes import SizedAnswer, best_layout, best_size, is_within, knee, tokens_per_gpu
@@ -119,10 +120,17 @@ def _safe_lines(answer: Answer) -> list[str]:
         return []
     safe = next((each for each in answer.front if _surely_fits(each, answer)), None)
     if safe is None:
-        return wrap("No layout in the list below has an error bar that fits as a whole.") if answer.front else []
+        room = f"search.headroom={_sure_headroom(answer):.2f} searches those that leave its width free"
+        return wrap(f"No layout in the list below has an error bar that fits as a whole: {room}", hang="  ") if answer.front else []
     memory = part_of_size(safe.memory, answer.capacity) + size_range_text(safe.memory, safe.memory_low, safe.memory_high)
     step = f", {_front_time(safe)}{'' if _batch_grows(safe) else ' a step'}" if safe.step is not None else ""
     return wrap(f"The fastest whose whole error bar fits: {_mesh_words(safe)}, {_other_words(safe)}: {memory}{step}", hang="  ")
+
+
+def _sure_headroom(answer: Answer) -> float:
+    """The share of the memory that a layout leaves free whose whole error bar fits, by the widest bar of those that were found."""
+    widest = max([each.memory_high / each.memory for each in (*answer.rows, *answer.front) if each.memory_high is not None])
+    return ceil(100 * (1 - 1 / widest)) / 100
 
 
 def _speed_text(layout: FoundLayout) -> str:
