@@ -213,7 +213,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("moe_aux_loss_coeff router_aux_loss_coef", "model.aux_loss"),
     _row("mtp_num_layers num_nextn_predict_layers num_mtp_layers mtp_layers nextn_predict_layers", "model.mtp.layers"),
     _row("mtp_loss_scaling_factor mtp_loss_weight mtp_loss_coeff", "model.mtp.weight", "Megatron-LM's default is 0.1"),
-    _row("linear_attention_freq", "model.full_attention_interval", "of Megatron-LM: the last of so many layers has full attention"),
+    _row("linear_attention_freq", "model.full_attention_interval", "of Megatron-LM: the last of this many layers has full attention"),
     _row("rope_theta rotary_base rotary_emb_base", "model.rope_base"),
     _row("partial_rotary_factor rotary_percent rotary_pct", "model.rope_share"),
     _row("sliding_window window_size attention_window", "model.window"),
