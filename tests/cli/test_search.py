@@ -274,7 +274,9 @@ def test_the_smallest_cluster_that_trains_in_so_many_days(capsys: pytest.Capture
     assert (status, err) == (0, "")
     verdict = " ".join(out.partition("\n\n")[0].split())
     assert re.fullmatch(
-        r"llama3_2_1b_1node: 12 nodes \(96 GPUs\) train it in 3\.\d+ days \(\S+ to \S+\), the fewest .* at most 3\.20 days", verdict
+        r"llama3_2_1b_1node: 12 nodes \(96 GPUs\) train it in 3\.\d+ days \(\S+ to \S+\), the fewest .* at most 3\.20 days "
+        r"Here 9 nodes take longer than 8 nodes, so a smaller size .* may be fast enough: search\.nodes=1\.\.11\+1 tries the nearest",
+        verdict,
     )
     every, tried = sizes("search.nodes=1..16+1", capsys), sizes("search.within=3.2", capsys)
     assert min(nodes for nodes, days in every.items() if days <= 3.2) == 12
