@@ -15,8 +15,8 @@ from distrain.cli.pages.text_layout import Style
 from distrain.cli.verbs import plan as plan_verb
 from distrain.cli.verbs.search_scope import fixed_keys, node_counts
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.search.answer import find_layouts
 from distrain.trainer.plan.search.cluster_sizes import SizedAnswer
+from distrain.trainer.plan.search.search_result import find_layouts
 from distrain.trainer.spec.numbers.as_text import seconds_text
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
@@ -274,7 +274,9 @@ def test_the_smallest_cluster_that_trains_in_so_many_days(capsys: pytest.Capture
     assert (status, err) == (0, "")
     verdict = " ".join(out.partition("\n\n")[0].split())
     assert re.fullmatch(
-        r"llama3_2_1b_1node: 12 nodes \(96 GPUs\) train it in 3\.\d+ days \(\S+ to \S+\), the fewest .* at most 3\.20 days", verdict
+        r"llama3_2_1b_1node: 12 nodes \(96 GPUs\) train it in 3\.\d+ days \(\S+ to \S+\), the fewest .* at most 3\.20 days "
+        r"Here 9 nodes take longer than 8 nodes, so a smaller size .* may be fast enough: search\.nodes=1\.\.11\+1 tries the nearest",
+        verdict,
     )
     every, tried = sizes("search.nodes=1..16+1", capsys), sizes("search.within=3.2", capsys)
     assert min(nodes for nodes, days in every.items() if days <= 3.2) == 12
