@@ -46,7 +46,7 @@ PLAN_KEYS: dict[str, tuple[str, str]] = {
     "memory.peak":               (BYTES, "of the fullest rank"),
     "memory.capacity":           (BYTES, "of a device"),
     "memory.stage":              (COUNT, "the number of the fullest pipeline stage, from 0"),
-    "memory.form":               (WORDS, "whose activations are counted: megatron (the papers'), torch (our modules'), compiled (ours, compiled)"),
+    "memory.form":               (WORDS, "whose activations are counted: megatron (papers), torch (our modules), compiled (ours)"),
     "memory.stages[]":           ("table", "one rank of each pipeline stage"),
     "memory.stages[].index":     (COUNT, "its number, from 0"),
     "memory.stages[].layers":    (COUNT, "its layers: first, last + 1; of several parts those of the first"),
