@@ -8,9 +8,9 @@ from itertools import groupby, pairwise
 from math import ceil
 from shlex import quote
 
-from ...trainer.plan.search.answer import Answer, FoundLayout
 from ...trainer.plan.search.cluster_sizes import SizedAnswer, best_layout, best_size, is_within, knee, tokens_per_gpu
 from ...trainer.plan.search.search import SLOWEST
+from ...trainer.plan.search.search_result import Answer, FoundLayout
 from ...trainer.spec.numbers.as_text import (
     binary_unit,
     count_text,

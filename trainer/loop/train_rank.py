@@ -16,7 +16,7 @@ from ..launch.rank.channel import STOPPED, Channel
 from ..parallel.process_groups import make_grid
 from ..parallel.rank_model import head_shards
 from ..parallel.world import World, join_ranks, leave_ranks, new_host_group
-from ..plan.layout.sum_routes import inner_ranks
+from ..plan.layout.gradient_routes import inner_ranks
 from ..plan.layout.workers import worker_ranks
 from ..plan.mesh_position import mesh_position
 from ..plan.plan import make_plan
