@@ -15,8 +15,8 @@ HEAD = """# The keys of `distrain plan --json`
 
 `distrain plan conf=NAME --json` prints one document with these keys, `-m` a list of them, each with the key `overrides`: the words of that
 layout. `fit` writes the same document as `plan.json` into the run's folder. All figures are in SI units: bytes, seconds, FLOP/s; a share
-of 1 is all. `[]` stands for each of a list, as jq writes it, `.*` for each of a table by name. What is not known is null, never a guess. Keys may be added;
-none is renamed or taken out.
+of 1 is all. `[]` stands for each of a list, as jq writes it, `.*` for each of a table by name. What is not known is null, never a
+guess. Keys may be added; none is renamed or taken out.
 
 This page is made by `python -m distrain.scripts.plan_keys` from `trainer/plan/result_keys.py`.
 """
