@@ -116,7 +116,7 @@ def _end_reason(run: Run, outcome: Outcome, goodput: GoodputMeter, suspects: Sus
     """Return why the run ends here, as `no_restart_reason` does, also where no checkpoint is left that can be trusted."""
     why = no_restart_reason(run, outcome, restarts=goodput.restarts, has_stepped=goodput.has_stepped, saved_step=_newest_step(folder))
     if why is None and suspects.are_all:
-        return "the checkpoints may hold wrong weights: remove them to begin anew, or the same command goes on from the newest"
+        return "the checkpoints may hold wrong weights: remove them to start from step 0, or the same command goes on from the newest"
     return why
 
 
