@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from shlex import quote
 
-from ...trainer.plan.search.answer import Answer, FoundLayout
 from ...trainer.plan.search.cluster_sizes import SizedAnswer, best_layout, best_size, is_within, knee, tokens_per_gpu
 from ...trainer.plan.search.search import SLOWEST
+from ...trainer.plan.search.search_result import Answer, FoundLayout
 from ...trainer.spec.numbers.as_text import (
     binary_unit,
     count_text,
@@ -27,6 +27,7 @@ from ..arguments.command_name import command_name
 from .text_layout import Style, evenly_spaced, narrow_table, page_width, with_heading, wrap
 
 MAX_FRONT = 8  # rows of the front, evenly spaced
+NEAREST = 15  # sizes below an answer that a search of each takes
 PRICED = ("cost", "tokens_per_dollar")  # goals of a search that a price gives figures
 TERM_WORDS = {"compute": "computing", "exposed": "messages", "bubble": "bubble", "optimizer": "optimizer step"}
 
@@ -120,7 +121,7 @@ def _safe_lines(answer: Answer) -> list[str]:
     if safe is None:
         return wrap("No layout in the list below has an error bar that fits as a whole.") if answer.front else []
     memory = part_of_size(safe.memory, answer.capacity) + size_range_text(safe.memory, safe.memory_low, safe.memory_high)
-    step = f", {seconds_text(safe.step)} a step" if safe.step is not None else ""
+    step = f", {_front_time(safe)}{'' if _batch_grows(safe) else ' a step'}" if safe.step is not None else ""
     return wrap(f"The fastest whose whole error bar fits: {_mesh_words(safe)}, {_other_words(safe)}: {memory}{step}", hang="  ")
 
 
@@ -210,7 +211,7 @@ def _slower(layout: FoundLayout, best: FoundLayout) -> str:
     """By how much a layout is slower than the best, and the term that slows it most."""
     if layout.step is None or best.step is None or layout is best:
         return ""
-    if not layout.slower_by:  # the batch grows
+    if _batch_grows(layout):
         assert layout.days is not None
         assert best.days is not None
         return f"; {share_text(layout.days / best.days - 1)} slower over the run"
@@ -226,12 +227,22 @@ def _front_lines(answer: Answer) -> list[str]:
         return []
     shown = evenly_spaced(rows, MAX_FRONT)
     unit = binary_unit(answer.capacity)
-    cells = [[in_unit(row.memory, unit), seconds_text(row.step or 0.0), f"{_mesh_words(row)}, {_other_words(row)}"] for row in shown]
+    cells = [[in_unit(row.memory, unit), _front_time(row), f"{_mesh_words(row)}, {_other_words(row)}"] for row in shown]
     lines = ["Less memory, more time"]
     for memory, step, words in cells:
         lines += wrap(f"{memory} {unit}, {step}: {words}", indent="  ")
     left_out = f"  {len(shown)} of {len(rows)} such layouts, up to {SLOWEST:g} times as slow as the fastest; --json has all"
     return [*lines, *(wrap(left_out.strip(), indent="  ") if len(shown) < len(rows) else ())]
+
+
+def _front_time(row: FoundLayout) -> str:
+    """The time by which such layouts are ranked: of a step, or where the batch grows of the whole run."""
+    return f"{seconds_text((row.days or 0.0) * 86400)} the run" if _batch_grows(row) else seconds_text(row.step or 0.0)
+
+
+def _batch_grows(row: FoundLayout) -> bool:
+    """Whether layouts are ranked by days, as no term slows their steps alone."""
+    return not row.slower_by and row.days is not None
 
 
 def _space_line(answer: Answer) -> str:
@@ -264,6 +275,7 @@ def sizes_text(sizes: Sequence[SizedAnswer], goal: SearchGoal, style: Style) -> 
         verdict = f"{name}: best by {by.replace('_', ' ')} on {plural(best.nodes, 'node')}"
         verdict += f"; up to {plural(at, 'node')} a GPU trains at least 80 % of the tokens that it trains at best" if at else ""
     head = [style.paint(line, "green" if best else "red") for line in wrap(verdict, hang="  ")]
+    head += _untried_lines(sizes, best.nodes) if goal.within is not None and best else []
     return "\n".join([*head, *_price_lines(found, by), "", *(f"  {line}" for line in lines)])
 
 
@@ -279,6 +291,18 @@ def _within_text(name: str, found: SizedAnswer | None, most: int, days: float) -
     where = f"{plural(found.nodes, 'node')} ({found.nodes * found.run.cluster.gpus:,} GPUs)"
     verb = "trains" if found.nodes == 1 else "train"
     return f"{name}: {where} {verb} it in {seconds_text(taken)}{bar}, the fewest of these sizes that take at most {limit}"
+
+
+def _untried_lines(sizes: Sequence[SizedAnswer], enough: int) -> list[str]:
+    """What sizes of fewer nodes were not tried, where more of those that were take longer: one of them may be fast enough."""
+    tried = sorted((each.nodes, best.days) for each in sizes if (best := best_layout(each)) and best.days is not None)
+    slower = [(fewer[0], more[0]) for fewer, more in pairwise(tried) if more[1] > fewer[1] and fewer[0] < enough]
+    untried = sorted(set(range(1, enough)) - {each.nodes for each in sizes})
+    if not slower or not untried:
+        return []
+    fewer, more = slower[0]
+    says = f"Here {plural(more, 'node')} take longer than {plural(fewer, 'node')}, so a smaller size that was not tried may be fast enough"
+    return wrap(f"{says}: search.nodes={max(1, enough - NEAREST)}..{enough - 1}+1 tries the nearest", hang="  ")
 
 
 def _size_row(each: SizedAnswer, priced: bool) -> list[str]:

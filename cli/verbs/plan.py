@@ -147,7 +147,7 @@ def _better_layout(run: Run, plan: Plan, request: PlanRequest) -> LayoutHint | N
 
 def _best_that_fits(run: Run, request: PlanRequest) -> LayoutHint:
     """The best layout of a run that does not fit, as the words to type; on a large cluster, the search that finds it."""
-    from ...trainer.plan.search.answer import find_layouts
+    from ...trainer.plan.search.search_result import find_layouts
     from ..pages.search_page import best_hint, search_hint
     from .search_scope import fixed_keys
 
@@ -159,7 +159,7 @@ def _best_that_fits(run: Run, request: PlanRequest) -> LayoutHint:
 
 def _waste(run: Run, plan: Plan, request: PlanRequest) -> LayoutHint | None:
     """What a layout that fits wastes, and the best one, where that is much and quickly known. Runs on CPUs try things out: None."""
-    from ...trainer.plan.search.answer import faster_layout
+    from ...trainer.plan.search.search_result import faster_layout
     from ..pages.search_page import waste_hint
     from .search_scope import fixed_keys
 

@@ -46,8 +46,9 @@ class RankTrace:
     """What the passes of one rank do. Bytes.
 
     `kept` is what the forward pass of a micro-batch keeps for backward, `kept_by_layer` the part of each layer of the model. `peak` is the
-    most that the step's passes hold at once beside the weights, `gradients` what of them is left at the end, `at` the operator that runs
-    at the peak. `messages` are those of the passes, `kernels` those that a micro-batch launches. `checked`
+    most that the step's passes hold at once beside the weights, with the gradients of earlier micro-batches; an only micro-batch's are
+    taken as they come, as an engine takes them into memory of its own. `gradients` are those that a micro-batch leaves, `at` the operator
+    that runs at the peak. `messages` are those of the passes, `kernels` those that a micro-batch launches. `checked`
     counts the kernels whose tensors were found to be as a GPU asks, by name.
     """
 
@@ -126,11 +127,14 @@ class _Passes:
         self.live, self.ledger = LiveBytes("cuda"), Ledger(grid)
         self.outputs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # of (part, micro-batch): its input and output
         self.kept, self.kept_by_layer = 0, dict[int, int]()
+        self.taken = 0  # bytes of gradients
 
     def trace(self) -> RankTrace:
         """Run the step and return what it did."""
         self.live.add(self.parameters)
         weights, kernels = self.live.now, 0
+        for each in self.parameters if self.micros == 1 else ():
+            each.register_post_accumulate_grad_hook(self._take_gradient)
         with self.live, self.ledger, CheckedKernels() as asked:
             for kind, micro, part in self._actions():
                 before = self.live.kernels
@@ -146,12 +150,18 @@ class _Passes:
             kept=self.kept,
             kept_by_layer=self.kept_by_layer,
             peak=self.live.peak - weights,
-            gradients=storage_bytes(each.grad for each in self.parameters if each.grad is not None),
+            gradients=self.taken + storage_bytes(each.grad for each in self.parameters if each.grad is not None),
             at=self.live.peak_operator,
             messages=self.ledger.rows,
             kernels=kernels,
             checked=dict(asked.checked),
         )
+
+    def _take_gradient(self, parameter: Tensor) -> None:
+        """Take a gradient away."""
+        assert parameter.grad is not None
+        self.taken += storage_bytes([parameter.grad])
+        parameter.grad = None
 
     def _actions(self) -> list[tuple[str, int, int]]:
         """(F or B, micro-batch, part) in the order in which this rank runs them."""

@@ -186,7 +186,7 @@ def test_an_option_that_would_include_itself_is_refused(capsys: pytest.CaptureFi
         ("cp quikstart x", "no recipe quikstart: did you mean quickstart?"),
         ("cp model/tinny x", "no model tinny: did you mean tiny?"),
         ("cp quickstart mine.json", "mine.json does not end in .yaml or .yml: name it mine.yaml"),
-        ("cp quickstart", "missing argument 'FILE'"),
+        ("cp quickstart", "FILE is missing: write `distrain cp NAME FILE`"),
         ("cp nowhere/mine.yaml x", "conf=nowhere/mine.yaml: no such file: there is no folder nowhere"),
     ],
 )

@@ -46,7 +46,7 @@ def rows_of(recipe: str, *words: str) -> dict[str, OperatorSeconds]:
 
 @pytest.mark.parametrize("words", RUNS, ids=" ".join)
 def test_the_rows_are_the_seconds_in_which_a_step_computes(words: tuple[str, ...]) -> None:
-    run = load_recipe(*words[:1], words[1:])
+    run = load_recipe(words[0], words[1:])
     if not run.cluster.device.peak:  # of this machine, which a test does not measure
         run = replace(run, cluster=replace(run.cluster, device=CPU, inside=Link(bandwidth=1e9, latency=1e-5)))
     plan = make_plan(run)

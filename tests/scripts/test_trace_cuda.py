@@ -254,6 +254,14 @@ MIXTURE_JOBS = [  # compiled, each layer one graph: a router in float32, experts
     )
 ]
 # fmt: on
+ONE_MICRO_BATCH_JOBS = [  # so short that its gradients are most of what it leaves
+    TraceJob(recipe=MODELS[model][0], words=(*GPU, *PLAIN, *MODELS[model][1:], *LAYOUTS[layout], "train.batch=1", "train.seq=64", *words))
+    for model, layout, words in (
+        ("gpt", "one rank", ("train.precision=fp32",)),
+        ("llama", "sequence", ("train.precision=bf16", "parallel.recompute=none", "model.tied=true")),
+        ("llama", "pp", ("train.precision=bf16", "parallel.recompute=none")),
+    )
+]
 JOBS = [
     TraceJob(recipe="gpt2_124m_1gpu", words=("model.layers=3", "model.dropout=0.1")),
     TraceJob(recipe="gpt2_124m", words=(*GPU, *PLAIN, "model.layers=4", *LAYOUTS["tp"], *DROPOUT_AGAIN)),
@@ -273,6 +281,7 @@ JOBS = [
     *EXCHANGE_JOBS,
     *FP8_JOBS,
     *FURTHER_JOBS,
+    *ONE_MICRO_BATCH_JOBS,
     *DOCUMENT_JOBS,
     *drawn_jobs(14, 9),
 ]

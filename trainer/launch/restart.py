@@ -59,7 +59,9 @@ def run_attempts(
                 run, outcome, restarts=goodput.restarts, has_stepped=goodput.has_stepped, saved_step=_newest_step(folder)
             )
             if why is None and suspects.are_all:
-                why = "the checkpoints may hold wrong weights: remove them to begin anew, or the same command goes on from the newest"
+                why = (
+                    "the checkpoints may hold wrong weights: remove them to start from step 0, or the same command goes on from the newest"
+                )
             if why is not None:
                 if why:
                     show(f"no restart: {why}")

@@ -35,12 +35,14 @@ def recomputed_ops(ops: tuple[Op, ...], recompute: str) -> tuple[Op, ...]:
 def _ops_summed_again(again: tuple[Op, ...], form: ActivationForm) -> tuple[Op, ...]:
     """The recomputed ops whose forward sums are sent again.
 
-    These are all of them, except that torch's checkpoint stops at the last tensor that backward needs, before that op's own result is
-    summed.
+    Megatron's checkpoint runs all of them. Torch's stops at the last tensor that backward needs: before that op's own result is summed, and
+    before the ops behind it, such as the last product of a feed-forward whose weights are frozen.
     """
+    if form == "megatron" or not again:
+        return again
     last = max((at for at, op in enumerate(again) if op.saves_torch), default=0)
-    stops = form != "megatron" and again and (tp.split_style(again[last]) == "row" or again[last].reduces)
-    return again[:last] + again[last + 1 :] if stops else again
+    stops = tp.split_style(again[last]) == "row" or again[last].reduces
+    return again[: last if stops else last + 1]
 
 
 def block_messages(sent: list[OpMessage], again: tuple[Op, ...], form: ActivationForm) -> Iterator[BlockMessage]:

@@ -12,15 +12,15 @@ from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
 from ..engines import ENGINES, cost_model
+from ..layout.gradient_routes import inner_ranks
 from ..layout.layout import Layout, mesh_of
-from ..layout.sum_routes import inner_ranks
 from ..layout.workers import worker_ranks
 from ..layout_cost import fits, has_times, layout_blocks, peak_bytes, step_seconds
 from ..layout_of_run import layout_on
 from ..stage_cost import stage_costs
-from .bounds import Bounds
-from .front import Best, CostedLayout, Front, MeshKey, mesh_key
 from .garbage_collection import pause_garbage_collection
+from .kept_layouts import Best, CostedLayout, Front, MeshKey, mesh_key
+from .layout_bounds import Bounds
 from .layout_kinds import LayoutKind, layout_kinds
 from .pass_table import Pass, PassTable
 from .run_seconds import ranked_seconds, share_of_several
