@@ -40,7 +40,7 @@ def composition_problem(error: Exception, file: Path, config_dir: Path | None, p
     if isinstance(error, OSError) and error.strerror:
         return Problem(rule="file", says=f"{file}: {error.strerror}")
     if isinstance(error, UnicodeDecodeError):
-        return Problem(rule="yaml", says=f"{file} is not valid UTF-8")
+        return Problem(rule="yaml", says=f"{file} is not valid UTF-8", mend="save it as UTF-8")
     text = str(error) or str(error.__cause__ or type(error).__name__)
     missed = re.search(r"Could not (?:find|load) '([^']+)'", text)
     return _missing_default(missed[1], file, config_dir) if missed else _hydra_problem(text, file, primary)

@@ -143,6 +143,9 @@ class Loader:
                 check_is_ours(read_toml(file), file, self.known)
                 raise Unreadable([toml_problem(file)])
             recipe = read_config(file)
+            if not recipe and not overrides:
+                mend = f"`distrain cp quickstart {file}` writes a recipe to begin with, once it is removed"
+                raise Unreadable([Problem(rule="conf", says=f"{file} sets no key", mend=mend)])
             check_is_recipe(recipe, file, self.known, groups)
             check_is_ours(to_plain(recipe, []), file, self.known)
             if user.shape or user.choices:

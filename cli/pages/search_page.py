@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from math import ceil
 from shlex import quote
 
 from ...trainer.plan.search.cluster_sizes import SizedAnswer, best_layout, best_size, is_within, knee, tokens_per_gpu
@@ -119,10 +120,17 @@ def _safe_lines(answer: Answer) -> list[str]:
         return []
     safe = next((each for each in answer.front if _surely_fits(each, answer)), None)
     if safe is None:
-        return wrap("No layout in the list below has an error bar that fits as a whole.") if answer.front else []
+        room = f"search.headroom={_sure_headroom(answer):.2f} searches those that leave its width free"
+        return wrap(f"No layout in the list below has an error bar that fits as a whole: {room}", hang="  ") if answer.front else []
     memory = part_of_size(safe.memory, answer.capacity) + size_range_text(safe.memory, safe.memory_low, safe.memory_high)
     step = f", {_front_time(safe)}{'' if _batch_grows(safe) else ' a step'}" if safe.step is not None else ""
     return wrap(f"The fastest whose whole error bar fits: {_mesh_words(safe)}, {_other_words(safe)}: {memory}{step}", hang="  ")
+
+
+def _sure_headroom(answer: Answer) -> float:
+    """The share of the memory that a layout leaves free whose whole error bar fits, by the widest bar of those that were found."""
+    widest = max([each.memory_high / each.memory for each in (*answer.rows, *answer.front) if each.memory_high is not None])
+    return ceil(100 * (1 - 1 / widest)) / 100
 
 
 def _speed_text(layout: FoundLayout) -> str:
@@ -153,7 +161,7 @@ def _row_lines(answer: Answer) -> list[str]:
     priced = any(row.cost is not None for row in answer.rows)
     unit = binary_unit(answer.capacity)
     heading = ["layout", "step", "tokens/s", "MFU", unit, *(["cost"] if priced else [])]
-    cells = [[_mesh_words(row), *_figures(row, unit, priced)] for row in answer.rows]
+    cells = [[_mesh_words(row), *_figures(row, unit, priced=priced)] for row in answer.rows]
     table = narrow_table([heading, *cells], width=page_width() - 2)
     if len(table) != len(cells) + 1:
         return ["The best layout of each mesh", *(f"  {line}" for line in table)]
@@ -163,7 +171,7 @@ def _row_lines(answer: Answer) -> list[str]:
     return lines
 
 
-def _figures(layout: FoundLayout, unit: str, priced: bool) -> Iterator[str]:
+def _figures(layout: FoundLayout, unit: str, *, priced: bool) -> Iterator[str]:
     yield seconds_text(layout.step) if layout.step is not None else "-"
     yield count_text(layout.tokens_per_second) if layout.tokens_per_second is not None else "-"
     yield share_text(layout.mfu) if layout.mfu is not None else "-"
@@ -257,7 +265,7 @@ def sizes_text(sizes: Sequence[SizedAnswer], goal: SearchGoal, style: Style) -> 
     found = [row for each in sizes for row in each.answer.rows]
     priced = any(row.cost is not None for row in found)
     heading = ["GPUs", "step", "tokens/s", "per GPU", *(["days", "cost"] if priced else ["MFU", "days"]), "layout"]
-    rows = [_size_row(each, priced) for each in sizes]
+    rows = [_size_row(each, priced=priced) for each in sizes]
     left = (len(heading) - 1,)
     lines = narrow_table([heading, *rows], left, width=page_width() - 2)
     best, at = best_size(sizes, by), knee(sizes)
@@ -305,7 +313,7 @@ def _untried_lines(sizes: Sequence[SizedAnswer], enough: int) -> list[str]:
     return wrap(f"{says}: search.nodes={max(1, enough - NEAREST)}..{enough - 1}+1 tries the nearest", hang="  ")
 
 
-def _size_row(each: SizedAnswer, priced: bool) -> list[str]:
+def _size_row(each: SizedAnswer, *, priced: bool) -> list[str]:
     best, gpus = best_layout(each), f"{each.nodes * each.run.cluster.gpus:,}"
     if best is None:
         return [gpus, *["-"] * 5, "none fits"]

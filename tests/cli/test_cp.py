@@ -146,7 +146,7 @@ def test_a_copy_is_named_after_its_file_however_the_recipe_sets_its_name(text: s
     ("content", "line"),
     [
         (b"a: [", "FILE, line 1, column 5: expected the node content, but found '<stream end>'"),
-        (b"\xff\xfe\x00", "FILE is not valid UTF-8"),
+        (b"\xff\xfe\x00", "FILE is not valid UTF-8: save it as UTF-8"),
         (b"defaults: [quikstart]\n", "FILE: its defaults name recipe quikstart, which does not exist: did you mean quickstart?"),
     ],
 )

@@ -229,6 +229,16 @@ def test_a_config_file_of_another_trainer_is_answered_key_by_key(name: str, text
     assert without_notes == [head, *answers]
 
 
+@pytest.mark.parametrize("text", ["", "# nothing yet\n", "---\n"])
+def test_a_recipe_without_a_key_says_how_to_begin_one(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(Unreadable) as error:
+        load_recipe(str(file))
+    says = f"{file} sets no key: `distrain cp quickstart {file}` writes a recipe to begin with, once it is removed"
+    assert list(map(str, error.value.problems)) == [says]
+
+
 def test_a_toml_file_that_nobody_knows_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[package]\nname = 'x'\n")
     with pytest.raises(Unreadable, match=r"a\.toml is TOML: a recipe is YAML: `distrain cp quickstart mine\.yaml` writes one$"):

@@ -265,7 +265,7 @@ def test_the_message_names_a_file_that_is_not_text(tmp_path: Path, capsys: pytes
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"\xff\xfe\x00")
     assert command(["plan", f"conf={file}"]) == 2
-    assert capsys.readouterr().err == f"distrain: {file} is not valid UTF-8\n"
+    assert capsys.readouterr().err == f"distrain: {file} is not valid UTF-8: save it as UTF-8\n"
 
 
 def test_the_message_names_an_option_with_wrong_yaml_and_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

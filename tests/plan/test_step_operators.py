@@ -75,6 +75,16 @@ def test_every_op_of_a_model_has_a_kind(model: str, words: str) -> None:
     assert not [op.name for op in ops if operator_kind(op) not in set(OPERATOR_KINDS) - {"others", "host", "slowest_rank"}]
 
 
+def test_ops_of_a_mixture_are_told_apart() -> None:
+    kinds = {op.name: operator_kind(op) for op in op_table(load_recipe("mixtral_8x7b")).layer}
+    assert kinds == {
+        "norm1": "norms", "attention": "attention_products", "attention.rope": "rotary", "attention.core": "attention_kernel",
+        "attention.out": "attention_products", "attention.residual": "residuals", "norm2": "norms", "router": "router",
+        "dispatch": "permutation", "experts": "expert_products", "experts.act": "activations", "experts.down": "expert_products",
+        "combine": "permutation", "mlp.residual": "residuals",
+    }  # fmt: skip
+
+
 def test_a_device_without_rates_has_no_rows() -> None:
     run = load_recipe("llama3_8b_1node")
     run = replace(run, cluster=replace(run.cluster, device=replace(run.cluster.device, peak={})))
@@ -88,6 +98,10 @@ def test_recomputation_runs_the_forward_of_layers_again() -> None:
         assert again[kind].recomputed == pytest.approx(plain[kind].forward)
         assert again[kind].backward == pytest.approx(plain[kind].backward)
         assert again[kind].forward == pytest.approx(plain[kind].forward)
+    before, after = (rows["mlp_products"] for rows in (plain, again))
+    assert before.peak is not None
+    assert after.peak is not None
+    assert after.peak * after.seconds == pytest.approx(4 / 3 * before.peak * before.seconds)  # of four products for three
     assert again["head"].recomputed == again["loss"].recomputed == again["gradient_sums"].recomputed == 0
     assert again["head"].peak == pytest.approx(plain["head"].peak)
 

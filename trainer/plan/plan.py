@@ -89,7 +89,6 @@ def _plan_without_layout(run: Run, found: tuple[Problem, ...]) -> Plan:
         memory=None,
         traffic=(),
         time=None,
-        operators=(),
         bubble_fraction=None,
         throughput=None,
         run=None,

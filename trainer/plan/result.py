@@ -284,7 +284,7 @@ class Plan:
     memory_high: int | None
     traffic: tuple[Message, ...]
     time: StepTime | None
-    operators: tuple[OperatorSeconds, ...]  # the longest first; (): no time
+    operators: tuple[OperatorSeconds, ...] = ()  # the longest first; (): no time
     step_low: float | None
     step_high: float | None
     bars: dict[str, ErrorBar]  # of "step" and "memory"

@@ -213,7 +213,7 @@ class NativeCosts(CostModel):
                 yield TrafficTerm(verb="reduce_scatter", bytes=rounds * bucket.elements * width.gradient, says=says)
                 yield TrafficTerm(verb="all_gather", bytes=updates * bucket.elements * width.weight, says="its stepped weights")
             if servers:
-                sent = _sent_to_or_by_server(data in server_ranks(servers, copies), servers, copies, width)
+                sent = _sent_to_or_by_server(servers, copies, width, is_server=data in server_ranks(servers, copies))
                 yield TrafficTerm(verb="send", bytes=updates * bucket.elements // servers * sent, says=says)
             elif inner > 1:
                 yield TrafficTerm(verb="reduce_scatter", bytes=updates * bucket.elements * width.gradient, says=says)
@@ -264,7 +264,7 @@ def _matrix_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], data: int
         yield from sent_parts(run, some, place, ranks, held, expert=expert)
 
 
-def _sent_to_or_by_server(is_server: bool, servers: int, ranks: int, width: Widths) -> int:
+def _sent_to_or_by_server(servers: int, ranks: int, width: Widths, *, is_server: bool) -> int:
     """Return the bytes that a rank sends for an element of each server's part: gradients to every server but itself, and, if it is one,
     weights to all others."""
     return (servers - is_server) * width.gradient + is_server * (ranks - 1) * width.weight
