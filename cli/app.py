@@ -47,11 +47,10 @@ class VerbGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the verb that the first argument names; raises Unreadable where there is none."""
         if args[0] not in self.commands and not args[0].startswith("-"):
-            from ..trainer.spec.problem import Problem, Unreadable, suggest_name
+            from ..trainer.spec.problem import Unreadable
+            from .arguments.verb_words import verb_problem
 
-            if "=" in args[0]:
-                raise Unreadable([Problem(rule="verb", says=f"{args[0]} comes after a verb", mend=f"distrain plan {' '.join(args)}")])
-            raise Unreadable([Problem(rule="verb", says=f"no verb {args[0]}", mend=suggest_name(args[0], self.commands))])
+            raise Unreadable([verb_problem(args, self.commands)])
         return super().resolve_command(ctx, args)
 
 

@@ -12,7 +12,7 @@ OPTIONS = {
     "ls": ("--json", "--config-dir", "--help"),
     "cp": ("--config-dir", "--help"),
     "show": ("--launch", "--engine", "--comments", "--config-dir", "--help"),
-    "plan": ("--json", "-m", "--html", "--config-dir", "--help"),
+    "plan": ("--json", "-m", "--operators", "--html", "--config-dir", "--help"),
     "search": ("--json", "--all", "-o", "--config-dir", "--help"),
     "simulate": ("--json", "--svg", "--trace", "--slow", "--config-dir", "--help"),
     "fit": ("-m", "--config-dir", "--help"),

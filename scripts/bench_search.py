@@ -14,7 +14,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from ..cli.config.load import load_recipe
-from ..trainer.plan.search.answer import FoundLayout, find_layouts
+from ..trainer.plan.search.search_result import FoundLayout, find_layouts
 from ..trainer.rundir.metric_rows import read_step_rows
 from .show_help import show_help
 

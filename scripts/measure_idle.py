@@ -21,7 +21,7 @@ import msgspec
 
 from ..cli.config.load import load_recipe
 from ..trainer.machine.facts import measure_once
-from ..trainer.plan.layout.continued_actions import flush_actions, step_actions
+from ..trainer.plan.layout.actions_without_flush import flush_actions, step_actions
 from ..trainer.plan.layout.schedule_of_run import schedule_of
 from ..trainer.plan.layout.simulate import simulate
 from ..trainer.plan.plan import make_plan

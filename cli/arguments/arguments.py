@@ -14,6 +14,7 @@ from ...trainer.spec.read import type_text
 from ..keys import config_files, synonyms
 from ..keys.keys import config_keys, takes_text, unknown_key_problem
 from .cluster_argument import is_shape
+from .verb_words import early_option
 
 LONGEST_ARGUMENT = 10_000  # characters
 
@@ -109,15 +110,30 @@ def syntax_problem(override: str, known: Mapping[str, Any]) -> Problem:
 def option_problem(error: Any, argv: Sequence[str] = ()) -> Problem:
     """Return the problem of a wrong option from click's `error`; `argv` is the command line that has it."""
     name = getattr(error, "option_name", None)
+    context = error.ctx
+    if context and getattr(error, "param_hint", 0) is None and type(error).__name__ == "MissingParameter":
+        return _missing_argument_problem(error.param, context)
     message = str(error.format_message()).splitlines()[0].rstrip(".")
     if name is None or not message.startswith("No such option"):
         return Problem(rule="option", says=message[:1].lower() + message[1:])
-    parameters = error.ctx.command.params if error.ctx else []
+    parameters = context.command.params if context else []
     known = [each for row in parameters for each in row.opts if each.startswith("--")]
     key, value = name.lstrip("-"), _option_value(name, argv)
     takes_keys = any(row.name == "arguments" for row in parameters)  # of a recipe
-    mend = (key_instead_of_option(key, value) if takes_keys else "") or suggest_name(name, [*known, "--help"])
+    verbs = getattr(context.command, "commands", {}) if context else {}
+    early = early_option(name, argv, {verb: {option for row in each.params for option in row.opts} for verb, each in verbs.items()})
+    mend = early or (key_instead_of_option(key, value) if takes_keys or verbs else "") or suggest_name(name, [*known, "--help"])
     return Problem(rule="option", says=f"no option {name}", mend=mend)
+
+
+def _missing_argument_problem(parameter: Any, context: Any) -> Problem:
+    """Return the problem of a verb without one of its arguments."""
+    name = str(parameter.human_readable_name).removesuffix(" ...")
+    wanted = " ".join(
+        str(row.human_readable_name).removesuffix(" ...") for row in context.command.params if not row.opts[0].startswith("-")
+    )
+    runs = "; `distrain ls runs` lists the runs" if name == "RUN_DIR" else ""
+    return Problem(rule="option", says=f"{name} is missing", mend=f"write `{context.command_path} {wanted}`{runs}")
 
 
 def key_instead_of_option(key: str, value: str) -> str:
@@ -127,7 +143,7 @@ def key_instead_of_option(key: str, value: str) -> str:
         problem = synonyms.synonym_problem(key, value or flag)
         return problem.mend if problem else ""
     keys = config_keys()
-    if key in keys or key in config_files.groups(None):
+    if key == "conf" or key in keys or key in config_files.groups(None):
         return f"write {key}={value or 'VALUE'}, without dashes"
     same = [each for each in keys if each.rpartition(".")[2] == key.replace("-", "_").rpartition(".")[2]]
     if len(same) == 1:

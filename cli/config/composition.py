@@ -30,6 +30,7 @@ from . import ask_transformers
 from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
 from .own_sections import is_whole_section, kept_keys
+from .recipe_defaults import note_dropped, with_plain_default, without_default, without_other_device
 from .yaml_file import LENGTHS, install_plain_source
 
 WEIGHTS = ("model.weights", "model.lora.weights")  # folders of weights that training begins from
@@ -76,7 +77,8 @@ class Composer:
         """Compose; the keys that a recipe sets itself stay over a chosen option, also of a group that is not in the recipe's defaults."""
         in_defaults, others = {each.hydra_group: each for each in choices}, list[Override]()
         if "cluster" in in_defaults:
-            recipe = _without_default(recipe, "device@cluster.device")
+            recipe = without_default(recipe, "device@cluster.device")
+        recipe = without_other_device(recipe, choices)
         try:
             while True:
                 try:
@@ -85,13 +87,15 @@ class Composer:
                 except HydraException as error:
                     raise_if_interrupted(error)
                     missed = re.search(r"Could not (?:override|delete) '([^'=]+)(?:=[^']*)?'\. No match", str(error))
-                    plain = _with_plain_default(recipe, missed[1]) if missed else recipe
+                    plain = with_plain_default(recipe, missed[1]) if missed else recipe
                     if plain != recipe:
                         recipe = plain
                     elif missed and missed[1] in in_defaults:
                         others.append(in_defaults.pop(missed[1]))
                     else:
                         raise
+            if any(each.key == "cluster" for each in others):  # which brings a device: one that is chosen takes its place
+                others += [each for each in in_defaults.values() if each.key == "device"]
             for each in sorted(others, key=lambda choice: choice.key == "device"):
                 self._add_group(config, each, file)
         except CONFIG_ERRORS as error:
@@ -111,6 +115,7 @@ class Composer:
         if isinstance(own, DictConfig) and isinstance(option, DictConfig):
             if not is_whole_section(key, own):
                 option = OmegaConf.merge(option, OmegaConf.masked_copy(own, kept_keys(key, own)))
+                note_dropped(config, choice, own)
             elif key == choice.key and own != option:
                 config.reading = join_readings(
                     config.get("reading"), f"{choice.text}: replaces section {key} of the recipe, which sets all of it"
@@ -150,31 +155,6 @@ def _compose_stored(choices: list[str]) -> DictConfig:
     OmegaConf.set_struct(config, False)
     config.pop("hydra", None)
     return config
-
-
-def _without_default(recipe: DictConfig, override: str) -> DictConfig:
-    """Return a recipe without one `override` entry of its defaults: another cluster brings its own device."""
-    copy = recipe.copy()
-    if isinstance(recipe.get("defaults"), ListConfig):
-        drop = (f"override /{override}", f"override {override}")
-        copy["defaults"] = [each for each in recipe["defaults"] if not (isinstance(each, DictConfig) and set(each) & set(drop))]
-    return copy
-
-
-def _with_plain_default(recipe: DictConfig, group: str) -> DictConfig:
-    """Return a recipe whose `override` entries of a group choose it plainly, as nothing else in its defaults does. They come first: Hydra
-    wants overrides last, and a recipe's own keys stay over an option that stands before `_self_`."""
-    copy = recipe.copy()
-    forms = (f"override /{group}", f"override {group}")
-    if isinstance(recipe.get("defaults"), ListConfig):
-        plain, others = list[Any](), list[Any]()
-        for each in recipe["defaults"]:
-            names = [name for name in each if name in forms] if isinstance(each, DictConfig) else []
-            plain += [{f"/{group}": each[name]} for name in names]
-            if not names:
-                others.append(each)
-        copy["defaults"] = [*plain, *others]
-    return copy
 
 
 def apply_override(config: DictConfig, override: Override) -> list[Problem]:

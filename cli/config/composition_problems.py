@@ -12,6 +12,8 @@ from typing import Any
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from ...trainer.system.regular_file import why_unreadable
 from ..keys import config_files, synonyms
+from ..keys.keys import config_keys, unknown_key_problem
+from .other_trainers import leaves
 
 REQUIRED_SECTIONS = ("model", "cluster", "train")
 DEFAULTS_ENTRY = {  # the key that chooses an option of a section in a recipe's defaults
@@ -38,7 +40,7 @@ def composition_problem(error: Exception, file: Path, config_dir: Path | None, p
     if isinstance(error, OSError) and error.strerror:
         return Problem(rule="file", says=f"{file}: {error.strerror}")
     if isinstance(error, UnicodeDecodeError):
-        return Problem(rule="yaml", says=f"{file} is not valid UTF-8")
+        return Problem(rule="yaml", says=f"{file} is not valid UTF-8", mend="save it as UTF-8")
     text = str(error) or str(error.__cause__ or type(error).__name__)
     missed = re.search(r"Could not (?:find|load) '([^']+)'", text)
     return _missing_default(missed[1], file, config_dir) if missed else _hydra_problem(text, file, primary)
@@ -94,12 +96,23 @@ def check_sizes_agree(sizes: Mapping[str, object], model: Mapping[Any, Any], fil
             raise Unreadable([Problem(rule="hf", says=says, mend="set model.hf in the recipe itself")])
 
 
-def improve_problem(problem: Problem, config: Mapping[str, Any], config_dir: Path | None = None) -> Problem:
-    """Return a problem of a composed config with a better fix if there is one: for a key of another trainer, or a whole section.
-    `config_dir` is the user's folder of options."""
-    if problem.rule == "unknown":
-        key = problem.says.removeprefix("no key ")
-        return synonyms.synonym_problem(key, _value_at(config, key)) or problem
+def improve_problems(problem: Problem, config: Mapping[str, Any], config_dir: Path | None = None) -> list[Problem]:
+    """Return a problem of a composed config with a better fix if there is one: for a key of another trainer, of which a section is one
+    problem for each key in it, or a whole section. `config_dir` is the user's folder of options."""
+    if problem.rule != "unknown":
+        return [_improve_problem(problem, config, config_dir)]
+    key = problem.says.removeprefix("no key ")
+    value = _value_at(config, key)
+    inside = leaves(value, f"{key}.") if isinstance(value, Mapping) else ()
+    answered = [found for each, one in inside if (found := synonyms.synonym_problem(each, one))]
+    if answered:
+        return answered
+    return [
+        synonyms.synonym_problem(key, value) or (unknown_key_problem(key, config_keys()) if "known: " in problem.mend else None) or problem
+    ]
+
+
+def _improve_problem(problem: Problem, config: Mapping[str, Any], config_dir: Path | None) -> Problem:
     if problem.rule == "type" and _value_at(config, LORA_TARGETS) in ALL_TARGETS and problem.says.startswith(f"{LORA_TARGETS}="):
         return replace(problem, mend=f"leave it out: {LORA_TARGETS}=null, the default, is all linear layers but routers")
     section, _, value = problem.says.partition(" is not a mapping of ")[0].partition("=")

@@ -29,10 +29,11 @@ from .composition import (
     select_value,
     to_plain,
 )
-from .composition_problems import check_is_recipe, composition_problem, device_name_problems, improve_problem
+from .composition_problems import check_is_recipe, composition_problem, device_name_problems, improve_problems
 from .epochs import with_steps
 from .family_defaults import fill_in_family
 from .machine_values import auto_memory, fill_auto_device, fill_cpu_rates
+from .other_trainers import check_is_ours, read_toml, toml_problem
 from .yaml_file import read_config
 
 
@@ -72,7 +73,7 @@ def checked_run(config: Mapping[str, Any], config_dir: Path | None = None) -> Ru
     try:
         return read_run(config)
     except Unreadable as error:
-        raise Unreadable(improve_problem(each, config, config_dir) for each in error.problems) from None
+        raise Unreadable(found for each in error.problems for found in improve_problems(each, config, config_dir)) from None
 
 
 def load_sweep(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> list[SweepLayout]:
@@ -137,8 +138,16 @@ class Loader:
         problems = list(user.problems)
         try:
             file = config_files.recipe_path(conf, self.config_dir)
+            groups = config_files.groups(self.config_dir)
+            if file.suffix == ".toml":
+                check_is_ours(read_toml(file), file, self.known)
+                raise Unreadable([toml_problem(file)])
             recipe = read_config(file)
-            check_is_recipe(recipe, file, self.known, config_files.groups(self.config_dir))
+            if not recipe and not overrides:
+                mend = f"`distrain cp quickstart {file}` writes a recipe to begin with, once it is removed"
+                raise Unreadable([Problem(rule="conf", says=f"{file} sets no key", mend=mend)])
+            check_is_recipe(recipe, file, self.known, groups)
+            check_is_ours(to_plain(recipe, []), file, self.known)
             if user.shape or user.choices:
                 recipe.pop("reading", None)  # of the arguments that the recipe was written from
             node = self._composer.compose(recipe, user.choices, file)

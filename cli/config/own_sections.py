@@ -10,6 +10,7 @@ from ..keys.keys import config_keys
 # Keys that make a section a whole: sizes of a model, figures of a device. Those of another model or device are no changes of an option.
 WHOLE = {"model": ("family", "hf"), "cluster.device": ("memory",)}
 CHOSEN = "name"  # the key of optim, data and launch that says which one it is: choosing an option decides it
+OF_DEVICE = ("price", "mtbf")  # keys of a cluster that are figures of one device
 SIZES = ("nodes", "gpus", "storage")  # what stays of a cluster whose device an option replaces
 
 
@@ -26,3 +27,9 @@ def kept_keys(key: str, own: Mapping[Any, Any]) -> list[str]:
     device = own.get("device") if key == "cluster" and "device" in own else None
     is_other = isinstance(device, str) or (isinstance(device, Mapping) and is_whole_section("cluster.device", device))
     return [str(name) for name in own if (name in SIZES if is_other else name != CHOSEN)]
+
+
+def dropped_keys(key: str, own: Mapping[Any, Any]) -> list[str]:
+    """Return the keys of a recipe's own cluster that go with its device when another is chosen, and that a user may miss."""
+    kept = kept_keys(key, own)
+    return [f"{key}.{name}" for name in OF_DEVICE if key == "cluster" and own.get(name) is not None and name not in kept]

@@ -81,7 +81,7 @@ def _read(file: Path) -> DictConfig | ListConfig:
     except OSError as error:
         raise _unreadable_error(f"{file} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise _unreadable_error(f"{file} is not valid UTF-8") from None
+        raise _unreadable_error(f"{file} is not valid UTF-8", "save it as UTF-8") from None
     except RecursionError:
         if "*" in text or "${" in text:
             raise _unreadable_error(f"{file} contains itself", "break the loop of defaults, anchors or ${...}") from None

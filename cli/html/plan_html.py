@@ -16,6 +16,7 @@ from ..drawings.timeline_drawing import timeline_drawing
 from ..pages import plan_facts as facts
 from ..pages.document_facts import documents_text
 from ..pages.memory_facts import capacity_share_text, capacity_shares, memory_kinds, memory_rows, memory_title, shown_ranges
+from ..pages.operator_rows import operator_notes, operator_rows
 from ..pages.search_page import LayoutHint
 from ..pages.simulate_page import path_text, title_text, what_if_rows
 from .markup import Markup, element, join
@@ -116,6 +117,9 @@ def _time(plan: Plan) -> Iterator[Markup]:
     yield table(("", "seconds", "share"), rows)
     texts = [facts.speed_texts(plan)[0], documents_text(plan)]
     yield paragraphs([sentence(each) for each in texts if each], "note")
+    headings, *operators = operator_rows(plan)
+    yield table(headings, operators)
+    yield paragraphs([sentence(operator_notes(plan))], "note")
 
 
 def _step(step: StepSimulation | None, plan: Plan) -> Iterator[Markup]:

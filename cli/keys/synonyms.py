@@ -29,25 +29,25 @@ TOP_LEVEL_ONLY = ("optimizer", "lr")  # names that are also the last part of a k
 EPOCHS = "num_train_epochs"  # whose problem says how many steps they are, where the data are here
 YES = {"true": "true", "false": "false"}
 FP8_FORMATS = dict.fromkeys(("true", "hybrid", "e4m3", "tensorwise", "rowwise"), "fp8")
-OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "AdamW": "adamw", "muon": "muon", "Muon": "muon"}
+# fmt: off
+OPTIMIZERS = {
+    **{each: each for each in ("adamw", "sgd", "muon")}, "adam": "adamw", "AdamW": "adamw", "Muon": "muon",
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "distributed_fused_adam", "fused_adam"), "adamw"),
+}
 MOMENTS = {
-    "fp32": "fp32",
-    "bf16": "bf16",
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "torch.float32": "fp32",
-    "torch.bfloat16": "bf16",
-    "int8": "int8",
+    **{each: each for each in ("fp32", "bf16", "int8")},
+    "float32": "fp32", "torch.float32": "fp32", "bfloat16": "bf16", "torch.bfloat16": "bf16",
 }
 LR_SCHEDULE_SYNONYMS = {each: each for each in ("constant", "linear", "cosine", "wsd")}
-DECAYS = {**LR_SCHEDULE_SYNONYMS, "WSD": "wsd", "warmup_stable_decay": "wsd", "constant_with_warmup": "constant"}
-PRECISION_SYNONYMS = {
-    **{each: each for each in ("fp32", "bf16", "fp16")},
-    "no": "fp32",
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
+DECAYS = {
+    **LR_SCHEDULE_SYNONYMS, "WSD": "wsd", "warmup_stable_decay": "wsd", "constant_with_warmup": "constant",
+    "WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "CosineAnnealing": "cosine",
 }
+PRECISION_SYNONYMS = {
+    **{each: each for each in ("fp32", "bf16", "fp16")}, "no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16",
+    "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16",
+}
+# fmt: on
 
 
 def _row(names: str, key: str, note: str = "", values: Mapping[str, str] | None = None) -> Synonym:
@@ -64,7 +64,8 @@ ROWS: tuple[Synonym, ...] = (
     _row("gradient_accumulation_steps accumulate_grad_batches grad_accum grad_accum_steps gradient_accumulation "
          "batch_accumulation_per_replica", "", "it follows from train.batch / (dp x train.microbatch)"),
     _row("per_device_eval_batch_size eval_batch_size", "", "validation uses train.microbatch too"),
-    _row("seq_len seq_length sequence_length sequence_len max_seq_length max_seq_len max_length block_size context_length ctx_len",
+    _row("seq_len seq_length sequence_length sequence_len max_seq_length max_seq_len max_length block_size context_length ctx_len "
+         "encoder_seq_length",
          "train.seq", "tokens in a sequence"),
     _row("max_steps train_steps train_iters max_iters num_steps total_steps num_train_steps training_steps training.steps", "train.steps"),
     _row("max_tokens train_tokens total_tokens num_tokens", "train.tokens"),
@@ -80,8 +81,9 @@ ROWS: tuple[Synonym, ...] = (
     _row("ema_decay ema_beta model_ema_decay ema_max_decay ema.decay", "optim.ema", "the decay of an average of the weights"),
     _row("use_ema model_ema use_ema_weights ema.enable", "optim.ema", "the decay of an average of the weights, 0.999", {}),
     _row("label_smoothing_factor", "train.preference.label_smoothing", "of preferences alone", {}),
-    _row("learning_rate base_lr peak_lr max_lr lr train.lr training.lr optimizer.lr optimizer.params.lr", "optim.lr"),
-    _row("lr_scheduler_type lr_scheduler lr_decay_style lr_schedule scheduler decay_type", "optim.schedule", "", DECAYS),
+    _row("learning_rate base_lr peak_lr max_lr warmup_max_lr lr train.lr training.lr optimizer.lr optimizer.params.lr", "optim.lr"),
+    _row("lr_scheduler_type lr_scheduler lr_decay_style lr_schedule scheduler decay_type scheduler.type sched.name",
+         "optim.schedule", "", DECAYS),
     _row("warmup_steps warmup_iters lr_warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps", "optim.warmup", "steps"),
     _row("warmup_ratio lr_warmup_fraction warmup_fraction", "optim.warmup", "in steps, not a share of train.steps", {}),
     _row("final_lr min_learning_rate eta_min", "optim.min_lr"),
@@ -99,16 +101,18 @@ ROWS: tuple[Synonym, ...] = (
     _row("max_grad_norm gradient_clipping clip_grad grad_clip gradient_clip_val clip_grad_norm grad_norm_clip max_norm", "train.clip",
          "global norm of the gradients"),
     # precision, memory, speed
-    _row("mixed_precision dtype torch_dtype mixed_precision_param compute_dtype", "train.precision", "", PRECISION_SYNONYMS),
+    _row("mixed_precision trainer.precision dtype torch_dtype mixed_precision_param compute_dtype",
+         "train.precision", "", PRECISION_SYNONYMS),
     _row("fp8 fp8_format float8.recipe_name", "train.precision", "fp8", FP8_FORMATS),
     _row("grad_accum_dtype", "train.gradients", "", PRECISION_SYNONYMS),
     _row("accumulate_allreduce_grads_in_fp32 grad_reduce_in_fp32", "train.gradients", "", {"true": "fp32"}),
     _row("full_determinism deterministic_mode use_deterministic_algorithms", "train.deterministic", "", YES),
-    _row("bf16 bf16.enabled", "train.precision", "", {"true": "bf16", "{enabled:true}": "bf16"}),
+    _row("bf16 bf16.enabled", "train.precision", "", {"true": "bf16", "auto": "auto", "{enabled:true}": "bf16"}),
     _row("fp16 fp16.enabled half", "train.precision", "", {"true": "fp16", "{enabled:true}": "fp16"}),
     _row("gradient_checkpointing activation_checkpointing activation_checkpoint checkpoint_activations recompute_activations",
          "parallel.recompute", "none, selective or full", {"true": "full", "false": "none", "full": "full", "selective": "selective"}),
-    _row("recompute_granularity activation_checkpoint.mode recompute_method", "parallel.recompute", "none, selective or full",
+    _row("recompute_granularity activations_checkpoint_granularity activation_checkpoint.mode recompute_method",
+         "parallel.recompute", "none, selective or full",
          {"full": "full", "selective": "selective", "none": "none"}),
     _row("flash_attention use_flash_attn use_flash_attention use_flash_attention_2 flash_attn", "train.attention", "flash or math",
          {"true": "flash", "false": "math"}),
@@ -143,7 +147,7 @@ ROWS: tuple[Synonym, ...] = (
          {"allgather": "all_gather"}),
     _row("expert_parallel_size expert_model_parallel_size expert_parallel_degree ep_size expert_parallel", "parallel.ep"),
     _row("data_parallel_size dp_size data_parallel_degree data_parallel", "parallel.dp", "auto: all ranks that the other axes leave"),
-    _row("data_parallel_shard_degree", "parallel.shard", "ranks over which parallel.zero=3 shards"),
+    _row("data_parallel_shard_degree", "parallel.shard", "ranks over which parallel.zero=3 shards; -1: parallel.zero=3 alone"),
     _row("data_parallel_replicate_degree", "", "it follows from parallel.dp / parallel.shard"),
     _row("delay_steps gradient_delay stale_steps", "parallel.staleness", "steps that pass before a sum of gradients is used"),
     _row("sync_steps sync_every local_steps inner_steps", "parallel.sync.every", "steps that replicas take alone"),
@@ -209,7 +213,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("moe_aux_loss_coeff router_aux_loss_coef", "model.aux_loss"),
     _row("mtp_num_layers num_nextn_predict_layers num_mtp_layers mtp_layers nextn_predict_layers", "model.mtp.layers"),
     _row("mtp_loss_scaling_factor mtp_loss_weight mtp_loss_coeff", "model.mtp.weight", "Megatron-LM's default is 0.1"),
-    _row("linear_attention_freq", "model.full_attention_interval", "of Megatron-LM: the last of so many layers has full attention"),
+    _row("linear_attention_freq", "model.full_attention_interval", "of Megatron-LM: the last of this many layers has full attention"),
     _row("rope_theta rotary_base rotary_emb_base", "model.rope_base"),
     _row("partial_rotary_factor rotary_percent rotary_pct", "model.rope_share"),
     _row("sliding_window window_size attention_window", "model.window"),
@@ -236,6 +240,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("model_name_or_path name_or_path model_id pretrained_model_name_or_path base_model model_name pretrained init_from "
          "load_checkpoint_path initial_load_path",
          "model.weights", "a folder of Hugging Face weights, with model.hf for its config.json; without it weights are random", {}),
+    _row("adapter", "model.lora.rank", "such as 16; 0: no LoRA", {}),
     _row("lora_rank lora_r lora_dim lora.r", "model.lora.rank", "0: no LoRA"),
     _row("lora_dropout lora.lora_dropout", "model.lora.dropout", "of A's inputs"),
     _row("lora_alpha", "model.lora.alpha"),
@@ -243,12 +248,13 @@ ROWS: tuple[Synonym, ...] = (
          "a folder with adapter_config.json and adapter_model.safetensors", {}),
     _row("lora_target_modules target_modules lora_target lora_layers", "model.lora.targets",
          "a list of query, key, value, out, gate, up, down, or of PEFT's names; null: all", {"all-linear": "null", "all": "null"}),
-    _row("flavor model_type model_size", "model", "an option: `distrain ls model` lists them", {}),
+    _row("flavor model_type model_size model.name", "model", "an option: `distrain ls model` lists them", {}),
     # data
-    _row("dataset dataset_name dataset_path data_path train_file train_data data_dir data_files datasets dataset_folder",
+    _row("dataset dataset_name dataset_path data_path train_file train_data data_dir data_files datasets dataset_folder "
+         "data_prefix",
          "data.path", "with data=text, data=tokens, data=pairs or data=preferences", {}),
     _row("tokenizer_path tokenizer_model tokenizer_name tokenizer_name_or_path tokenizer_file vocab_file tokenizer_type "
-         "hf_assets_path", "data.tokenizer", "bytes, or the path of a tokenizer.json", {}),
+         "hf_assets_path tokenizer.type", "data.tokenizer", "bytes, or the path of a tokenizer.json", {}),
     _row("val_set_size validation_split valid_split val_split", "data.validation", "share of the tokens"),
     _row("split", "data.validation", "share of the tokens", {}),
     _row("reset_attention_mask", "data.documents", "", YES),
@@ -266,7 +272,9 @@ ROWS: tuple[Synonym, ...] = (
     _row("num_workers dataloader_num_workers", "", "data is read ahead; there is no number of workers"),
     _row("data_seed shuffle_seed", "train.seed", "it also sets the order of the data"),
     # log, checkpoints, validation
-    _row("save_strategy", "checkpoint.every", "steps; checkpoint=never saves nothing", {}),
+    _row("evals_per_epoch", "train.evaluate.every", "steps", {}),
+    _row("enable_checkpoint", "checkpoint", "an option: `distrain ls checkpoint` lists them", {"true": "default", "false": "never"}),
+    _row("save_strategy saves_per_epoch", "checkpoint.every", "steps; checkpoint=never saves nothing", {}),
     _row("eval_strategy evaluation_strategy", "train.evaluate.every", "steps; 0: never", {"no": "0"}),
     _row("push_to_hub hub_model_id hub_token", "", "`distrain export` writes a folder of Hugging Face, which you upload"),
     _row("do_train do_eval do_predict", "", "`distrain fit` trains, and train.evaluate.every sets how often it validates"),
@@ -278,8 +286,10 @@ ROWS: tuple[Synonym, ...] = (
     _row("logging_steps log_interval log_freq log_every_n_steps steps_per_print", "log.every", "steps"),
     _row("save", "log.dir", "the run folder is log.dir/name; checkpoint.every says when it saves"),
     _row("load", "", "a run goes on from its own folder: the same command resumes it"),
-    _row("report_to", "log.sinks", "a list", {"wandb": "[console,jsonl,wandb]", "tensorboard": "[console,jsonl,tensorboard]"}),
-    _row("wandb wandb.enabled wandb_project use_wandb enable_wandb wandb_log wandb_entity", "log",
+    _row("report_to", "log.sinks", "a list",
+         {**dict.fromkeys(("wandb", "[wandb]"), "[console,jsonl,wandb]"),
+          **dict.fromkeys(("tensorboard", "[tensorboard]"), "[console,jsonl,tensorboard]")}),
+    _row("wandb wandb.enabled wandb_project use_wandb enable_wandb create_wandb_logger wandb_log wandb_entity", "log",
          "log=wandb turns it on; WANDB_PROJECT names the project",
          {"true": "wandb"}),
     _row("tensorboard tensorboard.enabled tensorboard_dir enable_tensorboard", "log.sinks", "a list",
@@ -332,7 +342,7 @@ def synonym_problem(key: str, value: Any = None) -> Problem | None:
 
 def _our_value(value: Any, values: Mapping[str, str] | None) -> str:
     """Return the equivalent of another trainer's value; "" if there is none."""
-    if value is None or value == "":
+    if value is None or value in ("", -1, "-1"):  # -1 is "all" or "the rest" there
         return ""
     text = value_text(value)
     return values.get(text, "") if values is not None else text

@@ -11,6 +11,7 @@ from ...trainer.spec.problem import Problem
 from . import plan_facts as facts
 from .document_facts import documents_text
 from .memory_facts import capacity_share_text, capacity_shares, memory_kinds, memory_rows, memory_title, shown_ranges
+from .operator_rows import operator_notes, operator_rows
 from .text_layout import Style, narrow_table, page_width, table, with_heading, wrap
 
 HEADINGS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "temporary": "temp", "overhead": "other"}
@@ -18,8 +19,8 @@ MIN_BAR = 4  # columns of a bar
 MIN_KINDS = 3  # kinds of memory that have a column of their own on any page
 
 
-def plan_text(plan: Plan, style: Style) -> str:
-    """The page of a plan."""
+def plan_text(plan: Plan, style: Style, *, operators: bool = False) -> str:
+    """The page of a plan; with `operators` the seconds of each kind of operator too."""
     sections = (
         [style.paint(line, "green" if plan.ok and plan.fits else "red") for line in wrap(facts.verdict(plan), hang="  ")],
         [*_problem_lines(plan.problems, "problem", "red", style), *_problem_lines(plan.warnings, "warning", "yellow", style)],
@@ -27,6 +28,7 @@ def plan_text(plan: Plan, style: Style) -> str:
         with_heading(_memory_lines(plan, style), style),
         with_heading(_traffic_lines(plan), style),
         with_heading(_time_lines(plan, style), style),
+        with_heading(_operator_lines(plan), style) if operators else [],
         with_heading(_run_lines(plan), style),
         wrap(text) if (text := facts.bars_text(plan)) else [],
     )
@@ -118,6 +120,19 @@ def _time_lines(plan: Plan, style: Style) -> list[str]:
         *wrap(arithmetic, indent="  "),
         f"  {tokens}",
         *(wrap(documents, indent="  ") if documents else []),
+    ]
+
+
+def _operator_lines(plan: Plan) -> list[str]:
+    """The seconds of a step by kind of operator, and what its table's columns mean."""
+    rows = operator_rows(plan)
+    if not rows:
+        return []
+    lines = narrow_table(rows, width=page_width() - 2)
+    return [
+        "Operators of a step, on a rank of the busiest stage",
+        *(f"  {line}" for line in lines),
+        *wrap(operator_notes(plan), indent="  "),
     ]
 
 

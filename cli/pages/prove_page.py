@@ -32,7 +32,7 @@ MEANINGS = {
     "gather": "gather: how often ZeRO 3 gathers weights",
     "is_delayed": "pipedream, pipedream_2bw: gradients of older weights, another curve by design; one process simulates it",
     "is_compressed": "powersgd: gradients as two factors of this rank, another curve by design; one process simulates it",
-    "sync": "sync: steps that replicas take alone between two together, another curve by design; one process simulates it",
+    "sync": "sync: steps that replicas take alone before they average, another curve by design; one process simulates it",
     "stale": "stale: steps that pass before a sum of gradients is used, another curve by design; one process simulates it",
     "servers": "servers: ranks that sum gradients and step weights for all",
     "offload": "offload: the host has the optimizer's states, or weights too (all), and steps",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
+from math import ceil
 from shlex import quote
 
-from ...trainer.plan.search.answer import Answer, FoundLayout
 from ...trainer.plan.search.cluster_sizes import SizedAnswer, best_layout, best_size, is_within, knee, tokens_per_gpu
 from ...trainer.plan.search.search import SLOWEST
+from ...trainer.plan.search.search_result import Answer, FoundLayout
 from ...trainer.spec.numbers.as_text import (
     binary_unit,
     count_text,
@@ -27,6 +28,7 @@ from ..arguments.command_name import command_name
 from .text_layout import Style, evenly_spaced, narrow_table, page_width, with_heading, wrap
 
 MAX_FRONT = 8  # rows of the front, evenly spaced
+NEAREST = 15  # sizes below an answer that a search of each takes
 PRICED = ("cost", "tokens_per_dollar")  # goals of a search that a price gives figures
 TERM_WORDS = {"compute": "computing", "exposed": "messages", "bubble": "bubble", "optimizer": "optimizer step"}
 
@@ -118,10 +120,17 @@ def _safe_lines(answer: Answer) -> list[str]:
         return []
     safe = next((each for each in answer.front if _surely_fits(each, answer)), None)
     if safe is None:
-        return wrap("No layout in the list below has an error bar that fits as a whole.") if answer.front else []
+        room = f"search.headroom={_sure_headroom(answer):.2f} searches those that leave its width free"
+        return wrap(f"No layout in the list below has an error bar that fits as a whole: {room}", hang="  ") if answer.front else []
     memory = part_of_size(safe.memory, answer.capacity) + size_range_text(safe.memory, safe.memory_low, safe.memory_high)
-    step = f", {seconds_text(safe.step)} a step" if safe.step is not None else ""
+    step = f", {_front_time(safe)}{'' if _batch_grows(safe) else ' a step'}" if safe.step is not None else ""
     return wrap(f"The fastest whose whole error bar fits: {_mesh_words(safe)}, {_other_words(safe)}: {memory}{step}", hang="  ")
+
+
+def _sure_headroom(answer: Answer) -> float:
+    """The share of the memory that a layout leaves free whose whole error bar fits, by the widest bar of those that were found."""
+    widest = max([each.memory_high / each.memory for each in (*answer.rows, *answer.front) if each.memory_high is not None])
+    return ceil(100 * (1 - 1 / widest)) / 100
 
 
 def _speed_text(layout: FoundLayout) -> str:
@@ -152,7 +161,7 @@ def _row_lines(answer: Answer) -> list[str]:
     priced = any(row.cost is not None for row in answer.rows)
     unit = binary_unit(answer.capacity)
     heading = ["layout", "step", "tokens/s", "MFU", unit, *(["cost"] if priced else [])]
-    cells = [[_mesh_words(row), *_figures(row, unit, priced)] for row in answer.rows]
+    cells = [[_mesh_words(row), *_figures(row, unit, priced=priced)] for row in answer.rows]
     table = narrow_table([heading, *cells], width=page_width() - 2)
     if len(table) != len(cells) + 1:
         return ["The best layout of each mesh", *(f"  {line}" for line in table)]
@@ -162,7 +171,7 @@ def _row_lines(answer: Answer) -> list[str]:
     return lines
 
 
-def _figures(layout: FoundLayout, unit: str, priced: bool) -> Iterator[str]:
+def _figures(layout: FoundLayout, unit: str, *, priced: bool) -> Iterator[str]:
     yield seconds_text(layout.step) if layout.step is not None else "-"
     yield count_text(layout.tokens_per_second) if layout.tokens_per_second is not None else "-"
     yield share_text(layout.mfu) if layout.mfu is not None else "-"
@@ -210,7 +219,7 @@ def _slower(layout: FoundLayout, best: FoundLayout) -> str:
     """By how much a layout is slower than the best, and the term that slows it most."""
     if layout.step is None or best.step is None or layout is best:
         return ""
-    if not layout.slower_by:  # the batch grows
+    if _batch_grows(layout):
         assert layout.days is not None
         assert best.days is not None
         return f"; {share_text(layout.days / best.days - 1)} slower over the run"
@@ -226,12 +235,22 @@ def _front_lines(answer: Answer) -> list[str]:
         return []
     shown = evenly_spaced(rows, MAX_FRONT)
     unit = binary_unit(answer.capacity)
-    cells = [[in_unit(row.memory, unit), seconds_text(row.step or 0.0), f"{_mesh_words(row)}, {_other_words(row)}"] for row in shown]
+    cells = [[in_unit(row.memory, unit), _front_time(row), f"{_mesh_words(row)}, {_other_words(row)}"] for row in shown]
     lines = ["Less memory, more time"]
     for memory, step, words in cells:
         lines += wrap(f"{memory} {unit}, {step}: {words}", indent="  ")
     left_out = f"  {len(shown)} of {len(rows)} such layouts, up to {SLOWEST:g} times as slow as the fastest; --json has all"
     return [*lines, *(wrap(left_out.strip(), indent="  ") if len(shown) < len(rows) else ())]
+
+
+def _front_time(row: FoundLayout) -> str:
+    """The time by which such layouts are ranked: of a step, or where the batch grows of the whole run."""
+    return f"{seconds_text((row.days or 0.0) * 86400)} the run" if _batch_grows(row) else seconds_text(row.step or 0.0)
+
+
+def _batch_grows(row: FoundLayout) -> bool:
+    """Whether layouts are ranked by days, as no term slows their steps alone."""
+    return not row.slower_by and row.days is not None
 
 
 def _space_line(answer: Answer) -> str:
@@ -246,7 +265,7 @@ def sizes_text(sizes: Sequence[SizedAnswer], goal: SearchGoal, style: Style) -> 
     found = [row for each in sizes for row in each.answer.rows]
     priced = any(row.cost is not None for row in found)
     heading = ["GPUs", "step", "tokens/s", "per GPU", *(["days", "cost"] if priced else ["MFU", "days"]), "layout"]
-    rows = [_size_row(each, priced) for each in sizes]
+    rows = [_size_row(each, priced=priced) for each in sizes]
     left = (len(heading) - 1,)
     lines = narrow_table([heading, *rows], left, width=page_width() - 2)
     best, at = best_size(sizes, by), knee(sizes)
@@ -264,6 +283,7 @@ def sizes_text(sizes: Sequence[SizedAnswer], goal: SearchGoal, style: Style) -> 
         verdict = f"{name}: best by {by.replace('_', ' ')} on {plural(best.nodes, 'node')}"
         verdict += f"; up to {plural(at, 'node')} a GPU trains at least 80 % of the tokens that it trains at best" if at else ""
     head = [style.paint(line, "green" if best else "red") for line in wrap(verdict, hang="  ")]
+    head += _untried_lines(sizes, best.nodes) if goal.within is not None and best else []
     return "\n".join([*head, *_price_lines(found, by), "", *(f"  {line}" for line in lines)])
 
 
@@ -281,7 +301,19 @@ def _within_text(name: str, found: SizedAnswer | None, most: int, days: float) -
     return f"{name}: {where} {verb} it in {seconds_text(taken)}{bar}, the fewest of these sizes that take at most {limit}"
 
 
-def _size_row(each: SizedAnswer, priced: bool) -> list[str]:
+def _untried_lines(sizes: Sequence[SizedAnswer], enough: int) -> list[str]:
+    """What sizes of fewer nodes were not tried, where more of those that were take longer: one of them may be fast enough."""
+    tried = sorted((each.nodes, best.days) for each in sizes if (best := best_layout(each)) and best.days is not None)
+    slower = [(fewer[0], more[0]) for fewer, more in pairwise(tried) if more[1] > fewer[1] and fewer[0] < enough]
+    untried = sorted(set(range(1, enough)) - {each.nodes for each in sizes})
+    if not slower or not untried:
+        return []
+    fewer, more = slower[0]
+    says = f"Here {plural(more, 'node')} take longer than {plural(fewer, 'node')}, so a smaller size that was not tried may be fast enough"
+    return wrap(f"{says}: search.nodes={max(1, enough - NEAREST)}..{enough - 1}+1 tries the nearest", hang="  ")
+
+
+def _size_row(each: SizedAnswer, *, priced: bool) -> list[str]:
     best, gpus = best_layout(each), f"{each.nodes * each.run.cluster.gpus:,}"
     if best is None:
         return [gpus, *["-"] * 5, "none fits"]

@@ -61,7 +61,7 @@ def page_width() -> int:
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), gap: str = "  ") -> list[str]:
     """Return rows as lines with aligned columns: those in `left` to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [gap.join(_cell(row[at], widths[at], at in left) for at in range(len(row))).rstrip() for row in rows]
+    return [gap.join(_cell(row[at], widths[at], left=at in left) for at in range(len(row))).rstrip() for row in rows]
 
 
 def narrow_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), *, width: int) -> list[str]:
@@ -84,7 +84,7 @@ def _pair(heading: str, value: str) -> str:
     return f"{heading} {value}".strip()
 
 
-def _cell(text: str, width: int, left: bool) -> str:
+def _cell(text: str, width: int, *, left: bool) -> str:
     return text.ljust(width) if left else text.rjust(width)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
-from ...trainer.plan.search.answer import Answer
+from ...trainer.plan.search.search_result import Answer
 from ...trainer.spec.numbers.as_text import count_text, seconds_text, size_text
 from ...trainer.spec.problem import one_line
 from ..arguments.command_name import command_name

@@ -58,12 +58,15 @@ def doctor(
     distrain doctor conf=llama3_8b launch=deepspeed launch.hostfile=FILE
     """
     from ...trainer.launch.hosts.ssh import SshInterrupted
-    from ..pages.printing import print_error
+    from ...trainer.system.stop_requests import StopSignal, raise_on_stop_signals
 
     try:
-        problem = _check_run(arguments, config_dir) if arguments else _print_checks(_machine_checks())
+        with raise_on_stop_signals():  # a process that SIGTERM ends at once leaves its folder
+            problem = _check_run(arguments, config_dir) if arguments else _print_checks(_machine_checks())
     except SshInterrupted as stop:
         print_error(f"distrain: {stop} while the hosts were asked")
+        return 128 + stop.number
+    except StopSignal as stop:
         return 128 + stop.number
     return FAILED if problem else OK
 

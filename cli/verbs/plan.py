@@ -34,6 +34,9 @@ def plan(
     multirun: Annotated[
         bool, typer.Option("-m", "--multirun", help="Plan every combination of the listed values: parallel.tp=1,2,4.")
     ] = False,
+    operators: Annotated[
+        bool, typer.Option("--operators", help="Add the time of each kind of operator to the page (JSON and HTML always have it).")
+    ] = False,
     html: HtmlFile = None,
     config_dir: ConfigDir = None,
 ) -> int:
@@ -44,23 +47,31 @@ def plan(
     \b
     distrain plan conf=gpt3_175b
     distrain plan conf=gpt3_175b cluster=384x8 parallel.zero=1 device=h100_80g
+    distrain plan conf=mixtral_8x7b --operators
     distrain plan conf=gpt3_175b -m parallel.tp=4,8 parallel.pp=8,16
     distrain plan conf=gpt3_175b --html plan.html
     """
+    from ...trainer.spec.problem import Problem, Unreadable
+
     conf, overrides = recipe_and_overrides(arguments, "plan", config_dir)
-    request = PlanRequest(conf=conf, overrides=overrides, config_dir=config_dir, as_json=as_json, html=html)
+    request = PlanRequest(conf=conf, overrides=overrides, config_dir=config_dir, as_json=as_json, operators=operators, html=html)
+    if multirun and operators and not as_json:
+        raise Unreadable(
+            [Problem(rule="option", says="--operators is of one plan, -m of several", mend="leave one of them out, or add --json")]
+        )
     return _plan_sweep(request) if multirun else _plan_run(request)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What `distrain plan` was asked: the recipe and overrides, JSON instead of the page, the HTML file to write."""
+    """What `distrain plan` was asked: the recipe and overrides, JSON instead of the page, operators on the page, the HTML file to write."""
 
     conf: str
     overrides: tuple[str, ...]
     config_dir: Path | None
     as_json: bool
     html: str | None
+    operators: bool = False
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -87,7 +98,7 @@ def _plan_run(request: PlanRequest) -> int:
     if request.as_json:
         print_json(plan)
     else:
-        print_output(plan_text(plan, stdout_style()))
+        print_output(plan_text(plan, stdout_style(), operators=request.operators))
     hint = _better_layout(run, plan, request) if target or not request.as_json else None
     if hint and not request.as_json:
         print_output(hint_text(hint))
@@ -136,7 +147,7 @@ def _better_layout(run: Run, plan: Plan, request: PlanRequest) -> LayoutHint | N
 
 def _best_that_fits(run: Run, request: PlanRequest) -> LayoutHint:
     """The best layout of a run that does not fit, as the words to type; on a large cluster, the search that finds it."""
-    from ...trainer.plan.search.answer import find_layouts
+    from ...trainer.plan.search.search_result import find_layouts
     from ..pages.search_page import best_hint, search_hint
     from .search_scope import fixed_keys
 
@@ -148,7 +159,7 @@ def _best_that_fits(run: Run, request: PlanRequest) -> LayoutHint:
 
 def _waste(run: Run, plan: Plan, request: PlanRequest) -> LayoutHint | None:
     """What a layout that fits wastes, and the best one, where that is much and quickly known. Runs on CPUs try things out: None."""
-    from ...trainer.plan.search.answer import faster_layout
+    from ...trainer.plan.search.search_result import faster_layout
     from ..pages.search_page import waste_hint
     from .search_scope import fixed_keys
 

@@ -44,7 +44,7 @@ def report(
     """
     from ...trainer.rundir.measured_run import read_measured_run
 
-    _check_timeline_options(timeline, svg, trace, html)
+    _check_timeline_options(svg, trace, html, timeline=timeline)
     folders = _run_folders(run_dirs)
     if timeline:
         from .report_timeline import report_timeline
@@ -61,7 +61,7 @@ def report(
     return write_html_page(target, _html(html or "", run_dirs, folders), as_json=as_json) if target else OK
 
 
-def _check_timeline_options(timeline: bool, svg: str | None, trace: str | None, html: str | None) -> None:
+def _check_timeline_options(svg: str | None, trace: str | None, html: str | None, *, timeline: bool) -> None:
     """Raise Unreadable for options that do not go together."""
     from ...trainer.spec.problem import Problem, Unreadable
 

@@ -14,7 +14,7 @@ from .common_options import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 from .exit_status import FAILED, OK
 
 if TYPE_CHECKING:
-    from ...trainer.plan.search.answer import Answer
+    from ...trainer.plan.search.search_result import Answer
     from ...trainer.spec.run import Run
 
 ALL_ROWS = 10**6
@@ -71,7 +71,7 @@ def search(
 
 
 def _find(run: Run, fixed: frozenset[str]) -> Answer:
-    from ...trainer.plan.search.answer import find_layouts
+    from ...trainer.plan.search.search_result import find_layouts
 
     with live_line(f"searching the layouts of {run.name} on {run.cluster.nodes * run.cluster.gpus:,} devices ..."):
         return find_layouts(run, fixed)

@@ -29,7 +29,7 @@ def simulate(
         str | None, typer.Option("--trace", metavar="FILE", help="Write a Chrome trace (.json or .json.gz), for ui.perfetto.dev.")
     ] = None,
     slow: Annotated[
-        list[str] | None, typer.Option("--slow", metavar="STAGE=TIMES", help="Let a stage compute so many times as long; repeatable.")
+        list[str] | None, typer.Option("--slow", metavar="STAGE=TIMES", help="Let a stage take TIMES as long to compute; repeatable.")
     ] = None,
     config_dir: ConfigDir = None,
 ) -> int:

@@ -4,7 +4,8 @@
 
 Each check runs in a process of its own with a deadline, those that time nothing side by side; FILE (gpu.json) is rewritten after each.
 --resume leaves out the checks that FILE holds. --seconds (480) ends the program; checks that were not begun by then are listed as not
-run. --cpu rehearses everything on this machine's CPU with tiny models, which says nothing about a GPU. It needs no network.
+run. --cpu rehearses everything on this machine's CPU with tiny models, in up to five times the time, which says nothing about a GPU. It
+needs no network.
 
 Exit status: 0 all checks passed; 1 one failed, was broken or not run; 2 the arguments are wrong.
 """
@@ -21,7 +22,7 @@ from tempfile import TemporaryDirectory
 from ...trainer.system.stop_requests import StopSignal, raise_on_stop_signals
 from .acceptance import Report, carry_out, read_report
 from .check_context import CheckContext
-from .checks import CHECKS, MACHINE, GpuCheck
+from .checks import CHECKS, MACHINE, REHEARSAL, GpuCheck, chosen_checks
 from .running_check import Row
 
 SECONDS = 480.0
@@ -37,7 +38,8 @@ def main() -> int:
     if wrong := [name for name in names if name not in {check.name for check in CHECKS}]:
         print(f"no check {', '.join(map(repr, wrong))}: --list names them", file=sys.stderr)
         return 2
-    checks = [check for check in CHECKS if check.name in names or check.name == MACHINE]
+    checks = chosen_checks(names, rehearsal=words.cpu)
+    seconds = (REHEARSAL if words.cpu else 1) * SECONDS if words.seconds is None else words.seconds
     try:
         earlier = read_report(words.json, rehearsal=words.cpu) if words.resume else None
     except ValueError as error:
@@ -56,7 +58,7 @@ def main() -> int:
         try:
             with raise_on_stop_signals():
                 report = carry_out(
-                    checks, context, seconds=words.seconds, path=words.json, earlier=earlier, on_begin=shown.begin, on_row=shown.end
+                    checks, context, seconds=seconds, path=words.json, earlier=earlier, on_begin=shown.begin, on_row=shown.end
                 )
         except (KeyboardInterrupt, StopSignal) as stop:
             print(f"stopped; --resume goes on with {words.json}", file=sys.stderr)
@@ -71,7 +73,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="the file that is rewritten after each check")
     parser.add_argument("--resume", action="store_true", help="leave out the checks that the file holds")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no check is begun, and the last one is killed")
+    parser.add_argument("--seconds", type=float, help="after which no check is begun, and the last one is killed")
     parser.add_argument("--only", default="", help="names of checks, with commas")
     parser.add_argument("--folder", type=Path, help="keeps the runs' folders and the logs of checks")
     parser.add_argument("--cpu", action="store_true", help="a rehearsal on this machine's CPU")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import Self
 
@@ -66,6 +66,7 @@ def _untimed_check(name: str, function: str, **arguments: str) -> GpuCheck:
 
 
 MACHINE = "machine"
+REHEARSAL = 5  # times the seconds of a GPU has a CPU, which may do other work too
 CHECKS = (
     GpuCheck(name=MACHINE, seconds=60, function=f"{ROOM}.torch_rates:measure_ceilings"),
     GpuCheck(name="kernels", seconds=60, function=f"{ROOM}.kernel_rates:compare_kernels"),
@@ -93,3 +94,9 @@ CHECKS = (
     _baseline("fully_shard llama 16 layers"),
     _baseline("autocast gpt2_1_5b"),
 )
+
+
+def chosen_checks(names: Container[str], *, rehearsal: bool) -> list[GpuCheck]:
+    """Return the machine's check and those with these names, in the table's order; in a rehearsal with more time."""
+    times = REHEARSAL if rehearsal else 1
+    return [replace(check, seconds=times * check.seconds) for check in CHECKS if check.name in names or check.name == MACHINE]

@@ -146,7 +146,7 @@ def test_a_copy_is_named_after_its_file_however_the_recipe_sets_its_name(text: s
     ("content", "line"),
     [
         (b"a: [", "FILE, line 1, column 5: expected the node content, but found '<stream end>'"),
-        (b"\xff\xfe\x00", "FILE is not valid UTF-8"),
+        (b"\xff\xfe\x00", "FILE is not valid UTF-8: save it as UTF-8"),
         (b"defaults: [quikstart]\n", "FILE: its defaults name recipe quikstart, which does not exist: did you mean quickstart?"),
     ],
 )
@@ -186,7 +186,7 @@ def test_an_option_that_would_include_itself_is_refused(capsys: pytest.CaptureFi
         ("cp quikstart x", "no recipe quikstart: did you mean quickstart?"),
         ("cp model/tinny x", "no model tinny: did you mean tiny?"),
         ("cp quickstart mine.json", "mine.json does not end in .yaml or .yml: name it mine.yaml"),
-        ("cp quickstart", "missing argument 'FILE'"),
+        ("cp quickstart", "FILE is missing: write `distrain cp NAME FILE`"),
         ("cp nowhere/mine.yaml x", "conf=nowhere/mine.yaml: no such file: there is no folder nowhere"),
     ],
 )

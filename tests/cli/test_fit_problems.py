@@ -94,7 +94,7 @@ def test_a_careless_file_of_actions_is_refused_in_one_line(
     assert command(["fit", "conf=quickstart", *SMALL, *words]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"distrain: parallel.schedule={tmp_path}/mine.csv: {place}: {says}")
-    assert line.endswith(": mend the file, or name a schedule")
+    assert line.endswith(": fix the file, or name a schedule")
     assert not (tmp_path / "runs").exists()
 
 

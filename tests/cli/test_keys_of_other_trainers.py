@@ -1,5 +1,6 @@
 """Keys of other trainers: the message has our key, and the value if there is an equivalent."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.cli.keys import config_files
 from distrain.cli.keys.keys import config_keys
 from distrain.cli.keys.synonyms import ROWS, TOP_LEVEL_ONLY, Synonym, synonym_problem
+from distrain.trainer.spec.problem import Unreadable
 
 KNOWN = config_keys()
 NAMES = [name for row in ROWS for name in row.names]
@@ -126,3 +128,140 @@ def test_a_name_is_known_with_dashes_in_capitals_and_in_any_section(name: str) -
         other = synonym_problem(spelling)
         assert other is not None
         assert other.mend == problem.mend
+
+
+DEEPSPEED_JSON = """{
+ "train_batch_size": 256, "gradient_clipping": 1.0, "wall_clock_breakdown": false, "zero_allow_untested_optimizer": true,
+ "fp16": {"enabled": false, "loss_scale": 0}, "bf16": {"enabled": true},
+ "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}},
+ "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 500}},
+ "zero_optimization": {"stage": 2, "overlap_comm": true, "offload_optimizer": {"device": "cpu", "pin_memory": true}}}"""
+AXOLOTL_YAML = """base_model: NousResearch/Llama-3.2-1B
+load_in_8bit: false
+wandb_project:
+micro_batch_size: 2
+lora_r: 16
+optimizer: adamw_torch
+bf16: auto
+seed: 7
+special_tokens: {pad_token: <pad>}
+"""
+NEMO_YAML = """name: megatron_gpt
+trainer: {devices: 8, precision: bf16-mixed, max_steps: 100, accelerator: gpu}
+exp_manager: {exp_dir: null}
+model:
+  tensor_model_parallel_size: 8
+  optim: {name: distributed_fused_adam, lr: 2e-4, sched: {name: CosineAnnealing, min_lr: 2e-5}}
+"""
+TITAN_TOML = """[training]
+local_batch_size = 1
+steps = 1000
+[parallelism]
+data_parallel_shard_degree = -1
+[compile]
+enable = true
+"""
+TRAINER_JSON = """{"output_dir": "out", "learning_rate": 2e-5, "optim": "adamw_torch", "report_to": ["wandb"], "tf32": true}"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answers"),
+    [
+        ("ds_config.json", DEEPSPEED_JSON, [
+            "no key train_batch_size: write train.batch=256",
+            "no key gradient_clipping: write train.clip=1.0",
+            "no key bf16.enabled: write train.precision=bf16",
+            "no key optimizer.type: write optim.name=adamw",
+            "no key optimizer.params.lr: write optim.lr=0.0003",
+            "no key optimizer.params.weight_decay: write optim.weight_decay=0.1",
+            "no key scheduler.type: write optim.schedule=constant",
+            "no key scheduler.params.warmup_num_steps: write optim.warmup=500",
+            "no key zero_optimization.stage: write parallel.zero=2",
+            "no key zero_optimization.overlap_comm: write parallel.overlap.data=true",
+            "no key zero_optimization.offload_optimizer.device: write parallel.offload.optimizer=true",
+            "nothing here means zero_allow_untested_optimizer, zero_optimization.offload_optimizer.pin_memory: leave them out",
+        ]),
+        ("axolotl.yml", AXOLOTL_YAML, [
+            "no key base_model: write model.weights=VALUE",
+            "no key micro_batch_size: write train.microbatch=2",
+            "no key lora_r: write model.lora.rank=16",
+            "no key optimizer: write optim=adamw",
+            "no key bf16: write train.precision=auto",
+            "no key seed: write train.seed=7",
+            "nothing here means special_tokens.pad_token: leave them out",
+        ]),
+        ("nemo.yaml", NEMO_YAML, [
+            "no key trainer.devices: write cluster.gpus=8",
+            "no key trainer.precision: write train.precision=bf16",
+            "no key trainer.max_steps: write train.steps=100",
+            "no key model.tensor_model_parallel_size: write parallel.tp=8",
+            "no key model.optim.name: write optim=adamw",
+            "no key model.optim.lr: write optim.lr=0.0002",
+            "no key model.optim.sched.name: write optim.schedule=cosine",
+            "no key model.optim.sched.min_lr: write optim.min_lr=2e-05",
+            "nothing here means trainer.accelerator: leave them out",
+        ]),
+        ("titan.toml", TITAN_TOML, [
+            "no key training.local_batch_size: write train.microbatch=1",
+            "no key training.steps: write train.steps=1000",
+            "no key parallelism.data_parallel_shard_degree: write parallel.shard=VALUE",
+            "no key compile.enable: write train.compile=true",
+        ]),
+        ("training_args.json", TRAINER_JSON, [
+            "no key output_dir: write log.dir=out",
+            "no key learning_rate: write optim.lr=2e-05",
+            "no key optim: write optim=adamw",
+            "no key report_to: write log.sinks=[console,jsonl,wandb]",
+            "nothing here means tf32: leave them out",
+        ]),
+    ],
+    ids=["DeepSpeed", "axolotl", "NeMo", "torchtitan", "Trainer"],
+)  # fmt: skip
+def test_a_config_file_of_another_trainer_is_answered_key_by_key(name: str, text: str, answers: list[str], tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(Unreadable) as error:
+        load_recipe(str(tmp_path / name))
+    head = (
+        f"{tmp_path / name} is a config of another trainer, not a recipe: its keys here are below: "
+        "`distrain cp quickstart mine.yaml` writes a recipe to set them in"
+    )
+    without_notes = [re.sub(r" \([^)]*\)?$", "", str(problem)) for problem in error.value.problems]
+    assert without_notes == [head, *answers]
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n", "---\n"])
+def test_a_recipe_without_a_key_says_how_to_begin_one(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(Unreadable) as error:
+        load_recipe(str(file))
+    says = f"{file} sets no key: `distrain cp quickstart {file}` writes a recipe to begin with, once it is removed"
+    assert list(map(str, error.value.problems)) == [says]
+
+
+def test_a_toml_file_that_nobody_knows_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[package]\nname = 'x'\n")
+    with pytest.raises(Unreadable, match=r"a\.toml is TOML: a recipe is YAML: `distrain cp quickstart mine\.yaml` writes one$"):
+        load_recipe(str(tmp_path / "a.toml"))
+
+
+def test_a_section_of_another_trainer_in_a_recipe_is_answered_key_by_key(tmp_path: Path) -> None:
+    text = (config_files.recipe_path("quickstart", None)).read_text()
+    (tmp_path / "mine.yaml").write_text(f"{text}zero_optimization: {{stage: 2, overlap_comm: true}}\n")
+    with pytest.raises(Unreadable) as error:
+        load_recipe(str(tmp_path / "mine.yaml"))
+    assert list(map(str, error.value.problems)) == [
+        "no key zero_optimization.stage: write parallel.zero=2 (0 to 3)",
+        "no key zero_optimization.overlap_comm: write parallel.overlap.data=true",
+    ]
+
+
+def test_a_misspelt_key_of_a_file_is_answered_with_the_whole_key(tmp_path: Path) -> None:
+    text = (config_files.recipe_path("quickstart", None)).read_text()
+    (tmp_path / "mine.yaml").write_text(text.replace("warmup:", "warmups:") + "weight_decay: 0.1\n")
+    with pytest.raises(Unreadable) as error:
+        load_recipe(str(tmp_path / "mine.yaml"))
+    assert list(map(str, error.value.problems)) == [
+        "no key weight_decay: did you mean optim.weight_decay?",
+        "no key optim.warmups: did you mean optim.warmup?",
+    ]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,27 @@ def test_a_chosen_cluster_brings_its_own_device_where_the_recipe_writes_another(
     assert (cluster.nodes, cluster.device.name) == (3, "H100-80G")
     changed = load_recipe(str(tmp_path / "own.yaml"), ["cluster=dgx_h100", "device=h200", "cluster.device.units=7"]).cluster
     assert (changed.device.name, changed.device.units) == ("H200", 7)
+
+
+OWN_DEVICE = "cluster: {nodes: 3, price: 4.0, mtbf: 1e7, device: {name: mine, memory: 1e9, peak: {fp32: 1e12}}}"
+DEFAULT_DEVICE = "cluster: {nodes: 3, gpus: 8, price: 4.0, mtbf: 1e7}"
+OTHERS = [("", OWN_DEVICE), (", {cluster: dgx_a100}", OWN_DEVICE), (", {device@cluster.device: h100_96g}", DEFAULT_DEVICE)]
+
+
+@pytest.mark.parametrize(("default", "own"), OTHERS, ids=["section", "cluster in defaults", "device in defaults"])
+def test_a_chosen_device_takes_the_place_of_the_recipes_own_and_a_chosen_cluster_says_what_goes_with_it(
+    default: str, own: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.yaml").write_text(f"defaults: [{{model: tiny}}, {{train: default}}{default}]\nparallel: {{}}\n{own}\n")
+    load = partial(load_recipe, str(tmp_path / "own.yaml"))
+    if "gpus" in own or default:
+        device = load(["device=b200"])
+        assert (device.cluster.device.name, device.cluster.nodes, device.cluster.price, device.cluster.mtbf) == ("B200", 3, 4.0, 1e7)
+    both, cluster = load(["cluster=dgx_h100", "device=b200"]), load(["cluster=dgx_h100"])
+    assert (both.cluster.device.name, cluster.cluster.device.name) == ("B200", "H100-80G")
+    for run in (both, cluster):
+        assert (run.cluster.nodes, run.cluster.price) == (3, None)
+        assert run.reading == ("cluster=dgx_h100: leaves out cluster.price and cluster.mtbf of the recipe, which are another device's")
 
 
 @pytest.mark.parametrize("cluster", ["", ", {cluster: dgx_a100}"])

@@ -32,6 +32,8 @@ PAGES = [
     "plan conf=llama3_405b model.layers=98765 train.batch=123456789024 train.seq=1048576 parallel.pp=1 parallel.dp=auto",
     "plan conf=mixtral_8x7b parallel.pp=4 parallel.dp=auto parallel.schedule=zb_h1 model.shared_experts=2 train.gradients=fp32",
     "plan conf=gpt3_175b parallel.tp=7",
+    "plan conf=deepseek_v3 --operators",
+    "plan conf=megatron_1t_6x8x64 parallel.tp=7 --operators",
     "plan -m conf=gpt3_175b parallel.overlap.pipeline=true,false parallel.offload.optimizer=true,false",
     "plan -m conf=megatron_175b parallel.tp=8,4 parallel.schedule=interleaved,1f1b",
     "search conf=llama3_70b cluster=8x8 search.rows=3",

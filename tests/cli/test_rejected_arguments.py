@@ -19,9 +19,25 @@ TABLE: list[tuple[str, list[str]]] = [
     # verbs and options
     ("plann conf=quickstart", ["no verb plann: did you mean plan?"]),
     (
-        "train conf=quickstart",
-        ["no verb train: known: calibrate, cp, doctor, evaluate, export, fit, generate, ls, plan, prove, report, search, show, simulate"],
+        "foo conf=quickstart",
+        ["no verb foo: known: calibrate, cp, doctor, evaluate, export, fit, generate, ls, plan, prove, report, search, show, simulate"],
     ),
+    (
+        "train conf=quickstart",
+        ["no verb train: write distrain fit conf=NAME, which trains, and goes on from the newest checkpoint of its run folder"],
+    ),
+    ("eval runs/x", ["no verb eval: write distrain evaluate RUN_DIR"]),
+    ("help", ["no verb help: write distrain --help"]),
+    ("help plan", ["no verb help: write distrain plan --help"]),
+    ("help nothing", ["no verb help: write distrain --help"]),
+    ("--json plan conf=quickstart", ["no option --json: write it after the verb, as distrain plan conf=quickstart --json"]),
+    ("--config-dir own fit conf=a", ["no option --config-dir: write it after the verb, as distrain fit conf=a --config-dir own"]),
+    ("--tokens generate runs/x", ["no option --tokens: write it after the verb, as distrain generate runs/x --tokens"]),
+    ("--json doctor_", ["no option --json: did you mean --version?"]),
+    ("--conf=quickstart plan", ["no option --conf: write conf=quickstart, without dashes"]),
+    ("plan --conf quickstart", ["no option --conf: write conf=quickstart, without dashes"]),
+    ("report", ["RUN_DIR is missing: write `distrain report RUN_DIR`; `distrain ls runs` lists the runs"]),
+    ("generate", ["RUN_DIR is missing: write `distrain generate RUN_DIR`; `distrain ls runs` lists the runs"]),
     ("conf=quickstart train.seq=8", ["conf=quickstart comes after a verb: distrain plan conf=quickstart train.seq=8"]),
     ("plan conf=quickstart --jsn", ["no option --jsn: did you mean --json?"]),
     ("plan conf=quickstart --parallel.tp=2", ["no option --parallel.tp: write parallel.tp=2, without dashes"]),
@@ -249,7 +265,7 @@ def test_the_message_names_a_file_that_is_not_text(tmp_path: Path, capsys: pytes
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"\xff\xfe\x00")
     assert command(["plan", f"conf={file}"]) == 2
-    assert capsys.readouterr().err == f"distrain: {file} is not valid UTF-8\n"
+    assert capsys.readouterr().err == f"distrain: {file} is not valid UTF-8: save it as UTF-8\n"
 
 
 def test_the_message_names_an_option_with_wrong_yaml_and_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

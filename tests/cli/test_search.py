@@ -3,15 +3,21 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
+from distrain.cli.pages.search_page import search_text, sizes_text
+from distrain.cli.pages.text_layout import Style
 from distrain.cli.verbs import plan as plan_verb
 from distrain.cli.verbs.search_scope import fixed_keys, node_counts
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.search.cluster_sizes import SizedAnswer
+from distrain.trainer.plan.search.search_result import find_layouts
+from distrain.trainer.spec.numbers.as_text import seconds_text
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
 
@@ -268,7 +274,9 @@ def test_the_smallest_cluster_that_trains_in_so_many_days(capsys: pytest.Capture
     assert (status, err) == (0, "")
     verdict = " ".join(out.partition("\n\n")[0].split())
     assert re.fullmatch(
-        r"llama3_2_1b_1node: 12 nodes \(96 GPUs\) train it in 3\.\d+ days \(\S+ to \S+\), the fewest .* at most 3\.20 days", verdict
+        r"llama3_2_1b_1node: 12 nodes \(96 GPUs\) train it in 3\.\d+ days \(\S+ to \S+\), the fewest .* at most 3\.20 days "
+        r"Here 9 nodes take longer than 8 nodes, so a smaller size .* may be fast enough: search\.nodes=1\.\.11\+1 tries the nearest",
+        verdict,
     )
     every, tried = sizes("search.nodes=1..16+1", capsys), sizes("search.within=3.2", capsys)
     assert min(nodes for nodes, days in every.items() if days <= 3.2) == 12
@@ -289,6 +297,66 @@ def test_a_recipe_that_is_wrong_on_every_size_says_why(capsys: pytest.CaptureFix
         status, out, _ = call(f"conf=llama3_2_1b_1node train.steps=10 optim.warmup=20 {words}", capsys)
         assert status == 1
         assert out.startswith("llama3_2_1b_1node: optim.warmup=20 is not shorter than train.steps=10")
+
+
+def test_a_search_within_days_says_where_fewer_nodes_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sizes of which more nodes take longer; none of those that each take less than the one before."""
+
+    def sized(nodes: int, days: float) -> SizedAnswer:
+        run = load_recipe("llama3_2_1b_1node", [f"cluster.nodes={nodes}", "search.rows=1"])
+        found = find_layouts(run)
+        return SizedAnswer(nodes, run, replace(found, rows=(replace(found.rows[0], days=days),)))
+
+    goal = load_recipe("llama3_2_1b_1node", ["search.within=3.0"]).search
+    page = sizes_text([sized(1, 9.0), sized(2, 5.0), sized(3, 6.0), sized(5, 2.5)], goal, Style())
+    assert (
+        "Here 3 nodes take longer than 2 nodes, so a smaller size that was not tried may be fast enough: "
+        "search.nodes=1..4+1 tries the nearest"
+    ) in " ".join(page.split())
+    for days in ((9.0, 5.0, 4.0, 2.5), (9.0, 5.0, 2.9, 2.5)):
+        page = sizes_text([sized(nodes, each) for nodes, each in zip((1, 2, 3, 5), days, strict=True)], goal, Style())
+        assert "take longer" not in page
+
+
+def test_a_front_of_a_batch_that_grows_has_the_days_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "conf=llama3_8b_1node train.batch=64 train.rampup.batch=16 train.rampup.by=16 train.rampup.until=1e9 train.tokens=4e9"
+    assert command(["search", *words.split(), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert command(["search", *words.split()]) == 0
+    page = capsys.readouterr().out
+    front = page[page.index("Less memory, more time") :].splitlines()[1:]
+    first = answer["front"][0]
+    assert first["slower_by"] == {}
+    assert f"{seconds_text(86400 * first['days'])} the run: " in front[0]
+    assert seconds_text(first["step"]) not in front[0]
+    safe = next((line for line in page.split("\n\n") if line.startswith("The fastest whose whole error bar")), "the run")
+    assert "the run" in safe
+
+
+def test_headroom_finds_what_fits_for_certain(capsys: pytest.CaptureFixture[str]) -> None:
+    """The fastest whose whole error bar fits is the best that leaves its width free."""
+    assert command(["search", "conf=llama3_70b", "cluster=8x8"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert command(["search", "conf=llama3_70b", "cluster=8x8", "search.headroom=0.32", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    best = answer["rows"][0]
+    assert best["memory_high"] <= answer["capacity"]
+    says = page[page.index("The fastest whose whole error bar fits: ") :].partition(" The best layout")[0]
+    assert says.endswith(f"{seconds_text(best['step'])} a step")
+    assert all(f"{name} {degree}" in says for name, degree in best["mesh"].items() if degree > 1)
+
+
+def test_where_no_layout_surely_fits_the_page_says_how_to_search_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "conf=llama3_70b cluster=8x8 search.rows=1"
+    _, *rest = found = find_layouts(load_recipe("llama3_70b", words.split()[1:])).front
+    run = load_recipe("llama3_70b", words.split()[1:])
+    answer = replace(find_layouts(run), front=found[:1])
+    assert len(rest) > 0
+    page = " ".join(search_text(answer, words.split(), run.search.by, Style()).split())
+    hint = re.search(r"fits as a whole: search.headroom=(0.\d\d) searches", page)
+    assert hint
+    share = 1 - answer.rows[0].memory / (answer.rows[0].memory_high or 0)
+    assert share <= float(hint[1]) < share + 0.011
 
 
 def test_no_size_may_train_within_so_many_days(capsys: pytest.CaptureFixture[str]) -> None:

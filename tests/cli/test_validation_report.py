@@ -173,3 +173,10 @@ def test_a_curve_has_the_validation_losses_of_the_averaged_weights_too(tmp_path:
     assert curves[1] is not None
     assert evaluation_difference(curves[0], curves[1]) == 0.25
     assert curves[0].evaluation == 2.5
+
+
+def test_the_console_shows_the_loss_of_further_tokens_and_the_figures_of_pairs() -> None:
+    from distrain.trainer.loop.metrics.step_row import console_line
+
+    shown = console_line({"step": 3, "loss": 2.0, "mtp_loss": 3.5, "accuracy": 0.75, "margin": 0.5, "grad_norm": 1.0, "batch": 8}, 10)
+    assert shown == "step  3/10  loss 2.0000  mtp 3.5000  accuracy 0.750  margin 0.5000  norm 1.000  batch 8"

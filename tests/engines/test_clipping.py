@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from distrain.trainer.engines.clipping import clip_divisor  # noqa: E402
-from distrain.trainer.engines.deepspeed.adapter import clip  # noqa: E402
+from distrain.trainer.engines.deepspeed.engine import clip  # noqa: E402
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e3])

@@ -16,7 +16,7 @@ from distrain.tests.fakes.rounded_states import RoundedOptimizer
 from distrain.tests.fakes.torch_muon import TorchMuon
 from distrain.trainer.layers.counter_rng import dropout_keys
 from distrain.trainer.layers.cross_entropy import IGNORED
-from distrain.trainer.layers.transformer.further_tokens import further_arguments
+from distrain.trainer.layers.transformer.multi_token_prediction import further_arguments
 from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.models.build import build_model, named_constants

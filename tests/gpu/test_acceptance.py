@@ -19,7 +19,7 @@ from distrain.scripts.gpu import acceptance, calibration, fit_runs, loss_checks,
 from distrain.scripts.gpu.__main__ import row_lines
 from distrain.scripts.gpu.acceptance import Report, carry_out, read_report
 from distrain.scripts.gpu.check_context import CheckContext
-from distrain.scripts.gpu.checks import CHECKS, GpuCheck
+from distrain.scripts.gpu.checks import CHECKS, GpuCheck, chosen_checks
 from distrain.scripts.gpu.finding import CheckBroken, Finding
 from distrain.scripts.gpu.fit_runs import FinishedFit, FitRun, fit_each, fit_overrides, fit_together
 from distrain.scripts.gpu.planned_runs import PLANNED, plan_departures
@@ -134,6 +134,13 @@ def test_a_check_ends_within_its_time(what: str, seconds: float, left: float, st
     assert (row.status, list(row.says)) == (status, says)
     assert row.seconds < 60  # it would sleep for 600
     assert list(row_lines(row))[1:] == [f"    {each}" for each in says]
+
+
+def test_a_rehearsal_has_five_times_the_time() -> None:
+    """A CPU that runs other tests too takes longer than a GPU."""
+    (_, on_gpu), (machine, rehearsed) = (chosen_checks({"kernels"}, rehearsal=each) for each in (False, True))
+    assert (machine.name, rehearsed.name) == ("machine", "kernels")
+    assert rehearsed.seconds == 5 * on_gpu.seconds
 
 
 def test_a_report_is_resumed(tmp_path: Path) -> None:

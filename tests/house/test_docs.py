@@ -39,6 +39,14 @@ def test_readme_links_every_page_of_the_docs() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_begins_with_what_to_type(page: Path) -> None:
+    """A title, then within the first lines a command or a table of them; a page's figures come behind it."""
+    lines = page.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert re.search(r"(^|`|\$ )(distrain [a-z]+|python -m distrain\.\w+|bash scripts/\w+)", "\n".join(lines[1:25]), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_paths_exist(page: Path) -> None:
     text = page.read_text()
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
@@ -68,6 +76,16 @@ def test_recipes_scripts_and_verbs_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in scripts if not (ROOT / f"{name}.py").exists() and not (ROOT / name / "__main__.py").exists()] == []
     verbs = set(re.findall(r"(?:`|^\$ |^)distrain ([a-z]+)\b", text, re.MULTILINE))
     assert verbs - {function.__name__ for function, _ in VERBS} == set()
+
+
+def test_headline_figures_are_those_of_the_page_of_published_runs() -> None:
+    """Step times as fitted and without a source, and memory, wherever README and the page of plans state them."""
+    published = (ROOT / "docs" / "published.md").read_text()
+    rows = (r"^\| as fitted \| ([\d.]+ %)", r"^\| leave one source out \| ([\d.]+ %)", r"^\| peak memory \| median ([\d.]+ %)")
+    fitted, unseen, memory = (re.findall(row, published, re.MULTILINE)[0] for row in rows)
+    for page, figures in ((ROOT / "README.md", (fitted, unseen, memory)), (ROOT / "docs" / "plans.md", (fitted, memory))):
+        assert [each for each in figures if each not in page.read_text()] == []
+    assert [each for each in (fitted, unseen, memory) if f"**{each}**" not in published] == []
 
 
 def headings(page: Path) -> set[str]:

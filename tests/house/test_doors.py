@@ -24,7 +24,7 @@ from distrain.trainer.loop.build import engine_class
 from distrain.trainer.models.build import build_model, module_of_family
 from distrain.trainer.models.families import FAMILIES, family_of
 from distrain.trainer.models.hf_format.config_kinds import CONFIG_KINDS
-from distrain.trainer.models.hf_format.names import HF_TENSORS
+from distrain.trainer.models.hf_format.tensor_names import HF_TENSORS
 from distrain.trainer.models.ops.op_table import Op, Tensor
 from distrain.trainer.plan.axes import AXES, Axis
 from distrain.trainer.plan.axes.axis import RankTensors
@@ -33,7 +33,7 @@ from distrain.trainer.plan.engines import ENGINES
 from distrain.trainer.plan.layout.mesh import Mesh
 from distrain.trainer.plan.layout.schedules import SCHEDULES, bubble_share
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.search.answer import find_layouts
+from distrain.trainer.plan.search.search_result import find_layouts
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Parallel, Run
 

@@ -321,7 +321,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_with_run_json_and_a_remark(w
         (["full", "out"], "full holds no run.json: give the folder of a run, such as runs/quickstart"),
         ([".", "out"], ". holds no run.json: did you mean run?"),
         (["run", "out", "--dtype", "fp8"], "invalid value for '--dtype': 'fp8' is not one of 'fp32', 'bf16', 'fp16'"),
-        (["run"], "missing argument 'DEST'"),
+        (["run"], "DEST is missing: write `distrain export RUN_DIR DEST`"),
     ],
 )
 def test_wrong_arguments_get_one_line(arguments: list[str], line: str, tmp_path: Path, monkeypatch, capsys) -> None:

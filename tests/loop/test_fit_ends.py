@@ -173,6 +173,15 @@ def test_a_run_whose_checkpoint_folder_cannot_be_made_fails(tmp_path: Path, capf
     assert "warning: step 4 was not saved: file exists: " in said.out
 
 
+def test_the_run_folder_is_shown_as_a_user_types_it_here(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status = command(["fit", *without_repeats(f"conf={ARGUMENTS[0]}", *ARGUMENTS[1:], "cluster.gpus=1", "train.steps=1", "name=run")])
+    assert status == 0
+    assert "run folder runs/run" in capfd.readouterr().out.splitlines()
+
+
 def test_a_run_whose_last_save_fails_says_from_which_step_it_resumes(ranks: RankPool, tmp_path: Path) -> None:
     fit(ranks, tmp_path / "run", "train.steps=2")
     job = fit(ranks, tmp_path / "run", how="small_files")

@@ -184,6 +184,17 @@ def test_a_finished_run_names_the_override_that_trains_longer(
     assert ranks.train(finished, *overrides[:-1], further).rows[-1]["step"] == 8
 
 
+def test_a_run_past_its_end_says_what_it_has_read(ranks: RankPool, tmp_path: Path) -> None:
+    """Not what the length asks for that was set since."""
+    words = ("quickstart", *without_repeats(*OVERRIDES[1:], "data=stdlib", *layout(1, 0), "optim.warmup=1", "train.steps=2"))
+    first = ranks.train(tmp_path / "run", *words)
+    again = ranks.train(tmp_path / "run", *without_repeats(*words, "train.steps=1", "optim.warmup=0"))
+    found = [next(line for line in job.lines if line.startswith("data: ")) for job in (first, again)]
+    assert "; the run reads 256, " in found[0]
+    assert "; the run has read 256, " in found[1]
+    assert "nothing to train" in again.lines[-1]
+
+
 # Through `distrain fit` itself, in another process
 LONG = (*OVERRIDES[1:], "optim.schedule=constant", *layout(2, 1), "train.steps=5000")  # it can't end before it is stopped
 

@@ -8,7 +8,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
-from distrain.trainer.layers.counter_rng import _chunk, dropout, dropout_keys, dropout_mask, hash64, normal, normal_at, splitmix64  # noqa: E402
+from distrain.trainer.layers.counter_rng import (  # noqa: E402
+    _chunk,
+    dropout,
+    dropout_keys,
+    dropout_mask,
+    hash64,
+    high_word,
+    low_word,
+    normal,
+    normal_at,
+    splitmix64,
+)
 from distrain.trainer.layers.dropout import Dropout  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 
@@ -176,3 +187,10 @@ def test_dropout_preserves_the_mean_and_scales_the_gradient_by_its_mask() -> Non
     assert abs(y.mean() - 3) < 0.1
     y.sum().backward()
     assert torch.equal(x.grad, y.detach() / 3)
+
+
+def test_a_state_s_words_are_those_of_its_memory() -> None:
+    given = torch.tensor([0, 1, -1, 1 << 31, -(1 << 31), (1 << 32) - 1, 1 << 32, (1 << 63) - 1, -(1 << 63), 0x0123456789ABCDEF])
+    words = given[:, None].view(torch.int32)
+    assert torch.equal(low_word(given), words[:, 0])
+    assert torch.equal(high_word(given), words[:, 1])

@@ -99,6 +99,29 @@ def test_a_layout_trains_the_curve_of_one_process_and_holds_the_planned_bytes(
     assert not [line for rank, each in enumerate(rows) for line in compare_rank_messages(run, rank, each) if line.verdict == "differs"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=tiny_mla model.lora.targets=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj]",
+        "model=tiny_mla model.lora.targets=[out] parallel.sequence=true",
+        "model=tiny_llama model.lora.targets=[query]",
+        "model=tiny_llama model.lora.targets=[down]",
+        "model=tiny_moe model.lora.targets=[query] model.shared_experts=1",
+        "model=tiny_moe model.lora.targets=[query]",
+    ],
+)
+def test_recomputation_ends_before_frozen_products_that_backward_does_not_need(words: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Of a feed-forward without LoRA the last product is not computed again, and its sum not sent again."""
+    layout = ("cluster.gpus=2", "parallel.tp=2", "parallel.zero=0", "parallel.recompute=full", "optim.warmup=0")
+    changes = ("data=synthetic", *COMMON[1:], *layout, "model.lora={rank: 4, alpha: 8}", *words.split(), "train.steps=1")
+    ranks.train(tmp_path / "run", "quickstart", *changes, "log.ledger=true")
+    rows = json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"]
+    run = load_recipe("quickstart", changes)
+    lines = [line for rank, each in enumerate(rows) for line in compare_rank_messages(run, rank, each)]
+    assert any(line.axis == "tp" for line in lines)
+    assert not [line for line in lines if line.verdict == "differs"]
+
+
 def test_the_plan_counts_trained_weights_alone() -> None:
     run = load_recipe("quickstart", [*CURVE[1:], "cluster.gpus=1", "parallel.zero=0"])
     sizes = (64, 64), (64, 32), (64, 32), (64, 64), (64, 192), (64, 192), (192, 64)  # query, key, value, out, gate, up, down

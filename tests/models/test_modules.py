@@ -103,12 +103,17 @@ def test_the_vocabulary_is_padded_to_a_multiple() -> None:
     assert [round_up(101, each) for each in (1, 64, 101)] == [101, 128, 101]
 
 
+def as_many(query: Any, *others: Any) -> list[tuple[int, ...]]:
+    """Return shapes of keys and values with as many heads as queries have: torch 2.11 counts no others."""
+    return [(each[0], query[1], *each[2:]) for each in others]
+
+
 # torch's counter knows the fused kernels of GPUs, but not the CPU's, which are added here. The counter and the op table both count
 # causal attention in full: the half that a causal kernel skips is the table's `computed`.
 FUSED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, *as_many(q, k, v)),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
-        grad, q, k, v
+        grad, q, *as_many(q, k, v)
     ),
 }
 

@@ -18,8 +18,8 @@ from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.tests.fakes.trained_runs import check_simulated, differing_messages, read_run  # noqa: E402
 from distrain.trainer.loop.reference_curves.delayed_gradients import delayed_curve, delayed_gradients  # noqa: E402
 from distrain.trainer.loop.reference_curves.reference_run import ReferenceCurve  # noqa: E402
+from distrain.trainer.plan.layout.gradient_routes import server_ranks  # noqa: E402
 from distrain.trainer.plan.layout.layout import mesh_of  # noqa: E402
-from distrain.trainer.plan.layout.sum_routes import server_ranks  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 
 if TYPE_CHECKING:

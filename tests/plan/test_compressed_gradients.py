@@ -10,7 +10,7 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.planned_messages import GPT, MOE, messages, plan_of, run_of
-from distrain.trainer.plan.axes.low_rank import FactorElements, MatrixStack, compressed_stack, factor_elements
+from distrain.trainer.plan.axes.powersgd_factors import FactorElements, MatrixStack, compressed_stack, factor_elements
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.plan.mesh_position import mesh_position
 from distrain.trainer.plan.native.buckets import gradient_buckets

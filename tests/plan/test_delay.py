@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrain.tests.fakes.planned_memory import gpt, memory_of, run_of
-from distrain.trainer.plan.layout.continued_actions import flush_actions, step_actions
+from distrain.trainer.plan.layout.actions_without_flush import flush_actions, step_actions
 from distrain.trainer.plan.layout.delay import Delay
 from distrain.trainer.plan.layout.schedule_of_run import VERTICAL_PIPEDREAM
 from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, Schedule, one_f_one_b, peak_in_flight

@@ -9,8 +9,8 @@ import pytest
 from distrain.tests.fakes.planned_messages import NIC, NVLINK, messages, plan_of, run_of
 from distrain.trainer.plan.axes.collectives import Wire, collective_cost, server_seconds
 from distrain.trainer.plan.axes.dp import CONTENTION
+from distrain.trainer.plan.layout.gradient_routes import inner_ranks, server_count, server_ranks
 from distrain.trainer.plan.layout.mesh import Mesh
-from distrain.trainer.plan.layout.sum_routes import inner_ranks, server_count, server_ranks
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.plan.traffic import rank_traffic

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.valid_run import BASE, Keys, fixed_run, gpt
 from distrain.trainer.plan.fixes import _single_changes
 from distrain.trainer.plan.plan import make_plan
@@ -156,3 +157,9 @@ def test_one_of_the_sentences_in_full() -> None:
         r"fits with parallel\.zero=2 \(\d+\.\d\) or parallel\.zero=3 \(\d+\.\d\) or parallel\.tp=4 \(\d+\.\d\)",
         str(problem),
     )
+
+
+def test_each_higher_zero_and_each_smaller_microbatch_that_divides_it_is_tried() -> None:
+    changes = dict.fromkeys(_single_changes(load_recipe("llama3_8b_1node", ["parallel.zero=1", "train.microbatch=6", "train.batch=96"])))
+    assert [value for ((key, value),) in changes if key == "parallel.zero"] == [2, 3]
+    assert [value for ((key, value),) in changes if key == "train.microbatch"] == [3, 1]

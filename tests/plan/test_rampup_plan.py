@@ -11,7 +11,7 @@ from distrain.cli.pages.plan_facts import rampup_text
 from distrain.tests.fakes.valid_run import BASE, Keys, fixed_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
-from distrain.trainer.plan.search.answer import find_layouts
+from distrain.trainer.plan.search.search_result import find_layouts
 from distrain.trainer.prove.trials.layouts import all_layouts, run_in_layout
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.derived.batch_levels import run_at_batch

@@ -28,7 +28,7 @@ COSTLY: list[tuple[str, Keys, str]] = [
     ("time", {"parallel.zero": 1, "parallel.offload.optimizer": True},
         "no times: how fast its node's host is, to which the run offloads, is not stated: set cluster.host.bandwidth (bytes/s) and .link "),
     ("time", {"parallel.zero": 1, "parallel.offload.optimizer": True, "cluster.device.kind": "cpu"},
-        "no times: a CPU has no host beside it: offloading copies within its memory"),
+        "no times: a CPU has no separate host: offloading copies within its memory"),
     ("routing", MOE | {"parallel.ep": 4},
         "memory, messages and times of expert ranks are planned for even routing, 8 experts over 4 ranks"),
     ("capacity", MOE | {"model.capacity": 1.25},

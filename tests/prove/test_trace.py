@@ -251,26 +251,26 @@ TraceLayout = Callable[..., list[TensorDifference]]
 
 @pytest.fixture(scope="module")
 def traced(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> TraceLayout:
-    """Trains a layout under a trace and returns its differences. Each model's reference is made once."""
-    references: dict[tuple[str, ...], Path] = {}
+    """Trains a layout under a trace and returns its differences. Each model's recording is made once."""
+    recordings: dict[tuple[str, ...], Path] = {}
 
     def of(model: tuple[str, ...], layout: tuple[str, ...], fault: tuple[str, int, int] | None = None) -> list[TensorDifference]:
-        if model not in references:
-            references[model] = tmp_path_factory.mktemp("reference")
-            _run(ranks, tmp_path_factory.mktemp("one"), (*model, "cluster.gpus=1"), references[model], None)
-        return _run(ranks, tmp_path_factory.mktemp("layout"), (*model, *layout), references[model], fault)
+        if model not in recordings:
+            recordings[model] = tmp_path_factory.mktemp("recording")
+            _run(ranks, tmp_path_factory.mktemp("one"), (*model, "cluster.gpus=1"), recordings[model], None)
+        return _run(ranks, tmp_path_factory.mktemp("layout"), (*model, *layout), recordings[model], fault)
 
     return of
 
 
-def _run(ranks: RankPool, top: Path, words: Sequence[str], reference: Path, fault: tuple[str, int, int] | None) -> list[TensorDifference]:
+def _run(ranks: RankPool, top: Path, words: Sequence[str], recording: Path, fault: tuple[str, int, int] | None) -> list[TensorDifference]:
     from msgspec import json as encoder
 
     folder = top / "run"
     folder.mkdir()
     run = load_recipe(BASE[0], [*BASE[1:], *words, f"log.dir={top}", "name=run"])
     (folder / "run.json").write_bytes(encoder.encode(run))
-    (folder / "trace.json").write_text(json.dumps({"steps": [0, 1], "reference": str(reference)}))
+    (folder / "trace.json").write_text(json.dumps({"steps": [0, 1], "recording": str(recording)}))
     choose_program(folder, "trace")
     if fault:
         (folder / "spoiler").write_text(json.dumps(dict(zip(("how", "layer", "rank"), fault, strict=True))))
@@ -310,10 +310,10 @@ def test_every_traced_tensor_of_every_rank_is_compared(traced: TraceLayout) -> N
     assert len(weights) == 4 * 16 + 4 - 4  # 16 of each layer except key biases; embedding, positions, the last norm's two
 
 
-def test_gradients_of_a_reference_are_those_of_the_mean_loss(ranks: RankPool, tmp_path: Path) -> None:
+def test_recorded_gradients_are_those_of_the_mean_loss(ranks: RankPool, tmp_path: Path) -> None:
     """Over the samples of a step, the gradients of the logits times the head's inputs are the gradient of the head's weight."""
-    _run(ranks, tmp_path, (*GPT, "model.tied=false", "cluster.gpus=1"), tmp_path / "reference", None)
-    reader = RecordedTensorReader(tmp_path / "reference")
+    _run(ranks, tmp_path, (*GPT, "model.tied=false", "cluster.gpus=1"), tmp_path / "recording", None)
+    reader = RecordedTensorReader(tmp_path / "recording")
     logits, inputs = (reader.samples(0, kind, name, range(4)) for kind, name in (("output_gradient", "head"), ("output", "norm")))  # type: ignore[arg-type]
     by_weight = torch.einsum("bsh,bsv->hv", inputs, logits)
     assert torch.allclose(by_weight, reader.weight(0, "gradient", "head.weight"), atol=1e-8)

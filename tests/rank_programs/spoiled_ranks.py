@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from distrain.trainer.engines.deepspeed.adapter import DeepSpeedAdapter
+from distrain.trainer.engines.deepspeed.engine import DeepSpeedAdapter
 from distrain.trainer.engines.native import engine as engine_module
 from distrain.trainer.engines.native.data_parallel.gradient_compression import BucketCompression
 from distrain.trainer.engines.native.data_parallel.weight_buckets import WeightBucket

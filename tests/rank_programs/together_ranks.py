@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from distrain.trainer.engines.native import engine as engine_module
-from distrain.trainer.engines.native.data_parallel import gradients_together as gradients_module
+from distrain.trainer.engines.native.data_parallel import fused_gradient_sums as gradients_module
 from distrain.trainer.engines.native.data_parallel.weight_buckets import WeightBucket
 from distrain.trainer.engines.native.engine import NativeEngine
 from distrain.trainer.launch.rank.channel import Channel

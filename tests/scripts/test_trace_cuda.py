@@ -253,10 +253,11 @@ MIXTURE_JOBS = [  # compiled, each layer one graph: a router in float32, experts
         (LATENT, "one rank", ("parallel.recompute=none", "train.compile=true", "model.lora.rank=16")),
     )
 ]
+UNRECOMPUTED = ("parallel.recompute=none", "train.compile=true")
 MIXTURE_JOBS += [  # what they gather along the sequence, and masks but one, they make again
     TraceJob(
         recipe="mixtral_8x7b",
-        words=(*GPU, *PLAIN[:-1], *sizes, *LAYOUTS["sequence"], "train.precision=bf16", "parallel.recompute=none", "train.compile=true", *words),
+        words=(*GPU, *PLAIN[:-1], *sizes, *LAYOUTS["sequence"], "train.precision=bf16", *UNRECOMPUTED, *words),
     )
     for sizes, words in (
         (MODELS["moe"][1:], ("model.dropout=0.1",)),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..layers.group_messages import all_reduce
 from ..layers.preference_loss import FIGURES, take_pair_results
-from ..layers.transformer.further_tokens import take_further_losses
+from ..layers.transformer.multi_token_prediction import take_further_losses
 from ..models.build import named_constants
 from ..models.moe.routing import step_bias, take_loads
 from ..parallel.process_groups import Grid, GroupName

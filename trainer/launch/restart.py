@@ -55,11 +55,7 @@ def run_attempts(
             if line := suspects.set_aside(outcome, same_hosts=last.hosts == before):
                 show(line)
             before = last.hosts
-            why = no_restart_reason(
-                run, outcome, restarts=goodput.restarts, has_stepped=goodput.has_stepped, saved_step=_newest_step(folder)
-            )
-            if why is None and suspects.are_all:
-                why = "the checkpoints may hold wrong weights: remove them to begin anew, or the same command goes on from the newest"
+            why = _end_reason(run, outcome, goodput, suspects, folder)
             if why is not None:
                 if why:
                     show(f"no restart: {why}")
@@ -114,6 +110,14 @@ def _run_watched_attempt(
     if not outcome.is_refused:
         save_phase_times(run, folder, watchdog, resumed=resumed)
     return outcome
+
+
+def _end_reason(run: Run, outcome: Outcome, goodput: GoodputMeter, suspects: SuspectCheckpoints, folder: Path) -> str | None:
+    """Return why the run ends here, as `no_restart_reason` does, also where no checkpoint is left that can be trusted."""
+    why = no_restart_reason(run, outcome, restarts=goodput.restarts, has_stepped=goodput.has_stepped, saved_step=_newest_step(folder))
+    if why is None and suspects.are_all:
+        return "the checkpoints may hold wrong weights: remove them to start from step 0, or the same command goes on from the newest"
+    return why
 
 
 def is_machine_failure(outcome: Outcome) -> bool:

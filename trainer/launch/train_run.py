@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..plan.result import Plan
+from ..rundir.absolute_paths import relative_folder
 from ..rundir.checkpoints import checkpoints_folder, newest_saved
 from ..rundir.files import read_launch_files, remove_outcome, restore_launch_files, run_folder, write_launch_files, write_outcome
 from ..rundir.lock import RunFolderInUse, hold_run_folder
@@ -58,7 +59,7 @@ def train_run(run: Run, plan: Plan, hosts: Sequence[Host], show: Callable[[str],
             return TrainingResult(status=FAILED, says=f"{folder} can't be written ({why}): {mend}")
         if warning:
             show(f"warning: {warning}")
-        show(f"run folder {folder}")
+        show(f"run folder {relative_folder(folder)}")
         remove_outcome(folder)
         with collect_stop_requests() as requests:
             outcome = run_attempts(run, plan, hosts, folder, show, live, stop_requests=requests)

@@ -101,9 +101,25 @@ def dropout_mask(rows: Tensor, elements: int, p: float, first: int = 0) -> Tenso
     Dropout costs little else than this hash, so the hash is 32-bit: a row's first word and an element's word, mixed, plus the row's
     second word, mixed again. The top bits of a product depend on all bits of its factor, so the finalizer's last shift is left out.
     """
-    halves = rows.contiguous().unsqueeze(-1).view(torch.int32)  # [..., 2]
-    words = splitmix64((torch.arange(first, first + elements, device=rows.device) + 1) * GOLDEN).unsqueeze(-1).view(torch.int32)  # [E, 2]
-    return _mixed(halves[..., :1], halves[..., 1:], words[:, 0]) < round(p * 2**32) - 2**31
+    columns = low_word(splitmix64(numbers_from(first + 1, elements, rows.device) * GOLDEN))  # [E]
+    states = rows.unsqueeze(-1)
+    return _mixed(low_word(states), high_word(states), columns) < round(p * 2**32) - 2**31
+
+
+def numbers_from(first: int, count: int, device: torch.device) -> Tensor:
+    """Return first, first + 1, ... as int64 [count]. torch's compiler would compute products of an arange as it does an index, on a GPU
+    in 32 bits, of which a hash's factor has more; those of an or it does not."""
+    return torch.arange(first, first + count, device=device).bitwise_or(0)
+
+
+def low_word(states: Tensor) -> Tensor:
+    """Return the low 32 bits of each int64, as int32. A compiled graph of torch 2.11 or 2.12 can't view one of them as two int32."""
+    return ((states << 32) >> 32).to(torch.int32)
+
+
+def high_word(states: Tensor) -> Tensor:
+    """Return the high 32 bits of each int64, as int32."""
+    return (states >> 32).to(torch.int32)
 
 
 def mixed_words(first: Tensor, second: Tensor, columns: Tensor) -> Tensor:

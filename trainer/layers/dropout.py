@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from .counter_rng import dropout, dropout_mask, hash64, splitmix64
+from .counter_rng import dropout, dropout_mask, hash64, numbers_from, splitmix64
 
 # B batch, S sequence, A heads
 
@@ -36,5 +35,5 @@ class Dropout(nn.Module):
         rows = splitmix64(states + self.address)
         if heads is None:
             return rows
-        numbers = torch.arange(heads.start + 1, heads.stop + 1, device=states.device)[:, None]  # [A, 1]
+        numbers = numbers_from(heads.start + 1, len(heads), states.device)[:, None]  # [A, 1]
         return splitmix64(rows[:, None] + numbers * self.address)

@@ -9,10 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import ScalingType
 
 from .weight_gradients import WeightGradients, open_weight_gradients
 
@@ -63,10 +61,10 @@ def scaled_product(a: Scaled, b: Scaled) -> Tensor:
     if not a.values.is_cuda:
         product: Tensor = a.values.to(OUTPUT) @ b.values.to(OUTPUT)
         return product * (a.scale * b.scale).to(OUTPUT)
-    per_tensor = ScalingType.TensorWise
     by_rows, by_columns = a.values.contiguous(), b.values.mT.contiguous().mT
     quick = a.values.dtype == FORWARD and b.values.dtype == FORWARD  # sums with fewer bits, which gradients would feel
-    return F.scaled_mm(by_rows, by_columns, a.scale, per_tensor, b.scale, per_tensor, output_dtype=OUTPUT, use_fast_accum=quick)
+    # torch.nn.functional.scaled_mm breaks graphs of torch 2.11, whose compiler does not know the operator that it calls.
+    return torch._scaled_mm(by_rows, by_columns, a.scale, b.scale, out_dtype=OUTPUT, use_fast_accum=quick)
 
 
 def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, shared: Scaled | None = None) -> Tensor:

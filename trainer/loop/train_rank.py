@@ -16,7 +16,7 @@ from ..launch.rank.channel import STOPPED, Channel
 from ..parallel.process_groups import make_grid
 from ..parallel.rank_model import head_shards
 from ..parallel.world import World, join_ranks, leave_ranks, new_host_group
-from ..plan.layout.sum_routes import inner_ranks
+from ..plan.layout.gradient_routes import inner_ranks
 from ..plan.layout.workers import worker_ranks
 from ..plan.mesh_position import mesh_position
 from ..plan.plan import make_plan
@@ -174,8 +174,9 @@ def _report_validation_sets(run: Run, sets: Mapping[str, Corpus], validations: S
 def _report_data(run: Run, corpus: Corpus, start: TrainProgress, channel: Channel) -> None:
     """Report how much text there is, how often the run reads it, and the loss in tokens of a model that knows their frequencies only."""
     if run.data.name != "synthetic":
-        tokens = start.after(run, max(start.step, start.last_step(run))).tokens
-        channel.say(stats_line(corpus_stats(corpus, run.train.seq), run.data, tokens))
+        last = start.last_step(run)
+        tokens = start.after(run, max(start.step, last)).tokens  # a run that is resumed past its end has read more than its length asks
+        channel.say(stats_line(corpus_stats(corpus, run.train.seq), run.data, tokens, is_done=start.step >= last))
     if run.data.has_preferences:
         return  # the loss is not of tokens
     what = f"{'completions' if corpus.examples else 'text'}{' of the first stage' if run.data.stages else ''}"

@@ -19,11 +19,11 @@ from .moe.ops import table as moe
 from .ops.document_shares import with_document_shares
 from .ops.document_starts import with_document_starts
 from .ops.fp8 import with_fp8
-from .ops.further_tokens import with_further_tokens
 from .ops.fused_attention_saves import with_fused_attention_saves
 from .ops.head_exchange import with_head_exchange
 from .ops.lora import with_lora
 from .ops.loss_chunks import with_loss_chunks
+from .ops.multi_token_prediction import with_further_tokens
 from .ops.op_table import OpTable
 from .ops.preferences import with_preferences
 

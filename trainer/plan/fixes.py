@@ -203,42 +203,44 @@ def _filling_change(run: Run, change: Change) -> Change:
 
 def _single_changes(run: Run) -> Iterator[Change]:
     """Yield changes that save memory, the cheapest first."""
-    parallel, train = run.parallel, run.train
-    if run.checkpoint.in_background:
-        yield (("checkpoint.background", False),)
-    if not train.compile and parallel.zero < 3 and run.cluster.device.kind == "cuda":
-        yield (("train.compile", True),)
-    if train.loss_chunks == 1 and _has_large_logits(run):
-        yield (("train.loss_chunks", LOSS_CHUNKS),)
-    if parallel.recompute == "none" and (train.attention == "math" or run.model.dropout):
-        yield (("parallel.recompute", "selective"),)
-    if parallel.pp > 1 and schedule_of(parallel).forward_first:
-        yield (("parallel.schedule", "1f1b"),)
-    if parallel.zero and parallel.shard != "all":
-        yield (("parallel.shard", "all"),)
-    if parallel.tp > 1 and not parallel.sequence:
-        yield (("parallel.sequence", True),)
-    for zero in range(parallel.zero + 1, 4):
-        yield (("parallel.zero", zero),)
-    if train.microbatch > 1:
-        for micro in (train.microbatch // 2, train.microbatch // 4, 1):
-            if 0 < micro < train.microbatch and train.microbatch % micro == 0:
-                yield (("train.microbatch", micro),)
-    if parallel.recompute != "full":
-        yield (("parallel.recompute", "full"),)
-    if train.attention == "math":
-        yield (("train.attention", "flash"),)
-    for axis, most in (("tp", run.cluster.gpus), ("pp", run.model.repeated_layers), ("cp", run.cluster.gpus)):
-        now = getattr(parallel, axis)
-        for times in (2, 4, 8):
-            if now * times <= most and (axis != "tp" or run.model.heads % (now * times) == 0):  # rather than pad
-                yield ((f"parallel.{axis}", now * times),)
-    if not parallel.offload.optimizer:
-        yield (("parallel.offload.optimizer", True),)
+    parallel, train, is_gpu = run.parallel, run.train, run.cluster.device.kind == "cuda"
+    for applies, key, value in (
+        (run.checkpoint.in_background, "checkpoint.background", False),
+        (not train.compile and parallel.zero < 3 and is_gpu, "train.compile", True),
+        (train.loss_chunks == 1 and _has_large_logits(run), "train.loss_chunks", LOSS_CHUNKS),
+        (parallel.recompute == "none" and (train.attention == "math" or run.model.dropout), "parallel.recompute", "selective"),
+        (parallel.pp > 1 and schedule_of(parallel).forward_first, "parallel.schedule", "1f1b"),
+        (parallel.zero and parallel.shard != "all", "parallel.shard", "all"),
+        (parallel.tp > 1 and not parallel.sequence, "parallel.sequence", True),
+        *((True, "parallel.zero", zero) for zero in range(parallel.zero + 1, 4)),
+        *((True, "train.microbatch", micro) for micro in _smaller_microbatches(train.microbatch)),
+        (parallel.recompute != "full", "parallel.recompute", "full"),
+        (train.attention == "math", "train.attention", "flash"),
+        *((True, key, degree) for key, degree in _larger_degrees(run)),
+        (not parallel.offload.optimizer, "parallel.offload.optimizer", True),
+    ):
+        if applies:
+            yield ((key, value),)
     if moved := parallel.offload.names:
         yield tuple([(f"parallel.offload.{name}", False) for name in moved])
-    if run.engine == "auto" and data_ranks(run, parallel) == 1 and run.cluster.device.kind == "cuda":
+    if run.engine == "auto" and data_ranks(run, parallel) == 1 and is_gpu:
         yield (("engine", "zero"),)  # which leaves fewer gradients on the device beside an offloaded optimizer
+
+
+def _smaller_microbatches(microbatch: int) -> Iterator[int]:
+    """Yield a half, a quarter, and one sequence, those that divide the micro-batch."""
+    for micro in (microbatch // 2, microbatch // 4, 1):
+        if 0 < micro < microbatch and microbatch % micro == 0:
+            yield micro
+
+
+def _larger_degrees(run: Run) -> Iterator[tuple[str, int]]:
+    """Yield (key, degree): twice, four and eight times the ranks of an axis that splits the model, as far as they go."""
+    for axis, most in (("tp", run.cluster.gpus), ("pp", run.model.repeated_layers), ("cp", run.cluster.gpus)):
+        for times in (2, 4, 8):
+            degree = getattr(run.parallel, axis) * times
+            if degree <= most and (axis != "tp" or run.model.heads % degree == 0):  # rather than pad
+                yield f"parallel.{axis}", degree
 
 
 def _has_large_logits(run: Run) -> bool:

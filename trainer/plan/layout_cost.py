@@ -9,7 +9,7 @@ from ..spec.run import Parallel
 from .axes import pp
 from .costs.block_costs import BlockCosts
 from .costs.cost_context import CostContext
-from .costs.local_tensors import block_split
+from .costs.local_tensors import BlockSplit, block_split
 from .engines import cost_model
 from .layout.held_passes import held_passes
 from .layout.layout import Layout
@@ -51,9 +51,14 @@ def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
 
 def layout_blocks(context: CostContext, layout: Layout) -> BlockCosts:
     """The costs of a layout's blocks, cached by their split."""
+    return context.block_costs(layout_split(layout), layout.wires)
+
+
+def layout_split(layout: Layout) -> BlockSplit:
+    """How a layout splits its blocks."""
     model = cost_model(layout.engine)
     split = block_split(layout.parallel, layout.microbatch, layout.form, fused=layout.fused, hides_messages=model.hides_messages)
-    return context.block_costs(split._replace(hooks=model.hooks(layout.parallel)), layout.wires)
+    return split._replace(hooks=model.hooks(layout.parallel))
 
 
 def peak_bytes(context: CostContext, layout: Layout, kinds: list[StageCost]) -> tuple[int, int, int]:
@@ -184,8 +189,7 @@ def step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds
     """m micro-batches on the busiest stage, one on each other stage while the pipeline fills and drains, the exposed messages of the
     data axis with the wait for its slowest rank, and the optimizer (arXiv:2104.04473 section 2.2)."""
     hop = hop_seconds(layout, blocks)
-    totals = [kind.passes.seconds + hop for kind in kinds]
-    busiest = max(range(len(kinds)), key=totals.__getitem__)
+    totals, busiest = [kind.passes.seconds + hop for kind in kinds], busiest_kind(kinds)
     bubble = _bubble_seconds(layout, blocks, kinds, totals, busiest, hop)
     computing = kinds[busiest].passes.compute
     compute = layout.micros * computing
@@ -202,6 +206,11 @@ def step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds
         optimizer=slowest.step + context.step_overhead,
         fill=bubble / pipeline,
     )
+
+
+def busiest_kind(kinds: list[StageCost]) -> int:
+    """Which kind of stage takes longest for a micro-batch, the first of equals; all have the same messages between stages."""
+    return max(range(len(kinds)), key=lambda at: kinds[at].passes.seconds)
 
 
 def _bubble_seconds(layout: Layout, blocks: BlockCosts, kinds: list[StageCost], totals: list[float], busiest: int, hop: float) -> float:

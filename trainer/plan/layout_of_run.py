@@ -15,10 +15,10 @@ from .axes.dp import GradientSync
 from .costs.cost_context import CostContext
 from .engines import cost_model, engine_for
 from .engines.engine_row import EngineRow
+from .layout.gradient_routes import inner_ranks, server_count
 from .layout.layout import LayerPartition, Layout, mesh_of
 from .layout.mesh import Mesh
 from .layout.schedule_of_run import delay_of, schedule_of
-from .layout.sum_routes import inner_ranks, server_count
 from .layout.workers import worker_ranks
 
 

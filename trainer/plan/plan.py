@@ -22,6 +22,7 @@ from .result import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, Plan,
 from .rules.rules import broken_rules
 from .save_interval import plan_saving, save_warnings
 from .stage_cost import snapshot_bytes
+from .step_operators import plan_operators
 from .traffic import busiest_traffic
 from .warnings import warnings
 from .whole_run import plan_whole_run
@@ -62,6 +63,7 @@ def make_plan(run: Run) -> Plan:
         memory=memory,
         traffic=busiest_traffic(context, layout, cost),
         time=_step_time(seconds) if seconds else None,
+        operators=plan_operators(context, layout, cost),
         bubble_fraction=seconds.fill if seconds else _bubble_fraction(layout),
         throughput=throughput,
         run=whole,

@@ -115,6 +115,25 @@ class StepTime:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OperatorSeconds:
+    """Seconds of a step in which a rank of the busiest stage computes one kind of operator (OPERATOR_KINDS): in forward, in backward, and
+    what backward computes again. The `seconds` of all kinds add up to `StepTime.compute`.
+
+    `peak` is the share of the device's peak that the kind's products reach (None: it has none), with the FLOPs that kernels compute;
+    `unfilled` are the seconds of products that full tiles and waves would spare.
+    """
+
+    kind: str
+    seconds: float
+    share: float  # of the step
+    forward: float
+    backward: float
+    recomputed: float
+    peak: float | None = None
+    unfilled: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Throughput:
     """Tokens and FLOP a second; mfu and hfu are shares of the device's peak, and hfu includes recomputation."""
 
@@ -265,6 +284,7 @@ class Plan:
     memory_high: int | None
     traffic: tuple[Message, ...]
     time: StepTime | None
+    operators: tuple[OperatorSeconds, ...] = ()  # the longest first; (): no time
     step_low: float | None
     step_high: float | None
     bars: dict[str, ErrorBar]  # of "step" and "memory"

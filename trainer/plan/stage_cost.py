@@ -15,9 +15,9 @@ from .costs.checkpoint import saved_part_bytes
 from .costs.cost_context import CostContext
 from .costs.cost_model import PassBytes, StageElements, StateBytes
 from .engines import cost_model
+from .layout.gradient_routes import server_ranks
 from .layout.layout import Layout, StageKind
 from .layout.schedules import stage_and_chunk
-from .layout.sum_routes import server_ranks
 
 
 class HeldStates(NamedTuple):

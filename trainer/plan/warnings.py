@@ -13,7 +13,7 @@ from ..spec.derived.document_pairs import stated_lengths
 from ..spec.keys.units import LINK, gib_text, percent_text
 from ..spec.numbers.as_text import count_text, plural
 from ..spec.problem import Problem
-from .axes.low_rank import FactorElements
+from .axes.powersgd_factors import FactorElements
 from .axes.weight_slices import HeadShards, idle_ranks, local_sizes
 from .costs.cost_context import CostContext
 from .engines import cost_model
@@ -251,7 +251,7 @@ def _missing_times(context: CostContext, layout: Layout, cost: LayoutCost, throu
         says = f"no times: the operations of family {context.run.model.family} are not in a table"
         yield Problem(rule="time", says=says, mend="`distrain fit` measures them as it trains")
     elif layout.offloads and device.kind == "cpu":
-        yield Problem(rule="time", says="no times: a CPU has no host beside it: offloading copies within its memory")
+        yield Problem(rule="time", says="no times: a CPU has no separate host: offloading copies within its memory")
     elif device.peak.get(context.run.train.precision) is None or device.bandwidth is None:
         missing = {
             f"cluster.device.peak.{context.run.train.precision} (FLOP/s)": device.peak.get(context.run.train.precision),

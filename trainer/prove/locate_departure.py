@@ -14,7 +14,7 @@ from .judge import FigureDeparture
 from .trials.trial import Trial, write_run_folder
 
 TRACED_SUFFIX = ".traced"  # of the names of traced runs
-REFERENCE = "reference"  # the folder to which one process writes all that it computes
+RECORDING = "recording"  # the folder to which one process writes all that it computes
 
 RunTrial = Callable[[Trial], JobResult]
 
@@ -27,7 +27,7 @@ def locate_departure(reference: Trial, trial: Trial, step: int, figures: Sequenc
     """
     steps = sorted({0, max(0, step - 2), step - 1})
     one_process, layout = traced_trial(reference), traced_trial(trial)
-    folder = one_process.folder / REFERENCE
+    folder = one_process.folder / RECORDING
     is_written = all((folder / f"step_{each}").is_dir() for each in steps)
     if not is_written and not _trace(one_process, steps, folder, run_trial):
         return f"not traced: one process failed when it was trained again; its logs are in {one_process.folder}"
@@ -55,7 +55,7 @@ def reported_sentence(reported: Sequence[FigureDeparture], differences: Sequence
     return f"step {step}: outputs and gradients agree {within}, the reported {nouns} {verb} not: off by {apart}"
 
 
-def remove_reference_trace(reference: Trial) -> None:
+def remove_recording(reference: Trial) -> None:
     """Remove what one process wrote for the traces, which is large."""
     shutil.rmtree(traced_trial(reference).folder, ignore_errors=True)
 
@@ -65,10 +65,10 @@ def traced_trial(trial: Trial) -> Trial:
     return replace(trial, run=replace(trial.run, name=f"{trial.run.name}{TRACED_SUFFIX}"))
 
 
-def _trace(trial: Trial, steps: Iterable[int], reference: Path, run_trial: RunTrial) -> bool:
+def _trace(trial: Trial, steps: Iterable[int], recording: Path, run_trial: RunTrial) -> bool:
     """Train a run under a trace up to the last of the steps; whether all its ranks succeeded."""
     write_run_folder(trial)
-    (trial.folder / "trace.json").write_text(json.dumps({"steps": list(steps), "reference": str(reference)}), encoding="utf-8")
+    (trial.folder / "trace.json").write_text(json.dumps({"steps": list(steps), "recording": str(recording)}), encoding="utf-8")
     return not any(run_trial(trial).codes)
 
 

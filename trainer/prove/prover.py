@@ -31,7 +31,7 @@ from .judge import (
     with_differences,
 )
 from .judge_exits import exit_verdict
-from .locate_departure import locate_departure, remove_reference_trace
+from .locate_departure import locate_departure, remove_recording
 from .trials.control_and_resume_trials import move_midway_checkpoint
 from .trials.plan_proof import Proof, without_evaluation
 from .trials.trial import Trial, write_run_folder
@@ -63,7 +63,7 @@ class Prover:
             result = self._prove_layouts(result, on_result)
             result = self._check_microbatch(result, on_result)
             result = self._check_resume(result, on_result)
-        remove_reference_trace(self.proof.reference)
+        remove_recording(self.proof.reference)
         return result
 
     def _prove_reference(self) -> ProofResult:

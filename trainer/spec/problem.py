@@ -49,13 +49,13 @@ def shorten(text: str) -> str:
     return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE // 2]} ... {text[-LONGEST_MESSAGE // 4 :]}"
 
 
-def suggest_name(word: str, known: Iterable[str]) -> str:
-    """Return a hint for a misspelt name: the one in other case, the closest known name, else all known names."""
+def suggest_name(word: str, known: Iterable[str], at: str = "") -> str:
+    """Return a hint for a misspelt name: the one in other case, the closest known name, behind the section `at`, else all known names."""
     names = sorted(known)
     same = [each for each in names if each.casefold() == word.casefold()]
     close = same or get_close_matches(word, names, n=1, cutoff=0.6)
     if close:
-        return f"did you mean {close[0]}?"
+        return f"did you mean {at}{close[0]}?"
     return f"known: {', '.join(names)}" if names else "nothing is known here"
 
 

@@ -41,7 +41,7 @@ def _section(config: Mapping[str, Any], into: type[Part], at: str, problems: lis
     hints = _key_types(into)
     for key in config:
         if key not in hints:
-            problems.append(Problem(rule="unknown", says=f"no key {at}{key}", mend=suggest_name(str(key), hints)))
+            problems.append(Problem(rule="unknown", says=f"no key {at}{key}", mend=suggest_name(str(key), hints, at)))
     read: dict[str, Any] = {}
     for row in fields(into):  # type: ignore[arg-type]
         if row.name in config:

@@ -18,7 +18,7 @@ from ..held_bytes import ByteCounter
 from ..rank_parameter import RankParameter
 from ..shared_embedding import share_embedding
 from ..torch_optimizer import torch_optimizer
-from .adapter import DeepSpeedAdapter
+from .engine import DeepSpeedAdapter
 from .import_deepspeed import connect_deepspeed
 
 

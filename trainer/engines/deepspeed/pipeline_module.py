@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...plan.layout.mesh import Mesh
 from ..engine import ReadMicrobatch
 from ..held_bytes import ByteCounter
-from .adapter import clip
+from .engine import clip
 from .instructions import TIMED, ForwardOnly, training_instructions
 
 TimePart = Callable[..., AbstractContextManager[None]]  # times a part of the step: its name, then kind, micro-batch and part of a span

@@ -21,7 +21,7 @@ from ...spec.run import Run
 from ..engine import ParameterPartitioner, ReadMicrobatch, ReadShard, StepResult
 from ..held_bytes import ByteCounter
 from ..torch_optimizer import torch_optimizer
-from .adapter import DeepSpeedAdapter, clip
+from .engine import DeepSpeedAdapter, clip
 from .import_deepspeed import connect_deepspeed
 
 

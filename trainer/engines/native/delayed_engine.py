@@ -13,7 +13,7 @@ from torch import Tensor
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import RankPart
 from ...parallel.world import COLLECTIVE_TIMEOUT
-from ...plan.layout.continued_actions import flush_actions, step_actions
+from ...plan.layout.actions_without_flush import flush_actions, step_actions
 from ...plan.layout.schedule_of_run import delay_of
 from ...plan.layout.schedules import Action
 from ...spec.run import Run

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...parallel.process_groups import Grid
 from ...parallel.world import COLLECTIVE_TIMEOUT
 from ...plan.layout.schedules import Action, part_of, stage_and_chunk
-from ...plan.native.receives import receives_ahead
+from ...plan.native.posted_receives import receives_ahead
 
 TAGS = 2**20  # more than the messages under way between two stages
 

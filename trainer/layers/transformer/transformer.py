@@ -30,9 +30,9 @@ from .document_bounds import DocumentBounds
 from .document_mask import document_mask, document_starts
 from .embedding_and_head import Embedding, LMHead, VocabEmbedding
 from .feed_forward import FeedForward
-from .further_tokens import FurtherTokenModule
 from .layer_inputs import LayerInputs as LayerInputs
 from .lora_dropout import LoraDropout, add_lora_dropouts
+from .multi_token_prediction import FurtherTokenModule
 from .rotary import local_rotary, rotary_angles
 
 # B batch, S sequence, H hidden, D head_dim, V vocabulary; under context parallelism S are this rank's tokens

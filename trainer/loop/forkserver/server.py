@@ -54,7 +54,7 @@ from ..rank import run_rank
 from ..reference_curves.compressed_gradients import compressed_gradients
 from ..reference_curves.delayed_gradients import delayed_gradients
 from ..reference_curves.local_steps import local_steps
-from .process import ForkedProcess, fork
+from .forked_process import ForkedProcess, fork
 
 ADDRESS = "127.0.0.1"
 GRACE = 5.0  # seconds that the other ranks have to end after one has failed

@@ -7,11 +7,24 @@ from math import isfinite
 from typing import Any
 
 from ...engines.engine import PreferenceFigures, StepResult
-from ...rundir.metric_rows import ACCURACY_KEY, AVERAGED_KEY, figures_of_sets, key_of_set, validation_losses
+from ...rundir.metric_rows import ACCURACY_KEY, AVERAGED_KEY, VALIDATION_KEY, figures_of_sets, key_of_set
 from ..step.train_progress import TrainProgress
 from .throughput import ThroughputMeter
 
 Row = Mapping[str, Any]  # the metrics of a step by name; `step` is always there
+# fmt: off
+SHOWN_FIGURES = (  # on the console: a word, the key in the row, its format
+    ("loss",     "loss",     ".4f"),
+    ("mtp",      "mtp_loss", ".4f"),
+    ("accuracy", "accuracy", ".3f"),
+    ("margin",   "margin",   ".4f"),
+)
+SHOWN_SETS = (  # the same of validation sets, each with its name
+    ("validation", VALIDATION_KEY, ".4f"),
+    ("averaged",   AVERAGED_KEY,   ".4f"),
+    ("accuracy",   ACCURACY_KEY,   ".3f"),
+)
+# fmt: on
 
 
 def step_row(progress: TrainProgress, result: StepResult, lr: float, meter: ThroughputMeter) -> dict[str, Any]:
@@ -47,20 +60,10 @@ def finite_or_none(value: float | None) -> float | None:
 def console_line(row: Row, last: int) -> str:
     """Return a logged step as a line; `last` is the run's last step."""
     parts = [f"step {row['step']:>{len(str(last))}}/{last}"]
-    if row.get("loss") is not None:
-        parts.append(f"loss {row['loss']:.4f}")
-    if row.get("mtp_loss") is not None:
-        parts.append(f"mtp {row['mtp_loss']:.4f}")
-    if row.get("accuracy") is not None:
-        parts.append(f"accuracy {row['accuracy']:.3f}")
-    if row.get("margin") is not None:
-        parts.append(f"margin {row['margin']:.4f}")
-    if held := [f"{name} {loss:.4f}".lstrip() for name, loss in validation_losses(row).items() if loss is not None]:
-        parts.append(f"validation {', '.join(held)}")
-    if held := [f"{name} {loss:.4f}".lstrip() for name, loss in figures_of_sets(row, AVERAGED_KEY).items() if loss is not None]:
-        parts.append(f"averaged {', '.join(held)}")
-    if right := [f"{name} {share:.3f}".lstrip() for name, share in figures_of_sets(row, ACCURACY_KEY).items() if share is not None]:
-        parts.append(f"accuracy {', '.join(right)}")
+    parts += [f"{word} {row[key]:{form}}" for word, key, form in SHOWN_FIGURES if row.get(key) is not None]
+    for word, key, form in SHOWN_SETS:
+        if of_sets := [f"{name} {figure:{form}}".lstrip() for name, figure in figures_of_sets(row, key).items() if figure is not None]:
+            parts.append(f"{word} {', '.join(of_sets)}")
     if row.get("grad_norm") is not None:
         parts.append(f"norm {row['grad_norm']:.3f}")
     if "batch" in row:

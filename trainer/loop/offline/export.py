@@ -17,7 +17,7 @@ from ...layers.dtypes import PRECISION_DTYPES
 from ...models.families import is_made_by_transformers
 from ...models.hf.module import CausalLM, write_causal_lm
 from ...models.hf_format.model_type import hf_model_type
-from ...models.hf_format.names import has_module_tensors
+from ...models.hf_format.tensor_names import has_module_tensors
 from ...models.hf_format.weights import generation_config, write_hf_folder, write_json
 from ...models.ops.lora import without_lora
 from ...spec.run import Run

@@ -19,7 +19,7 @@ from ...models.build import build_model, load_weights
 from ...models.families import op_table
 from ...models.hf.module import CausalLM
 from ...models.hf_format.config import read_hf_config
-from ...models.hf_format.names import has_module_tensors
+from ...models.hf_format.tensor_names import has_module_tensors
 from ...models.hf_format.weights import read_hf_weights, write_hf_folder
 from ...models.ops.lora import without_lora
 from ...models.ops.op_table import parameter_count

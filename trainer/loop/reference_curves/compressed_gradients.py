@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ...layers.counter_rng import dropout_keys, normal_block
 from ...layers.cross_entropy import IGNORED
-from ...layers.transformer.further_tokens import further_arguments
-from ...plan.axes.low_rank import compressed_stack
+from ...layers.transformer.multi_token_prediction import further_arguments
+from ...plan.axes.powersgd_factors import compressed_stack
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.mesh_position import mesh_position
 from ...plan.native.buckets import compression_rank

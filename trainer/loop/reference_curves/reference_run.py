@@ -19,7 +19,7 @@ from ...layers.block_quantization import code_tables, round_in_blocks
 from ...layers.counter_rng import dropout_keys
 from ...layers.cross_entropy import IGNORED
 from ...layers.stochastic_rounding import column_words, random_words, round_at_random, row_words, tensor_key
-from ...layers.transformer.further_tokens import further_arguments
+from ...layers.transformer.multi_token_prediction import further_arguments
 from ...models.build import build_model, named_constants
 from ...plan.costs.precision import MOMENT_BLOCK
 from ...rundir.changes import moment_kinds

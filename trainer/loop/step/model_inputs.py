@@ -14,7 +14,7 @@ from ...layers.cross_entropy import IGNORED
 from ...layers.preference_loss import PairInputs
 from ...layers.transformer.context_parallel import ContextParallel
 from ...layers.transformer.document_bounds import document_bounds
-from ...layers.transformer.further_tokens import further_arguments
+from ...layers.transformer.multi_token_prediction import further_arguments
 from ...models.families import has_experts
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import context_parallel_of

@@ -1,1 +1,1 @@
-"""Traces of single steps, module by module: one process writes a reference, and the ranks of a layout compare themselves with it."""
+"""Traces of single steps, module by module: one process records what it computes, and the ranks of a layout compare theirs with it."""

@@ -1,6 +1,6 @@
-"""The reference of a trace: all that one process computes in the traced steps, written whole and read back in slices.
+"""The recording of a trace: all that one process computes in the traced steps, written whole and read back in slices.
 
-FOLDER/reference.json holds the micro-batch; FOLDER/step_N/micro_M.safetensors holds the outputs of a micro-batch and
+FOLDER/recording.json holds the micro-batch; FOLDER/step_N/micro_M.safetensors holds the outputs of a micro-batch and
 their gradients by module; FOLDER/step_N/weights.safetensors holds the weights before the step and their gradients in it by name.
 Gradients are those of the mean loss of the global batch.
 """
@@ -32,7 +32,7 @@ class RecordedTensorWriter:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         sizes = {"microbatch": run.train.microbatch}
-        (folder / "reference.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
+        (folder / "recording.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
         self._tensors: dict[str, Tensor] = {}
 
     def begin(self, step: int) -> None:
@@ -69,11 +69,11 @@ class RecordedTensorWriter:
 
 
 class RecordedTensorReader:
-    """Reads a reference; raises KeyError for a tensor that it lacks, FileNotFoundError for a step that was not traced."""
+    """Reads a recording; raises KeyError for a tensor that it lacks, FileNotFoundError for a step that was not traced."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        sizes: dict[str, int] = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
+        sizes: dict[str, int] = json.loads((folder / "recording.json").read_text(encoding="utf-8"))
         self.microbatch = sizes["microbatch"]
 
     def samples(self, step: int, kind: TensorKind, name: str, samples: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compares each tensor that a rank of a layout computes in a traced step with its slice of the reference."""
+"""Compares each tensor that a rank of a layout computes in a traced step with its slice of what one process recorded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ATTENTION_DIMS = 4  # of attention weights
 MOST_ATTENTION_WEIGHTS = 1 << 22  # of a sequence and layer, that are traced
 
 
-class ReferenceComparison:
-    """Records a rank's differences from the reference in RUN_DIR/departure/N.json."""
+class RecordingComparison:
+    """Records a rank's differences from the recording of one process in RUN_DIR/departure/N.json."""
 
-    def __init__(self, run: Run, grid: Grid, folder: Path, reference: Path) -> None:
+    def __init__(self, run: Run, grid: Grid, folder: Path, recording: Path) -> None:
         self._run, self._grid = run, grid
-        self._reader = RecordedTensorReader(reference)
+        self._reader = RecordedTensorReader(recording)
         self._file = folder / "departure" / f"{grid.world.rank}.json"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._differences: list[TensorDifference] = []

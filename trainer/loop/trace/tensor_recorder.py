@@ -1,6 +1,6 @@
 """Records the tensors of traced steps: module outputs, their gradients, weights and the weights' gradients.
 
-RUN_DIR/trace.json requests a trace: {"steps": [0, 1], "reference": FOLDER}. One process writes all its tensors to FOLDER; each rank
+RUN_DIR/trace.json requests a trace: {"steps": [0, 1], "recording": FOLDER}. One process writes all its tensors to FOLDER; each rank
 of a layout compares its own with them in RUN_DIR/departure/N.json, in which trainer/prove/first_departure.py finds where the
 layout first departs. The run ends after the last traced step.
 """
@@ -25,7 +25,7 @@ from ...prove.checks.excluded_weights import zero_gradient_pattern
 from ...prove.first_departure import LAYER_PARTS, MODEL_PARTS, TensorKind
 from ...spec.run import Run
 from .recorded_tensors import RecordedTensorWriter
-from .tensor_comparison import ReferenceComparison, is_comparable
+from .tensor_comparison import RecordingComparison, is_comparable
 
 PARTS = "|".join(map(re.escape, filter(None, LAYER_PARTS)))
 TRACED_MODULES = re.compile(rf"{'|'.join(MODEL_PARTS)}|norm|head|layers\.\d+(\.\d+)?(\.({PARTS}))?")
@@ -95,13 +95,13 @@ class _CurrentMicrobatch:
 class Trace:
     """The trace that RUN_DIR/trace.json requests of this rank."""
 
-    def __init__(self, run: Run, engine: Engine, grid: Grid, folder: Path, steps: Sequence[int], reference: Path) -> None:
+    def __init__(self, run: Run, engine: Engine, grid: Grid, folder: Path, steps: Sequence[int], recording: Path) -> None:
         self.run, self.engine, self.grid = run, engine, grid
         self.steps = frozenset(steps)
         self.last = max(self.steps)
         one_process = grid.world.size == 1
-        self._sink: RecordedTensorWriter | ReferenceComparison
-        self._sink = RecordedTensorWriter(run, reference) if one_process else ReferenceComparison(run, grid, folder, reference)
+        self._sink: RecordedTensorWriter | RecordingComparison
+        self._sink = RecordedTensorWriter(run, recording) if one_process else RecordingComparison(run, grid, folder, recording)
         self._left_out = zero_gradient_pattern(run)
         self._recorder = Recorder([each.module for each in engine.parts], self._add_module)
 
@@ -149,4 +149,4 @@ def requested_trace(run: Run, engine: Engine, grid: Grid, folder: Path) -> Trace
     if not file.is_file():
         return None
     request = json.loads(file.read_text(encoding="utf-8"))
-    return Trace(run, engine, grid, folder, request["steps"], Path(request["reference"]))
+    return Trace(run, engine, grid, folder, request["steps"], Path(request["recording"]))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...spec.run import Run
 from .adapter_names import PREFIX, adapter_place, changed_weights, weight_shapes_of
 from .model_type import hf_model_type
-from .names import Columns, tensors_of
+from .tensor_names import Columns, tensors_of
 from .weights import write_json
 
 # I inner, O outer, R rank, E experts; n weights side by side in one of Hugging Face's

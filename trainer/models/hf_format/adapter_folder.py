@@ -14,7 +14,7 @@ from ...spec.run import Run
 from .adapter_names import PREFIX, AdapterPlace, adapter_place, changed_weights, target_words, weight_shapes_of
 from .config import read_json
 from .hub_name import download_mend
-from .names import Columns, hf_tensor, tensors_of
+from .tensor_names import Columns, hf_tensor, tensors_of
 from .weight_files import MAX_LISTED, TensorHeader, headers_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -10,7 +10,7 @@ from ...spec.run import Run
 from ...spec.sections.lora import PEFT_TARGETS, Lora
 from ..families import op_table
 from ..ops.op_table import model_parameters
-from .names import Columns, HfTensor, columns_in_tensor, hf_tensor, tensors_of
+from .tensor_names import Columns, HfTensor, columns_in_tensor, hf_tensor, tensors_of
 
 PREFIX = "base_model.model."  # of a module's name in PEFT's files
 FUSED_EXPERTS = ("gate", "up")  # whose matrices lie side by side in the parameter gate_up_proj of transformers 5

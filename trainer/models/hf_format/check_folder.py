@@ -15,12 +15,12 @@ from ..hf.quantization import quantization_problems, read_quantization
 from ..ops.lora import without_lora
 from ..ops.op_table import model_constants, model_parameters
 from .config import config_file, read_hf_config, read_json
+from .config_rope import json_text
 from .harmless_keys import is_harmless
 from .hub_name import download_mend
 from .model_type import architecture_keys
-from .names import Columns, HfTensor, columns_in_tensor, expert_tensors, find_hf_tensor, tensors_of
-from .rope import json_text
 from .stored_tensors import StoredTensor, stored_tensors
+from .tensor_names import Columns, HfTensor, columns_in_tensor, expert_tensors, find_hf_tensor, tensors_of
 from .weight_files import MAX_LISTED, headers_of, weight_files
 
 

@@ -17,13 +17,13 @@ from ..families import FAMILIES
 from ..hf.quantization import KEY as QUANTIZATION_KEY
 from ..hf.quantization import quantization_problems
 from .config_kinds import CONFIG_KINDS, SAME_MODELS, AllowedValues, ConfigKind, is_rotary
+from .config_rope import json_text, local_rope_problems, read_rope, rope_keys, rope_problems, with_one_rope
 from .config_rows import REQUIRED
+from .config_windows import read_window, window_problems
 from .dense_layers import dense_problems, read_dense_layers
 from .harmless_keys import is_harmless
 from .hub_name import download_mend
 from .layer_groups import group_problems, read_groups
-from .rope import json_text, local_rope_problems, read_rope, rope_keys, rope_problems, with_one_rope
-from .window import read_window, window_problems
 
 ROUTER: Final = "router."  # the section of `model` whose keys rows name whole
 FIXES = {

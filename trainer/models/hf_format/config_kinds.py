@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from .config_rope import ROPE_NAMES
 from .config_rows import (
     DEEPSEEK_KEYS,
     GEMMA3_KEYS,
@@ -23,10 +24,9 @@ from .config_rows import (
     SIZE_KEYS,
     ConfigRow,
 )
+from .config_windows import WindowKeys
 from .dense_layers import DenseKeys
 from .layer_groups import GROUP_KEYS
-from .rope import ROPE_NAMES
-from .window import WindowKeys
 
 
 @dataclass(frozen=True)

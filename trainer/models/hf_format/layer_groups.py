@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ...spec.run import Model
-from .window import FULL_ATTENTION
+from .config_windows import FULL_ATTENTION
 
 LINEAR_ATTENTION: Final = "linear_attention"
 INTERVAL: Final = "full_attention_interval"

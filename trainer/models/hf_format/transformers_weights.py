@@ -15,8 +15,8 @@ from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from ..hf.ops import PREFIX
 from .check_folder import FolderWeight, published_tensors
-from .names import HfTensor
 from .sliced_weight import SlicedWeight
+from .tensor_names import HfTensor
 from .tensor_reader import TensorReader
 from .weight_files import weight_files
 

@@ -16,21 +16,21 @@ from ...spec.run import Run
 from ...spec.sections.mtp import Mtp
 from .check_folder import check_folder
 from .config_kinds import CONFIG_KINDS
+from .config_rope import write_rope
+from .config_windows import write_window
 from .dense_layers import write_dense_layers
 from .layer_groups import write_groups
 from .model_type import architecture_keys, hf_model_type
-from .names import (
+from .sliced_weight import SlicedWeight
+from .tensor_names import (
     copies_in_modules,
     expert_tensors,
     has_module_tensors,
     hf_tensor,
     tensors_of,
 )
-from .rope import write_rope
-from .sliced_weight import SlicedWeight
 from .tensor_reader import TensorReader
 from .weight_files import INDEX, WHOLE, weight_files
-from .window import write_window
 
 MAX_FILE_BYTES = 4_000_000_000
 NO_TOKENS: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -93,18 +93,20 @@ class LinearLayer(MoELayer):
         return self.add(x, self.attention(normed, inputs.cp, inputs.document_starts), self.post_norm1, self.dropout1, inputs)
 
 
-class LayerGroup(nn.ModuleList):
+class LayerGroup(nn.Sequential):  # fully_shard of torch 2.11 refuses a ModuleList
     """Layers that are repeated together: those with linear attention, and one with full attention behind them."""
 
     def __init__(self, parameters: Parameters, run: Run, group: int, tp: TensorParallel | None, ep: Group | None) -> None:
         many = run.model.layers_in_group
         classes = [*[(LinearLayer, GatedDeltaNet)] * (many - 1), (MoELayer, Attention)]
         super().__init__(
-            layer(sub_parameters(parameters, str(at)), run, group * many + at, tp, ep, attention)
-            for at, (layer, attention) in enumerate(classes)
+            *(
+                layer(sub_parameters(parameters, str(at)), run, group * many + at, tp, ep, attention)
+                for at, (layer, attention) in enumerate(classes)
+            )
         )
 
-    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor | None, ...]:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the hidden states [B, S, H], and what each layer returns besides."""
         others: list[Tensor | None] = []
         for layer in self:

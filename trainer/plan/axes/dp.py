@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from .axis import Axis
 from .collectives import Wire, collective_cost, server_seconds
-from .low_rank import FactorElements
+from .powersgd_factors import FactorElements
 from .traffic_row import TrafficRow
 
 AXIS = Axis(name="dp", splits=("batch",), data=True, overlap="data", source="arXiv:1910.02054")

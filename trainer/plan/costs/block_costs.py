@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
@@ -17,12 +16,13 @@ from ..axes.message import AxisMessage
 from ..axes.weight_slices import HeadShards, has_padded_heads
 from ..layout.mesh import Wires
 from .attention_core import core_seconds, is_fused_core, log_sum_bytes, uneven_parts, with_core_again
+from .block_messages import OpMessage, block_messages, recomputed_ops
 from .block_temporary_bytes import OpBytes, block_temporary_bytes, later_backward_bytes, op_bytes
 from .deferred_bytes import deferred_bytes
 from .local_tensors import BlockSplit, LocalTensors, logits_bytes
-from .number_or_array import for_each, is_number, larger
-from .op_seconds import OpSeconds, op_kernels, op_seconds
-from .pass_seconds import BlockMessage, RankOp, block_seconds
+from .number_or_array import for_each, larger
+from .op_seconds import OpParts, OpSeconds, op_kernels, op_parts
+from .pass_seconds import RankOp, block_seconds
 from .precision import widths
 from .roofline import DeviceRates, memory_seconds, rates
 
@@ -104,21 +104,14 @@ class BlockElements(NamedTuple):
     frozen_experts: int
 
 
-class OpMessage(NamedTuple):
-    """A message of a block's op; whether its axis sums results."""
-
-    op: Op
-    sums: bool
-    message: AxisMessage
-
-
 class OpCosts(NamedTuple):
     """The ops of a block on one rank, with the seconds (none where the device's rates aren't known) and the bytes of each; what does not
     depend on which of them run again."""
 
     ops: tuple[Op, ...]
     local: LocalTensors
-    seconds: list[OpSeconds]
+    parts: list[OpParts]
+    seconds: list[OpSeconds]  # of all parts
     bytes: list[OpBytes]
     messages: list[OpMessage]
     elements: BlockElements
@@ -198,7 +191,7 @@ class SplitCosts:
         return replace(whole, dense=whole.dense + own, temporary=most, recomputed=head.recomputed)
 
     def _ops(self, ops: tuple[Op, ...], local: LocalTensors) -> OpCosts:
-        times = [self._op_seconds(op, local, self.device) for op in ops] if self.device else []
+        parts = [self.op_parts(op, local, self.device) for op in ops] if self.device else []
         logits = sum([logits_bytes(op, local) for op in ops])
         sent = [
             OpMessage(op, axis.sums_results, each)
@@ -208,18 +201,31 @@ class SplitCosts:
             for each in axis.messages(op, local)
         ]
         held = [self._op_bytes(op, local) for op in ops]
-        return OpCosts(ops, local, times, held, sent, _elements(ops, local, self.split), logits)
+        return OpCosts(ops, local, parts, [each.total for each in parts], held, sent, _elements(ops, local, self.split), logits)
 
-    def _op_seconds(self, op: Op, local: LocalTensors, device: DeviceRates) -> OpSeconds:
-        """The seconds of an op, with the copies before and after an exchange of tokens for heads."""
-        seconds = op_seconds(op, local, device, self.gradient)
+    def op_parts(self, op: Op, local: LocalTensors, device: DeviceRates) -> OpParts:
+        """The seconds of an op by what they consist of, with the copies before and after an exchange of tokens for heads."""
+        parts = op_parts(op, local, device, self.gradient)
         if is_fused_core(op):
-            return OpSeconds(seconds.forward * self.uneven_parts, seconds.input_gradients * self.uneven_parts, 0.0)
+            return OpParts(OpSeconds(parts.own.forward * self.uneven_parts, parts.own.input_gradients * self.uneven_parts, 0.0))
         if not op.head_exchanges:
-            return seconds
+            return parts
         moved, kernels = EXCHANGE_MOVES * sum(map(local.bytes, op.head_exchanges)), EXCHANGE_KERNELS * len(op.head_exchanges)
         copies = self.has_context * memory_seconds(moved, kernels, device)
-        return seconds._replace(forward=seconds.forward + copies, input_gradients=seconds.input_gradients + copies)
+        return parts._replace(copies=OpSeconds(copies, copies, 0.0))
+
+    def ranked_ops(self, row: OpCosts, recompute: str, hooks: int) -> list[RankOp]:
+        """The ops of a block as a rank runs them; none where the device's rates aren't known."""
+        again, local, device = recomputed_ops(row.ops, recompute), row.local, self.device
+        if device is None:
+            return []
+        core_again = self.core_again if recompute != "selective" else 0  # which runs it once more in any case
+        copies = self.has_context * EXCHANGE_KERNELS
+        kernels = [op_kernels(op, local) + hooks * len(op.weights) + copies * len(op.head_exchanges) for op in row.ops]
+        return [
+            RankOp(with_core_again(op, seconds, core_again), count * device.dispatch, op in again)
+            for op, seconds, count in zip(row.ops, row.seconds, kernels, strict=True)
+        ]
 
     def _op_bytes(self, op: Op, local: LocalTensors) -> OpBytes:
         """The bytes of an op, with what it saves where ranks share a sequence, or where the tensor axis does not divide the heads."""
@@ -234,22 +240,14 @@ class SplitCosts:
 
 
 def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> BlockCost:
-    split, device, ops, local = costs.split, costs.device, row.ops, row.local
-    again = _recomputed_ops(ops, recompute)
+    ops, local = row.ops, row.local
+    again = recomputed_ops(ops, recompute)
     repeats, stream = [op in again for op in ops], costs.stream
     every = sum([each.saved for each in row.bytes])
     # arXiv:2205.05198 table 2; of a layer that is recomputed its input is saved
     saved = stream if recompute == "full" else sum([each.saved for each, is_again in zip(row.bytes, repeats, strict=True) if not is_again])
-    messages = tuple(_messages(row.messages, again, local.form))
-    dispatch = device.dispatch if device else 0.0
-    core_again = costs.core_again if recompute != "selective" else 0  # which runs it once more in any case
-    copies = costs.has_context * EXCHANGE_KERNELS
-    kernels = [op_kernels(op, local) + hooks * len(op.weights) + copies * len(op.head_exchanges) for op in ops]
-    ranked = [
-        RankOp(with_core_again(op, seconds, core_again), count * dispatch, is_again)
-        for op, seconds, count, is_again in zip(ops, row.seconds, kernels, repeats, strict=bool(row.seconds))
-    ]
-    seconds = block_seconds(ranked, messages, split, costs.wires, dispatch)
+    messages, ranked = tuple(block_messages(row.messages, again, local.form)), costs.ranked_ops(row, recompute, hooks)
+    seconds = block_seconds(ranked, messages, costs.split, costs.wires, costs.device.dispatch if costs.device else 0.0)
     elements = row.elements
     return BlockCost(
         dense=elements.dense,
@@ -310,40 +308,3 @@ def _elements(ops: tuple[Op, ...], local: LocalTensors, split: BlockSplit) -> Bl
         expert_matrices=sum([local.count(weight.dims) for weight in matrices if "experts" in weight.dims]),
         frozen_experts=sum([count for weight, count in weights if weight.frozen and "experts" in weight.dims]),
     )
-
-
-def _recomputed_ops(ops: tuple[Op, ...], recompute: str) -> tuple[Op, ...]:
-    """The ops that run again in backward."""
-    match recompute:
-        case "full":
-            return ops
-        case "selective":
-            return tuple(op for op in ops if op.core)
-        case _:
-            return ()
-
-
-def _ops_summed_again(again: tuple[Op, ...], form: ActivationForm) -> tuple[Op, ...]:
-    """The recomputed ops whose forward sums are sent again.
-
-    These are all of them, except that torch's checkpoint stops at the last tensor that backward needs, before that op's own result is
-    summed.
-    """
-    last = max((at for at, op in enumerate(again) if op.saves_torch), default=0)
-    stops = form != "megatron" and again and (tp.split_style(again[last]) == "row" or again[last].reduces)
-    return again[:last] + again[last + 1 :] if stops else again
-
-
-def _messages(sent: list[OpMessage], again: tuple[Op, ...], form: ActivationForm) -> Iterator[BlockMessage]:
-    """The messages of a block's ops on every axis that splits it; equal messages are counted together."""
-    counts: dict[tuple[str, str, int], BlockMessage] = {}
-    summed_again = _ops_summed_again(again, form)
-    for at, (op, sums, message) in enumerate(sent):  # payloads that are arrays are not compared
-        repeated = message.forward if again and op in (summed_again if sums else again) else 0
-        forward, backward = message.forward, message.backward + repeated
-        key = (message.axis, message.verb, message.payload if is_number(message.payload) else -at)
-        if equal := counts.get(key):
-            forward, backward = equal.message.forward + forward, equal.message.backward + backward
-            repeated += equal.repeated
-        counts[key] = BlockMessage(AxisMessage(message.axis, message.verb, message.payload, forward, backward), repeated)
-    yield from counts.values()

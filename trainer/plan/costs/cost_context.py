@@ -119,11 +119,12 @@ class CostContext:
         key = (split, wires.in_node)
         found = self._block_costs.get(key)
         if found is None:
-            found = self._block_costs[key] = self._split_costs(split, wires, key[1]).blocks(split.recompute, split.hooks)
+            found = self._block_costs[key] = self.split_costs(split, wires).blocks(split.recompute, split.hooks)
         return found
 
-    def _split_costs(self, split: BlockSplit, wires: Wires, in_node: tuple[int, ...]) -> SplitCosts:
-        key = (split.degrees, split.overlapped, split.sequence, split.microbatch, split.form, split.fused, in_node)
+    def split_costs(self, split: BlockSplit, wires: Wires) -> SplitCosts:
+        """What a split's blocks cost whatever layers recompute and whatever hooks the engine has."""
+        key = (split.degrees, split.overlapped, split.sequence, split.microbatch, split.form, split.fused, wires.in_node)
         found = self._splits.get(key)
         if found is None:
             found = self._splits[key] = SplitCosts(self.run, self.table, split, wires)

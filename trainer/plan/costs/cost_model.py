@@ -10,7 +10,7 @@ from ...spec.changed_run import Change
 from ...spec.run import Parallel, Run
 from ..axes import dp
 from ..axes.collectives import ALGORITHMS, FASTEST, Wire
-from ..axes.low_rank import FactorElements
+from ..axes.powersgd_factors import FactorElements
 from ..axes.traffic_row import TrafficRow
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..layout.layout import Layout, StageKind

@@ -27,34 +27,58 @@ class OpSeconds(NamedTuple):
     weight_gradients: float
 
 
+NOTHING = OpSeconds(0.0, 0.0, 0.0)
+
+
+class OpParts(NamedTuple):
+    """What the seconds of an op consist of: its own kernels; casts to a narrower type; what its backward computes again; the sums of its
+    weights' gradients; copies around exchanges between ranks."""
+
+    own: OpSeconds
+    casts: OpSeconds = NOTHING
+    again: OpSeconds = NOTHING
+    sums: OpSeconds = NOTHING
+    copies: OpSeconds = NOTHING
+
+    @property
+    def total(self) -> OpSeconds:
+        """The seconds of all parts."""
+        return OpSeconds(*[sum(column) for column in zip(*(each for each in self if each is not NOTHING), strict=True)])
+
+
 def op_seconds(op: Op, local: LocalTensors, device: DeviceRates, gradient: int) -> OpSeconds:
     """The seconds of an op: a product with weights, one without (attention), or kernels bound by memory.
 
     Our modules add each micro-batch's gradients of weights, `gradient` bytes wide, to those before.
     """
-    product = op.product
+    return op_parts(op, local, device, gradient).total
+
+
+def op_parts(op: Op, local: LocalTensors, device: DeviceRates, gradient: int) -> OpParts:
+    """The seconds of an op by what they consist of."""
+    product, casts = op.product, NOTHING
     if product is None:
         forward, backward = _pointwise_moves(op, local, device)
         kernels = (1.0 if device.fused else op.eager_passes) * op.kernels + softmax_parts(op, local) * SOFTMAX_KERNELS
-        seconds = OpSeconds(memory_seconds(forward, kernels, device), memory_seconds(backward, kernels, device), 0.0)
+        own = OpSeconds(memory_seconds(forward, kernels, device), memory_seconds(backward, kernels, device), 0.0)
+    elif op.weights:
+        own, casts = _linear(op, product, local, device)
     else:
-        seconds = _linear(op, product, local, device) if op.weights else _attention(product, local, device)
+        own = _attention(product, local, device)
+    sums = _sum_seconds(op, local, device, gradient) if device.own and op.weights else 0.0
     if op.chunks > 1 and op.weights:
-        return _with_all_in_backward(op, seconds, local, device, gradient)
-    if not device.own or not op.weights:
-        return seconds
-    return seconds._replace(weight_gradients=seconds.weight_gradients + _sum_seconds(op, local, device, gradient))
+        return _with_all_in_backward(op, own, sums, local, device)
+    return OpParts(own, casts, sums=OpSeconds(0.0, 0.0, sums) if device.own and op.weights else NOTHING)
 
 
-def _with_all_in_backward(op: Op, seconds: OpSeconds, local: LocalTensors, device: DeviceRates, gradient: int) -> OpSeconds:
+def _with_all_in_backward(op: Op, own: OpSeconds, sums: float, local: LocalTensors, device: DeviceRates) -> OpParts:
     """Seconds of a head in chunks: its backward computes the logits again, adds each chunk's terms to its input's gradient, and can't defer
     its weight's."""
     assert op.product is not None
     rows = local.count(op.product.rows, without="tp") * local.count(op.product.inner)
     added = memory_seconds((op.chunks - 1) * local.activation * rows, 0, device)
-    sums = _sum_seconds(op, local, device, gradient) if device.own else 0.0
-    again = seconds.forward + seconds.input_gradients + seconds.weight_gradients
-    return OpSeconds(seconds.forward, again + added + sums, 0.0)
+    backward = OpSeconds(own.forward, own.input_gradients + own.weight_gradients + added, 0.0)
+    return OpParts(backward, again=OpSeconds(0.0, own.forward, 0.0), sums=OpSeconds(0.0, sums, 0.0))
 
 
 def _pointwise_moves(op: Op, local: LocalTensors, device: DeviceRates) -> tuple[float, float]:
@@ -99,31 +123,62 @@ def op_kernels(op: Op, local: LocalTensors) -> int:
     return op.kernels + softmax_parts(op, local) * SOFTMAX_KERNELS + casts
 
 
-def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) -> OpSeconds:
-    without = "tp" if tp.split_style(op) in ("column", "row") else ""  # a sharded layer multiplies the whole sequence
-    rows = local.count(product.rows, without=without)
-    outer = sum(local.count(dims) for dims in product.outers)
-    inner = local.count(product.inner)
-    groups = local.count(product.groups)
-    rows = -(-rows // groups)
+def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) -> tuple[OpSeconds, OpSeconds]:
+    """The seconds of a product with weights, and those of casts around it."""
+    rows, inner, outer, groups = _sides(op, product, local)
     is_head = any("vocab" in dims for dims in product.outers)
     grouped = 1.0 if device.own and device.is_hopper else GROUPED
-    in_fp8 = op.in_fp8 if device.own else not is_head
-    rate = (device.linear if in_fp8 else device.other) * grouped ** (groups > 1)
+    rate = (device.linear if computes_narrow(op, device) else device.other) * grouped ** (groups > 1)
     width = local.activation
     if op.chunks > 1:
-        return _chunked_products(op, rows, inner, outer, rate, local, device)
+        return _chunked_products(op, rows, inner, outer, rate, local, device), NOTHING
     forward = product_seconds(rows, outer, inner, groups, width, rate, device)
     if device.is_cpu:  # the three products take equally long
-        return OpSeconds(forward, forward, 0.0 if is_frozen(op) else forward)
-    if device.own and op.in_fp8:
-        return _with_casts(op, rows, inner, outer, forward, device, width, rate)
-    casts, casts_back = (0.0, 0.0) if is_head or device.own else (cast_seconds(rows * groups * each, device) for each in (inner, outer))
-    return OpSeconds(
-        forward + casts,
-        product_seconds(rows, inner, outer, groups, width, rate, device) + casts_back,
+        return OpSeconds(forward, forward, 0.0 if is_frozen(op) else forward), NOTHING
+    own = OpSeconds(
+        forward,
+        product_seconds(rows, inner, outer, groups, width, rate, device),
         0.0 if is_frozen(op) else product_seconds(inner, outer, rows, groups, width, rate, device),
     )
+    if device.own and op.in_fp8:
+        return own, _fp8_casts(op, rows, inner, outer, device)
+    if is_head or device.own:
+        return own, NOTHING
+    ahead, back = (cast_seconds(rows * groups * each, device) for each in (inner, outer))
+    return own, OpSeconds(ahead, back, 0.0)
+
+
+def _sides(op: Op, product: Product, local: LocalTensors) -> tuple[int, int, int, int]:
+    """The (rows, inner, outer, groups) of a product with weights on a rank; rows are of one group."""
+    without = "tp" if tp.split_style(op) in ("column", "row") else ""  # a sharded layer multiplies the whole sequence
+    groups = local.count(product.groups)
+    rows = -(-local.count(product.rows, without=without) // groups)
+    return rows, local.count(product.inner), sum(local.count(dims) for dims in product.outers), groups
+
+
+def computes_narrow(op: Op, device: DeviceRates) -> bool:
+    """Whether an op's products are in the narrowest type of the precision: of our modules those in fp8, else all but the head."""
+    if op.product is None or not op.weights:
+        return False
+    return op.in_fp8 if device.own else not any("vocab" in dims for dims in op.product.outers)
+
+
+def op_flops(op: Op, local: LocalTensors) -> tuple[float, float]:
+    """FLOPs that a rank's products of an op compute, forward and backward: of a causal kernel the half that it computes."""
+    product = op.product
+    if product is None:
+        return 0.0, 0.0
+    if op.weights:
+        rows, inner, outer, groups = _sides(op, product, local)
+        forward = 2.0 * rows * inner * outer * groups
+        return forward, forward * (1 if is_frozen(op) else 2)
+    forward = _attention_flops(product, local)
+    return forward, product.backward * forward
+
+
+def _attention_flops(product: Product, local: LocalTensors) -> float:
+    rows, inner = local.count(product.rows, without="tp"), local.count(product.inner)
+    return 2.0 * rows * inner * sum(local.count(dims) for dims in product.outers) * local.count(product.groups) * product.computed
 
 
 def _chunked_products(op: Op, rows: int, inner: int, outer: int, rate: float, local: LocalTensors, device: DeviceRates) -> OpSeconds:
@@ -136,17 +191,13 @@ def _chunked_products(op: Op, rows: int, inner: int, outer: int, rate: float, lo
     return OpSeconds(forward, inputs, 0.0 if is_frozen(op) else weights)
 
 
-def _with_casts(op: Op, rows: int, inner: int, outer: int, forward: float, device: DeviceRates, width: int, rate: float) -> OpSeconds:
-    """Seconds of a product of our modules in fp8. They cast its input, the gradient of its output and, each time, its weight; the kernel of
-    each of the three products wants one operand the other way round."""
+def _fp8_casts(op: Op, rows: int, inner: int, outer: int, device: DeviceRates) -> OpSeconds:
+    """Seconds of casts around a product of our modules in fp8: of its input, the gradient of its output and, each time, its weight; the
+    kernel of each of the three products wants one operand the other way round."""
     passes = 1.0 if device.fused else EAGER_CAST
     turn = memory_seconds(TURN_BYTES * rows * (inner + outer), 2, device)
     casts, casts_back = (passes * cast_seconds(rows * each + inner * outer, device) for each in (inner, outer))
-    return OpSeconds(
-        forward + casts + memory_seconds(TURN_BYTES * inner * outer, 1, device),
-        product_seconds(rows, inner, outer, 1, width, rate, device) + casts_back,
-        0.0 if is_frozen(op) else product_seconds(inner, outer, rows, 1, width, rate, device) + turn,
-    )
+    return OpSeconds(casts + memory_seconds(TURN_BYTES * inner * outer, 1, device), casts_back, 0.0 if is_frozen(op) else turn)
 
 
 def _attention(product: Product, local: LocalTensors, device: DeviceRates) -> OpSeconds:
@@ -155,7 +206,7 @@ def _attention(product: Product, local: LocalTensors, device: DeviceRates) -> Op
     inner = local.count(product.inner)
     groups = local.count(product.groups)
     if product.fused:
-        flops = 2.0 * rows * inner * sum(local.count(dims) for dims in product.outers) * groups * product.computed
+        flops = _attention_flops(product, local)
         keys = local.count(product.outers[0]) * product.span
         forward, backward = attention_seconds(flops, inner, keys, product.backward, device)
         calls = product.documents * local.sizes["batch"] * device.call

@@ -96,15 +96,7 @@ def block_seconds(
     if not ops:
         apart = _sum_passes([waited, *hidden.values()])
         return BlockSeconds(None, None, 0.0, apart.forward, apart.backward + apart.again)
-    sent = sum([message.forward * (split.degree(message.axis) > 1) for message, _ in messages]) * dispatch
-    repeated = [op for op in ops if op.repeats]
-    forward = dispatched_ops([op.seconds.forward for op in ops], [op.host for op in ops], sent)
-    backward = dispatched_ops(
-        [op.seconds.input_gradients + op.seconds.weight_gradients for op in ops], [2 * op.host for op in ops], 2 * sent
-    )  # fmt: skip
-    again = dispatched_ops(
-        [op.seconds.forward for op in repeated], [op.host for op in repeated], sent if len(repeated) == len(ops) else 0.0
-    )  # fmt: skip
+    forward, backward, again = dispatched_passes(ops, dispatch * messages_sent(messages, split))
     computing = Passes(forward.seconds(), backward.seconds(), again.seconds())
     message_forward = forward.seconds(waited.forward) - computing.forward
     message_backward = backward.seconds(waited.backward) + again.seconds(waited.again) - computing.backward - computing.again
@@ -118,6 +110,25 @@ def block_seconds(
         message_forward=message_forward,
         message_backward=message_backward,
     )
+
+
+def messages_sent(messages: Sequence[BlockMessage], split: BlockSplit) -> int:
+    """Return how many messages a block's forward sends."""
+    return sum([message.forward * (split.degree(message.axis) > 1) for message, _ in messages])
+
+
+def dispatched_passes(ops: Sequence[RankOp], sent: float) -> tuple[DispatchedOps, DispatchedOps, DispatchedOps]:
+    """Return a block's ops in forward, in backward and in the forward that recomputation runs again; the host takes `sent` seconds for
+    the messages of a forward."""
+    repeated = [op for op in ops if op.repeats]
+    forward = dispatched_ops([op.seconds.forward for op in ops], [op.host for op in ops], sent)
+    backward = dispatched_ops(
+        [op.seconds.input_gradients + op.seconds.weight_gradients for op in ops], [2 * op.host for op in ops], 2 * sent
+    )  # fmt: skip
+    again = dispatched_ops(
+        [op.seconds.forward for op in repeated], [op.host for op in repeated], sent if len(repeated) == len(ops) else 0.0
+    )  # fmt: skip
+    return forward, backward, again
 
 
 def _message_passes(messages: Sequence[BlockMessage], split: BlockSplit, wires: Wires) -> tuple[Passes, dict[str, Passes]]:

@@ -64,6 +64,7 @@ class DeviceRates:
     dispatch: float  # seconds in which the host dispatches an operator
     fused: bool  # pointwise operators are fused into one kernel
     is_cpu: bool  # it has no multiprocessors, among which a product's tiles are shared out
+    fills_tiles: bool  # products lose nothing to tiles and waves that are not full
     casts: bool  # linear layers compute in a narrower type than activations have
     own: bool  # it runs our modules
 
@@ -95,6 +96,7 @@ def rates(device: Device, precision: Precision, *, fused: bool, own: bool = Fals
         dispatch=device.dispatch,
         fused=fused,
         is_cpu=is_cpu,
+        fills_tiles=is_cpu,
         casts=named[0] != named[-1],
         own=own,
     )
@@ -128,7 +130,7 @@ def product_seconds(rows: int, columns: int, inner: int, groups: int, width: int
     """Seconds of a matrix product, `groups` at once, of elements `width` bytes wide."""
     flops = 2.0 * rows * columns * inner * groups
     moved = width * groups * (rows * inner + inner * columns + rows * columns)
-    if device.is_cpu:  # no loss at inner dims of 32 to 512: 81 to 108 GFLOP/s, a core of a Xeon with AVX-512
+    if device.fills_tiles:  # on a CPU no loss at inner dims of 32 to 512: 81 to 108 GFLOP/s, a core of a Xeon with AVX-512
         share = 1.0
     else:
         efficiency = tile_efficiency if is_number(flops) else _tile_efficiency

@@ -8,12 +8,12 @@ from typing import NamedTuple, TypeVar
 
 from ...spec.derived.width_scaling import is_rate_divided
 from ...spec.run import Parallel, Run
-from ..axes.low_rank import compressed_stack
+from ..axes.powersgd_factors import compressed_stack
 from ..axes.weight_slices import WeightShard
 from ..costs.muon import MUON
+from ..layout.gradient_routes import inner_ranks, server_count
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import schedule_of
-from ..layout.sum_routes import inner_ranks, server_count
 from ..layout.workers import worker_ranks
 
 

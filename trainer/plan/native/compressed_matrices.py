@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from ...models.ops.op_table import model_parameters
-from ..axes.low_rank import FactorElements, MatrixStack, compressed_stack, factor_elements
+from ..axes.powersgd_factors import FactorElements, MatrixStack, compressed_stack, factor_elements
 from ..axes.weight_slices import weight_shard
 from ..costs.cost_context import CostContext
 from ..costs.roofline import DeviceRates, memory_seconds, product_seconds

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...models.families import has_experts
 from ...spec.run import Parallel, Run
 from ..axes import dp
-from ..axes.low_rank import FactorElements, compressed_stack, factor_elements
+from ..axes.powersgd_factors import FactorElements, compressed_stack, factor_elements
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage, further_losses, routing_messages
@@ -26,17 +26,17 @@ from ..costs.offload import GradientCopies, HostBytes, HostWork
 from ..costs.precision import MASTER_BYTES, Widths, average_bytes, has_moments, scale_share, widths
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm
+from ..layout.gradient_routes import inner_ranks, server_count, server_ranks
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import delay_of
-from ..layout.sum_routes import inner_ranks, server_count, server_ranks
 from ..layout.workers import outer_state_bytes, worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
 from .dim0_shards import gathers_once, padded_elements, rows_of_size, stage_rows
 from .moment_blocks import scale_bytes
 from .optimizer_step import bucket_host_bytes, bucket_work, cast_bytes, rounded_step_moves, step_moves, steps_in_one_kernel
-from .receives import receives_ahead
+from .posted_receives import receives_ahead
 
 COPIED_SHARD = "gradients of the shard, which other ranks own too"
 AVERAGED = "the weights that workers average"
@@ -213,7 +213,7 @@ class NativeCosts(CostModel):
                 yield TrafficTerm(verb="reduce_scatter", bytes=rounds * bucket.elements * width.gradient, says=says)
                 yield TrafficTerm(verb="all_gather", bytes=updates * bucket.elements * width.weight, says="its stepped weights")
             if servers:
-                sent = _sent_to_or_by_server(data in server_ranks(servers, copies), servers, copies, width)
+                sent = _sent_to_or_by_server(servers, copies, width, is_server=data in server_ranks(servers, copies))
                 yield TrafficTerm(verb="send", bytes=updates * bucket.elements // servers * sent, says=says)
             elif inner > 1:
                 yield TrafficTerm(verb="reduce_scatter", bytes=updates * bucket.elements * width.gradient, says=says)
@@ -264,7 +264,7 @@ def _matrix_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], data: int
         yield from sent_parts(run, some, place, ranks, held, expert=expert)
 
 
-def _sent_to_or_by_server(is_server: bool, servers: int, ranks: int, width: Widths) -> int:
+def _sent_to_or_by_server(servers: int, ranks: int, width: Widths, *, is_server: bool) -> int:
     """Return the bytes that a rank sends for an element of each server's part: gradients to every server but itself, and, if it is one,
     weights to all others."""
     return (servers - is_server) * width.gradient + is_server * (ranks - 1) * width.weight

@@ -10,7 +10,7 @@ from ..axes import tp
 from ..costs.local_tensors import LocalTensors, block_split
 from .broken_rule import BrokenRule
 
-MULTIPLE = 16  # elements; of the rows, the columns and the inner dim of a product (torch.nn.functional.scaled_mm)
+MULTIPLE = 16  # elements; of the rows, the columns and the inner dim of a product (torch._scaled_mm)
 
 
 def fp8_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:

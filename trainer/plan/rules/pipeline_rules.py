@@ -67,7 +67,7 @@ def _schedule_problem(parallel: Parallel) -> BrokenRule | None:
     try:
         read_lists(parallel.actions or "", parallel.pp)
     except ValueError as error:
-        return BrokenRule("schedule", f"parallel.schedule={name}: {error}", fix="mend the file, or name a schedule")
+        return BrokenRule("schedule", f"parallel.schedule={name}: {error}", fix="fix the file, or name a schedule")
     return None
 
 

@@ -23,12 +23,12 @@ from .broken_rule import BrokenRule, Rule
 from .data_rules import stages_rule, validate_rule
 from .degrees import nearest_divisors, replicas
 from .fp8_rule import fp8_rule
-from .further_tokens_rule import further_tokens_rule
 from .gradient_sum_rules import servers_rule, staleness_rule
 from .hybrid_rule import hybrid_layout_rule, hybrid_rule
 from .latent_rule import latent_rule
 from .lora_rule import lora_rule
 from .loss_chunks_rule import loss_chunks_rule
+from .multi_token_prediction_rule import further_tokens_rule
 from .mup_rule import mup_rule
 from .norm_rule import norm_rule
 from .pipeline_rules import pipeline_rule

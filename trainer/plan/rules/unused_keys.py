@@ -21,8 +21,8 @@ from ...spec.sections.rope import ROPE_KEYS
 from ..axes import AXES
 from ..costs.precision import has_moments
 from ..engines import PAPERS_NAME, cost_model, engine_for
+from ..layout.gradient_routes import inner_ranks
 from ..layout.mesh import Mesh
-from ..layout.sum_routes import inner_ranks
 from ..layout.workers import worker_count
 
 RULE = "idle"

@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from ...spec.run import Run
-from .answer import Answer, FoundLayout, find_layouts
+from .search_result import Answer, FoundLayout, find_layouts
 
 KNEE = 0.8  # of the highest tokens/s of a GPU
 

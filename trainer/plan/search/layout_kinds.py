@@ -52,7 +52,7 @@ def _sequence_kinds(run: Run, fixed: frozenset[str]) -> list[LayoutKind]:
     parallel.cp_comm, which they do not read."""
     own: CpComm = run.parallel.cp_comm
     other: CpComm = "all_to_all" if own == "all_gather" else "all_gather"
-    alone = _kind(run, fixed, own, False, ZEROS)
+    alone = _kind(run, fixed, own, ZEROS, shares=False)
     shared = [each for comm in (own, other)[: 1 + ("parallel.cp_comm" not in fixed)] for each in _shared_kinds(run, fixed, comm)]
     first = shared[0]
     if first.zeros == ZEROS and _ops(first.run) == _ops(alone.run):
@@ -62,14 +62,14 @@ def _sequence_kinds(run: Run, fixed: frozenset[str]) -> list[LayoutKind]:
 
 def _shared_kinds(run: Run, fixed: frozenset[str], comm: CpComm) -> Iterator[LayoutKind]:
     """Yield the kinds of layouts whose ranks share sequences."""
-    first, last = (_kind(run, fixed, comm, True, zeros) for zeros in (ZEROS[:3], ZEROS[3:]))
+    first, last = (_kind(run, fixed, comm, zeros, shares=True) for zeros in (ZEROS[:3], ZEROS[3:]))
     if _ops(first.run) == _ops(last.run):
-        yield _kind(run, fixed, comm, True, ZEROS)
+        yield _kind(run, fixed, comm, ZEROS, shares=True)
     else:
         yield from (first, last)
 
 
-def _kind(run: Run, fixed: frozenset[str], comm: CpComm, shares: bool, zeros: tuple[Zero, ...]) -> LayoutKind:
+def _kind(run: Run, fixed: frozenset[str], comm: CpComm, zeros: tuple[Zero, ...], *, shares: bool) -> LayoutKind:
     parallel = replace(run.parallel, cp_comm=comm)
     if "parallel.cp" not in fixed:
         parallel = replace(parallel, cp=2 if shares else 1)

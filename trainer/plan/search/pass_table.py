@@ -16,7 +16,7 @@ from ..costs.local_tensors import BlockSplit, block_split
 from ..engines import cost_model
 from ..layout.layout import mesh_of
 from ..layout.mesh import Wires
-from .bounds import Bounds
+from .layout_bounds import Bounds
 from .space import RECOMPUTES, ZEROS, Space, Zero
 from .split_arrays import Array, Form, SplitOnWires, blocks_of_splits, map_fields, merged_wire
 from .staged_schedules import StagedSchedule, pass_seconds, stacked_schedules, staged_schedule

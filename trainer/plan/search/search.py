@@ -12,15 +12,15 @@ from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
 from ..engines import ENGINES, cost_model
+from ..layout.gradient_routes import inner_ranks
 from ..layout.layout import Layout, mesh_of
-from ..layout.sum_routes import inner_ranks
 from ..layout.workers import worker_ranks
 from ..layout_cost import fits, has_times, layout_blocks, peak_bytes, step_seconds
 from ..layout_of_run import layout_on
 from ..stage_cost import stage_costs
-from .bounds import Bounds
-from .front import Best, CostedLayout, Front, MeshKey, mesh_key
 from .garbage_collection import pause_garbage_collection
+from .kept_layouts import Best, CostedLayout, Front, MeshKey, mesh_key
+from .layout_bounds import Bounds
 from .layout_kinds import LayoutKind, layout_kinds
 from .pass_table import Pass, PassTable
 from .run_seconds import ranked_seconds, share_of_several
@@ -131,7 +131,7 @@ class LayoutSearch:
         with pause_garbage_collection():  # costs and bounds stay until the end: looking through them takes a seventh of the time
             table = PassTable(self.space, self.context, self.bounds)
             for timed in (True, False):
-                self._search(table, timed)
+                self._search(table, timed=timed)
         return SearchResult(
             best=tuple(self._in_time(self.best.best_layouts())),
             front=tuple(self._in_time(self.front.rows)),
@@ -140,7 +140,7 @@ class LayoutSearch:
             contexts=(),
         )
 
-    def _search(self, table: PassTable, timed: bool) -> None:
+    def _search(self, table: PassTable, *, timed: bool) -> None:
         """Search the layouts whose seconds are known, or the others."""
         if (timed and self.context.rates is None) or (not timed and self._is_too_slow(inf)):
             return
@@ -154,13 +154,13 @@ class LayoutSearch:
             if self._may_matter(keys[bound.mesh], bound.seconds, bound.peak):
                 each = table.pass_of(bound)
                 if each.mesh not in known:
-                    known[each.mesh] = self._mesh_states(table.meshes[each.mesh], table.end_layers[each.mesh], timed)
+                    known[each.mesh] = self._mesh_states(table.meshes[each.mesh], table.end_layers[each.mesh], timed=timed)
                 self._search_pass(each, known[each.mesh], table.forms[each.forms])
 
     def _in_time(self, rows: list[CostedLayout]) -> Iterator[CostedLayout]:
         return (row for row in rows if not self._is_too_slow(row.seconds))
 
-    def _mesh_states(self, parallel: Parallel, layers: int, timed: bool) -> MeshStates:
+    def _mesh_states(self, parallel: Parallel, layers: int, *, timed: bool) -> MeshStates:
         states = [each for each in self.space.states(parallel) if self._is_timed(each) == timed]
         wires = self.context.wires(mesh_of(parallel, self.context.world))
         ranks = (parallel.tp, parallel.ep, wires.data.size)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..layout.continued_actions import flush_actions, step_actions
+from ..layout.actions_without_flush import flush_actions, step_actions
 from ..layout.delay import Delay
 from ..layout.layout import Layout
 from ..layout.schedules import SCHEDULES, Schedule, part_of, stage_and_chunk

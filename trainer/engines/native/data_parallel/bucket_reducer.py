@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from .gradients_together import GradientsTogether, add_gradients
+from .fused_gradient_sums import GradientsTogether, add_gradients
 from .weight_buckets import WeightBucket
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....layers.counter_rng import normal_block
 from ....layers.group import Group
-from ....plan.axes.low_rank import MatrixStack, compressed_stack
+from ....plan.axes.powersgd_factors import MatrixStack, compressed_stack
 from ....plan.axes.weight_slices import WeightShard
 
 # E matrices, N rows, M columns, R rank; W data-parallel ranks

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....layers.group import Group
-from ....plan.layout.sum_routes import server_ranks
+from ....plan.layout.gradient_routes import server_ranks
 from ....plan.native.buckets import Bucket
 
 Transfer = tuple[Callable[..., Any], Tensor, int]  # isend or irecv, what, the other rank's number in the group

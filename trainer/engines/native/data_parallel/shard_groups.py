@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ....layers.group import Group
 from ....parallel.process_groups import Grid
-from ....plan.layout.sum_routes import server_count
+from ....plan.layout.gradient_routes import server_count
 from ....spec.run import Run
 from .parameter_servers import ParameterServers
 

@@ -141,15 +141,15 @@ class ShardedReducer:
             each.row.parameter.grad = None
         if self._once:
             for module in self._modules:
-                _keep_gathered(module, True)
+                _keep_gathered(module, keep=True)
 
     def before_backward(self, chunk: int) -> None:
         """Have the last backward of a part sum its gradients and drop its weights."""
         self._done[chunk] += 1
         last = self._done[chunk] == self._micros
         if self._once and last and self._sum_gradients is None:
-            _keep_gathered(self._modules[chunk], False)
-        _sum_copies(self._modules[chunk], last)
+            _keep_gathered(self._modules[chunk], keep=False)
+        _sum_copies(self._modules[chunk], now=last)
 
     def after_backward(self) -> None:
         """Do nothing: fully_shard has taken all gradients."""
@@ -172,12 +172,12 @@ class ShardedReducer:
         """Do nothing: backward has summed all gradients."""
 
 
-def _sum_copies(module: Any, now: bool) -> None:
+def _sum_copies(module: Any, *, now: bool) -> None:
     """Have the backward that follows sum rows over the ranks that have the same ones, or only over those that it shards with."""
     module.set_requires_all_reduce(now)
 
 
-def _keep_gathered(module: Any, keep: bool) -> None:
+def _keep_gathered(module: Any, *, keep: bool) -> None:
     module.set_reshard_after_forward(not keep)
     module.set_reshard_after_backward(not keep)
     module.set_requires_gradient_sync(not keep)

@@ -112,6 +112,8 @@ def _folder_files(word: str, path: Path, search: FileSearch, remark: Remark) -> 
     fitting = [file for file in everything if file.size and file.name.lower().endswith(search.suffixes)]
     files = [file for file in fitting if search.accepts(file.path)] or fitting
     skipped = _skipped_text([file for file in everything if not file.name.lower().endswith(search.companions)], files)
+    if not files and everything and not any(file.size for file in everything):
+        raise data_error(f"data.path={word} has only empty files in it")
     if not files:
         says = f"data.path={word} has no {search.described} in it" + (f", only {skipped}" if skipped else "")
         raise data_error(says, search.mend.format(word))

@@ -17,10 +17,10 @@ from ....layers.cross_entropy import IGNORED
 from ....layers.transformer.document_bounds import DocumentBounds, document_bounds
 from ....spec.derived.data_blends import Blend, sample_blends
 from .answer_pairs import AnswerPairs, References, answer_pairs
+from .blend_stages import source_order
 from .corpus import Corpus, Split, windows
 from .order import Indices, permuted_index, random_key
 from .packing import PADDING, PADDING_DOCUMENT, PackedWindows
-from .stages import source_order
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,13 +88,15 @@ def document_noun(data: Data) -> str:
     return "pair" if data.has_preferences else "example" if data.has_prompts else "document"
 
 
-def stats_line(stats: CorpusStats, data: Data, tokens: int) -> str:
-    """Return a line for people: the tokens there are, and the epochs of a run that reads `tokens` by the blends of `data`."""
+def stats_line(stats: CorpusStats, data: Data, tokens: int, *, is_done: bool = False) -> str:
+    """Return a line for people: the tokens there are, and the epochs of a run that reads `tokens` by the blends of `data`, or has read them
+    and is done."""
     documents = f"{plural(stats.documents, document_noun(data))}" if stats.documents is not None else ""
     held_out = f", {stats.validation:,} more for validation" if stats.validation else ""
     where = f"{', all' if held_out else ''} in {documents}" if documents else ""
     train = "?" if stats.train is None else f"{stats.train:,}"
-    return f"data: {train} tokens{held_out}{where}; the run reads {tokens:,}, {_epochs(stats, data, tokens)}"
+    reads = "has read" if is_done else "reads"
+    return f"data: {train} tokens{held_out}{where}; the run {reads} {tokens:,}, {_epochs(stats, data, tokens)}"
 
 
 def _epochs(stats: CorpusStats, data: Data, tokens: int) -> str:

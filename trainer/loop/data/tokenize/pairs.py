@@ -218,7 +218,7 @@ def _tokenize_pair(pair: Pair, tokenizer: Tokenizer, end_text: bytes) -> _Tokeni
     """Tokenize a prompt and its completion apart; raises Unreadable."""
     prompt, completion = tokenizer.encode(pair.prompt), tokenizer.encode(pair.completion)
     closes = not (pair.rendered and _ends_with(pair.completion, end_text))
-    ids = np.concatenate([prompt, completion, _end_ids(tokenizer, closes)])
+    ids = np.concatenate([prompt, completion, _end_ids(tokenizer, closes=closes)])
     return _Tokenized(ids, [(len(prompt), len(ids))], is_empty=not pair.completion)
 
 
@@ -228,14 +228,14 @@ def _tokenize_chat(chat: Chat, tokenizer: Tokenizer, end_text: bytes) -> _Tokeni
     ids, begins, ends = tokenizer.encode_with_places(chat.text)
     ends = np.maximum(ends, begins + 1)
     labels = [(int(np.searchsorted(ends, turn.begin, "right")), int(np.searchsorted(begins, turn.end))) for turn in chat.turns]
-    closing = _end_ids(tokenizer, not _ends_with(chat.text.encode(), end_text))
+    closing = _end_ids(tokenizer, closes=not _ends_with(chat.text.encode(), end_text))
     if len(closing) and labels and chat.ends_with_label:
         begin = labels.pop()[0] if labels[-1][1] == len(ids) else len(ids)
         labels.append((begin, len(ids) + len(closing)))
     return _Tokenized(np.concatenate([ids, closing]), labels, is_empty=False)
 
 
-def _end_ids(tokenizer: Tokenizer, closes: bool) -> Ids:
+def _end_ids(tokenizer: Tokenizer, *, closes: bool) -> Ids:
     """Return the end token where something `closes` with it, else nothing."""
     return np.array([tokenizer.end] if closes and tokenizer.end is not None else [], tokenizer.dtype)
 

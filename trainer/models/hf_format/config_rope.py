@@ -9,7 +9,7 @@ from typing import Any
 
 from ...spec.run import Model
 from ...spec.sections.rope import ROPE_KEYS, Rope
-from .window import FULL_ATTENTION, SLIDING_ATTENTION
+from .config_windows import FULL_ATTENTION, SLIDING_ATTENTION
 
 ROPE_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # at the top
 KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", *(row.name for row in fields(Rope))}

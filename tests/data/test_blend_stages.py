@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
+from distrain.trainer.loop.data.samples.blend_stages import source_order
 from distrain.trainer.loop.data.samples.corpus import Corpus
 from distrain.trainer.loop.data.samples.order import blend, blend_counts, permuted_index, random_key
-from distrain.trainer.loop.data.samples.stages import source_order
 from distrain.trainer.spec.derived.data_blends import SampleBlend, blends
 from distrain.trainer.spec.run import Data, DataStage
 

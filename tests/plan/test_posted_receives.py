@@ -17,7 +17,7 @@ from distrain.trainer.plan.layout.mesh import Mesh  # noqa: E402
 from distrain.trainer.plan.layout.schedules import SCHEDULES  # noqa: E402
 from distrain.trainer.plan.layout.simulate import Simulation, TimedAction, simulate  # noqa: E402
 from distrain.trainer.plan.mesh_position import MeshPosition  # noqa: E402
-from distrain.trainer.plan.native.receives import receives_ahead  # noqa: E402
+from distrain.trainer.plan.native.posted_receives import receives_ahead  # noqa: E402
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 

@@ -20,7 +20,7 @@ from ..layout_cost import StepSeconds, layout_cost
 from ..plan import make_plan, plan_throughput
 from ..rules.rules import OF_LAYOUT, OF_RUN, broken_rules
 from ..whole_run import plan_whole_run
-from .front import CostedLayout
+from .kept_layouts import CostedLayout
 from .run_seconds import ranked_seconds, whole_steps
 from .search import candidate_layout, search_layouts
 from .space import ZEROS, Candidate

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, embedding, silu  # noqa: E402
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.small_models import B, S, batch_of, gradients, keys_of, module_of, run_of  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
-from distrain.trainer.layers.transformer.further_tokens import further_tokens  # noqa: E402
+from distrain.trainer.layers.transformer.multi_token_prediction import further_tokens  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
 from distrain.trainer.models.families import op_table  # noqa: E402
 from distrain.trainer.models.hf_format.config import read_hf_config  # noqa: E402

@@ -1,4 +1,4 @@
-"""A module that predicts a token further on than the model does (arXiv:2412.19437 section 2.2)."""
+"""Multi-token prediction: a module that predicts a token further on than the model does (arXiv:2412.19437 section 2.2)."""
 
 from __future__ import annotations
 
