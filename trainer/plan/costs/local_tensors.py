@@ -164,7 +164,8 @@ def _compiled_saves(op: Op, local: LocalTensors) -> Iterator[Tensor]:
     """Yield what an op of a compiled layer saves: attention's core as if it were not compiled, the rest as Megatron does, with one mask.
 
     The other masks of dropout are drawn again, and the output of a norm that is gathered along the sequence is computed again from its
-    input. So is the input of the second half's norm where the first half has one behind it. So are inputs that a product casts to 8 bits, but for the result of attention.
+    input. So is the input of the second half's norm where the first half has one behind it, and so are inputs that a product casts to 8
+    bits, but for the result of attention.
     """
     if op.in_fp8:
         yield from op.saves_torch[:1] if op.name == "attention.out" else ()
