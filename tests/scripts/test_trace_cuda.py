@@ -253,6 +253,19 @@ MIXTURE_JOBS = [  # compiled, each layer one graph: a router in float32, experts
         (LATENT, "one rank", ("parallel.recompute=none", "train.compile=true", "model.lora.rank=16")),
     )
 ]
+UNRECOMPUTED = ("parallel.recompute=none", "train.compile=true")
+MIXTURE_JOBS += [  # what they gather along the sequence, and masks but one, they make again
+    TraceJob(
+        recipe="mixtral_8x7b",
+        words=(*GPU, *PLAIN[:-1], *sizes, *LAYOUTS["sequence"], "train.precision=bf16", *UNRECOMPUTED, *words),
+    )
+    for sizes, words in (
+        (MODELS["moe"][1:], ("model.dropout=0.1",)),
+        (GLM, ("model.dropout=0",)),
+        (LATENT, ("model.dropout=0", "model.q_lora_rank=192")),
+        (HYBRID, ("model.dropout=0",)),
+    )
+]
 # fmt: on
 ONE_MICRO_BATCH_JOBS = [  # so short that its gradients are most of what it leaves
     TraceJob(recipe=MODELS[model][0], words=(*GPU, *PLAIN, *MODELS[model][1:], *LAYOUTS[layout], "train.batch=1", "train.seq=64", *words))

@@ -15,6 +15,10 @@ from ..axes import AXES, tp
 from ..axes.axis import ActivationForm, Axis
 from .number_or_array import for_each, is_number
 
+# Products whose input is a norm's output, which compiled layers gather along the sequence, and make again in backward; a layer of linear
+# attention keeps it.
+NORMED_INPUT = ("attention", "attention.query", "attention.key_value", "mlp", "shared")
+
 
 class BlockSplit(NamedTuple):
     """The part of a layout that decides what a block costs one rank: the key by which the costs of blocks are cached."""
@@ -125,32 +129,43 @@ def _saved_tensors(op: Op, local: LocalTensors) -> Iterable[Tensor]:
             if op.in_fp8 and local.sequence and tp.split_style(op) == "column":  # what came, this rank's part, which backward gathers again
                 kept, *others = saves  # that of shared experts is the router's
                 return others if op.name == "shared" else [replace(kept, width=None), *others]
-            return _saves_of_graphs(op, saves, local.activation) if local.fused else saves
+            return _saves_of_graphs(op, saves, local) if local.fused else saves
         case "megatron":
             return op.saves_megatron
         case _:
             return _compiled_saves(op, local)
 
 
-def _saves_of_graphs(op: Op, saves: list[Tensor], activation: int) -> Iterable[Tensor]:
-    """Return what an op saves where the compiler makes kernels of parts of a layer, with `activation` bytes an element: backward computes
-    an activated gate again, and a router's input and weight are saved as its product reads them, in float32. So the experts of all tokens
-    save that input themselves, which else they share with the router."""
+def _saves_of_graphs(op: Op, saves: list[Tensor], local: LocalTensors) -> Iterable[Tensor]:
+    """Return what an op saves where the compiler makes kernels of parts of a layer: backward computes an activated gate again, and a
+    router's input and weight are saved as its product reads them, in float32. So the experts of all tokens save that input themselves,
+    which else they share with the router. Where a layer is one graph, in less than float32, masks and gathered inputs are made again as in
+    a layer without experts."""
     if op.product is None and op.name.endswith(".act"):
         return op.saves_megatron if len(op.saves_megatron) < len(saves) else saves
-    if activation >= 4:
+    if local.activation >= 4:
         return saves
     if op.name == "router":
         return [*(replace(each, width=4) if each == STREAM else each for each in saves), Tensor(op.weights[0].dims, 4)]
-    return [STREAM, *saves] if op.name == "shared" and STREAM not in saves and not is_frozen(op) else saves
+    is_gathered = local.sequence and op.name in NORMED_INPUT and tp.split_style(op) == "column"
+    if is_gathered and not is_frozen(op) and "linear_keys" not in op.weights[0].dims:
+        return [each for each in saves if each != _input_of(op)]
+    gate_reads_shard = local.sequence and op.name == "shared_gate"
+    if (op.name == "shared" or gate_reads_shard) and STREAM not in saves and not is_frozen(op):
+        return [STREAM, *saves]
+    return [each for each in saves if each.width != 1 or _keeps_mask(op)]
+
+
+def _input_of(op: Op) -> Tensor | None:
+    return Tensor(op.product.rows + op.product.inner) if op.product else None
 
 
 def _compiled_saves(op: Op, local: LocalTensors) -> Iterator[Tensor]:
-    """Yield what an op of a compiled layer saves: attention's core as if it were not compiled, the rest as Megatron does, but no masks.
+    """Yield what an op of a compiled layer saves: attention's core as if it were not compiled, the rest as Megatron does, with one mask.
 
-    Masks of dropout are drawn again, and the output of a norm that is gathered along the sequence is computed again from its input. So is
-    the input of the second half's norm where the first half has one behind it. So are
-    inputs that a product casts to 8 bits, but for the result of attention.
+    The other masks of dropout are drawn again, and the output of a norm that is gathered along the sequence is computed again from its
+    input. So is the input of the second half's norm where the first half has one behind it, and so are inputs that a product casts to 8
+    bits, but for the result of attention.
     """
     if op.in_fp8:
         yield from op.saves_torch[:1] if op.name == "attention.out" else ()
@@ -158,5 +173,11 @@ def _compiled_saves(op: Op, local: LocalTensors) -> Iterator[Tensor]:
         return
     again = op.sums_again or (local.sequence and tp.split_style(op) == "column")
     for tensor in op.saves_torch if op.core else op.saves_megatron:
-        if tensor.width != 1 and not (again and tensor == STREAM):
+        if (tensor.width != 1 or _keeps_mask(op)) and not (again and tensor == STREAM):
             yield tensor
+
+
+def _keeps_mask(op: Op) -> bool:
+    """Whether the mask of an op's dropout is kept: of a compiled layer's two residual sums one's, counted here as the last one's; and that
+    of the embedding, and LoRA's, which is drawn in no other way."""
+    return op.name in ("mlp.residual", "embedding") or op.name.endswith(".lora_dropout")
