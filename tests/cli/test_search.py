@@ -15,8 +15,8 @@ from distrain.cli.pages.text_layout import Style
 from distrain.cli.verbs import plan as plan_verb
 from distrain.cli.verbs.search_scope import fixed_keys, node_counts
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.search.answer import find_layouts
 from distrain.trainer.plan.search.cluster_sizes import SizedAnswer
+from distrain.trainer.plan.search.search_result import find_layouts
 from distrain.trainer.spec.numbers.as_text import seconds_text
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
