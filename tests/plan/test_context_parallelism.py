@@ -71,13 +71,22 @@ def test_an_exchange_copies_what_it_sends_and_what_it_receives() -> None:
 WIDE = {"model__head_dim": 264}  # more than FlashAttention-2 takes
 
 
-@pytest.mark.parametrize(
-    "changes", [{"train__compile": True}, {"data__documents": True} | WIDE, {"train__compile": True, "data__documents": True}]
-)
-def test_no_core_runs_again_after_an_exchange(changes: dict[str, Any]) -> None:
+LONG: dict[str, Any] = {"parallel__cp": 2, "engine": "native", "train__seq": 1 << 17}  # attention takes longer than an exchange
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_core_runs_again_after_an_exchange(compiled: bool) -> None:
     """Ranks that gather keys run a fused kernel again in backward where it is not called by blocks (core_attention.py, FusedCore)."""
-    keys = {"parallel__cp": 2, "engine": "native", "train__seq": 1 << 17, **changes}  # attention takes longer than an exchange
+    keys: dict[str, Any] = {"data__documents": True, "train__compile": compiled, **WIDE, **LONG}
     assert computing(plan_of(**keys, **EXCHANGE)) < 0.9 * computing(plan_of(**keys))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_compiled_layers_that_gather_keys_call_the_kernel_by_blocks(documents: bool) -> None:
+    """They attend outside their graphs: no core runs again, and no mask is kept."""
+    plain, compiled = (plan_of(**LONG, data__documents=documents, train__compile=each) for each in (False, True))
+    assert computing(compiled) < computing(plain)
+    assert saved(compiled) < saved(plain)
 
 
 def test_documents_cost_no_core_twice_where_the_kernel_takes_their_bounds() -> None:

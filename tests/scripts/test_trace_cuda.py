@@ -204,7 +204,7 @@ DOCUMENT_JOBS = [  # kept apart by the kernel, in each family: with windows, exp
         ("moe", LAYOUTS["pp"], ("parallel.recompute=full",)),
         ("llama", LAYOUTS["sequence"], ("train.compile=true", "parallel.recompute=none")),
         ("llama", LAYOUTS["cp"], ("parallel.recompute=selective", "train.microbatch=2")),
-        ("llama", LAYOUTS["cp"], ("train.compile=true",)),  # by a mask: compiled layers would keep the keys that they gather
+        ("llama", LAYOUTS["cp"], ("train.compile=true",)),  # outside their graphs
         ("llama", EXCHANGE, ("train.compile=true", "model.window=512")),
     )
 ]

@@ -194,7 +194,10 @@ class Attention(JoinedWeights):
                 None if states is None or not self.dropout.p else partial(self.dropout.mask, states, _head_numbers(query, self.first_head))
             )
             core = ScoresCore(cp, self.dropout.p, draw_mask, self.scale)
-        return context_attention(query, key, value, mask, core, cp, recompute=self.recompute_core)
+        attend = context_attention
+        if query.is_cuda and torch.compiler.is_compiling() and not isinstance(core, ScoresCore):
+            from .uncompiled_attention import uncompiled_context_attention as attend
+        return attend(query, key, value, mask, core, cp, recompute=self.recompute_core)
 
 
 def _head_numbers(query: Tensor, first: int) -> range:

@@ -67,12 +67,11 @@ def has_flash_attention() -> bool:
 
 def is_for_flash(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return whether ranks that share the sequence call the fused kernel block by block, by its log-sum-exp: the one for CPUs, and
-    FlashAttention-2, which takes half precision and no mask. Of compiled layers on a GPU torch's compiler would save the gathered keys
-    and values."""
+    FlashAttention-2, which takes half precision and no mask."""
     if not query.is_cuda:
         return True
     is_half = query.dtype in (torch.bfloat16, torch.float16) and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
-    return mask is None and is_half and not torch.compiler.is_compiling() and has_flash_attention()
+    return mask is None and is_half and has_flash_attention()
 
 
 def flash_block(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:

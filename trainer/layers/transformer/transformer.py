@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...spec.derived.document_kernel import gathers_in_graphs, widest_head
+from ...spec.derived.document_kernel import widest_head
 from ...spec.run import Run
 from ..add_gradient import add_gradient
 from ..counter_rng import DropoutKeys
@@ -122,7 +122,6 @@ class Transformer(nn.Module):
         model = run.model
         self.model, self.tp, self.cp, self.ep = model, tp, cp, ep
         self.recompute, self.is_fused = run.parallel.recompute == "full", run.train.attention == "flash"
-        self.gathers_in_graphs = gathers_in_graphs(run)
         self.first, self.last = first, last
         self.compute_type: torch.dtype | None = None  # of activations, where it is not that of parameters
         if first:
@@ -311,9 +310,7 @@ class Transformer(nn.Module):
 
     def _takes_documents(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether attention's kernel takes the bounds of documents in place of a mask."""
-        if self.model.sinks:
-            return False
-        return takes_documents(device, dtype, widest_head(self.model)) and not (self.gathers_in_graphs and device.type == "cuda")
+        return not self.model.sinks and takes_documents(device, dtype, widest_head(self.model))
 
     def _positions(self, tokens: Tensor) -> Tensor:
         """Return the positions [S] of tokens [B, S] in the whole sequence."""

@@ -132,7 +132,7 @@ class SplitCosts:
         # 1 where context parallelism's core runs again in its own backward, and saves no log-sum-exp: FusedCore (core_attention.py)
         has_flash = run.train.precision != "fp32" and "bf16" in run.cluster.device.peak  # compute capability 8 or later
         has_mask = run.data.documents and not has_document_kernel(run)
-        fused_core = own and self.kind == "cuda" and (has_mask or not has_flash or split.fused)
+        fused_core = own and self.kind == "cuda" and (has_mask or not has_flash)
         self.has_context = for_each(lambda degree: int(degree > 1), split.degree("cp"))  # 1 where ranks share a sequence
         self.core_again = int(fused_core and run.parallel.cp_comm == "all_gather") * self.has_context
         exchanges = self.has_context * (run.parallel.cp_comm == "all_to_all")  # they keep the core's values in any case

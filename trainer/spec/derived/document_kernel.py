@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from ..run import Device, Model, Run
-from .compiled_layers import has_compiled_layers
 
 MOST_HEAD_DIM = 256  # elements of a query, key or value that FlashAttention-2 takes
 
 
 def has_document_kernel(run: Run) -> bool:
-    """Return whether attention keeps documents apart in its kernel where it trains."""
-    return takes_document_bounds(run) and not (run.cluster.device.kind != "cpu" and gathers_in_graphs(run))
-
-
-def takes_document_bounds(run: Run) -> bool:
-    """Return whether the kernel of a run's model and device takes the bounds of documents, whatever the layout: on a CPU ours, on a GPU
-    from compute capability 8 FlashAttention-2, which takes half precision. Not with dropout, which a kernel could not key, nor with sinks,
-    which have calls of their own."""
+    """Return whether attention keeps documents apart in its kernel, by their bounds: on a CPU ours, on a GPU from compute capability 8
+    FlashAttention-2, which takes half precision. Not with dropout, which a kernel could not key, nor with sinks, which have calls of their
+    own."""
     device = run.cluster.device
     if not run.data.documents or run.train.attention != "flash" or run.model.dropout or run.model.sinks:
         return False
@@ -27,13 +21,6 @@ def takes_document_bounds(run: Run) -> bool:
 def has_flash_attention_2(device: Device) -> bool:
     """Return whether a GPU runs FlashAttention-2: from compute capability 8 on, which is the first with bf16."""
     return "bf16" in device.peak
-
-
-def gathers_in_graphs(run: Run) -> bool:
-    """Return whether compiled layers gather the keys of ranks that share a sequence: on a GPU their graphs would keep what they gather for
-    a kernel that saves its log-sum-exp."""
-    parallel = run.parallel
-    return parallel.cp > 1 and parallel.cp_comm == "all_gather" and has_compiled_layers(run.train, parallel)
 
 
 def widest_head(model: Model) -> int:
