@@ -202,7 +202,10 @@ def test_a_plan_that_wastes_time_ends_with_the_best_layout_as_words(capsys: pyte
     text = " ".join(words.split())
     step, best = (json.loads(call_json(verb, capsys)) for verb in ("plan", "search"))
     assert status == 0
-    assert f"This layout wastes {100 * (1 - best['rows'][0]['step'] / step['time']['step']):.1f} % of its time: pp 4 x dp 4 x tp 4" in text
+    assert (
+        f"This layout wastes {100 * (1 - best['rows'][0]['step'] / step['time']['step']):.1f} % of its time: pp 4 x dp 4 x cp 2 x tp 2"
+        in text
+    )
     assert " search conf=llama3_70b cluster=8x8 " in text
     best_words = shlex.split(text.partition(" plan ")[2])
     plan = make_plan(load_recipe("llama3_70b", best_words[1:]))

@@ -1,15 +1,12 @@
-"""The kinds of layouts whose models have different ops: whether layers are compiled, how ranks that share a sequence see each other's
-tokens (parallel.cp_comm), and which kernel keeps documents apart, which for compiled layers depends on whether ranks share a sequence and
-on the ZeRO stage (spec/derived/document_kernel.py). A search costs the layouts of one kind in one context."""
+"""The kinds of layouts whose models have different ops: whether layers are compiled, and how ranks that share a sequence see each other's
+tokens (parallel.cp_comm). A search costs the layouts of one kind in one context."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from ...models.families import op_table
-from ...spec.derived.document_kernel import has_document_kernel
 from ...spec.run import CpComm, Run
 from ..rules.rules import OF_RUN, broken_rules
 from .space import ZEROS, Candidate, Zero
@@ -52,32 +49,17 @@ def _sequence_kinds(run: Run, fixed: frozenset[str]) -> list[LayoutKind]:
     parallel.cp_comm, which they do not read."""
     own: CpComm = run.parallel.cp_comm
     other: CpComm = "all_to_all" if own == "all_gather" else "all_gather"
-    alone = _kind(run, fixed, own, ZEROS, shares=False)
-    shared = [each for comm in (own, other)[: 1 + ("parallel.cp_comm" not in fixed)] for each in _shared_kinds(run, fixed, comm)]
-    first = shared[0]
-    if first.zeros == ZEROS and _ops(first.run) == _ops(alone.run):
+    alone = _kind(run, fixed, own, shares=False)
+    shared = [_kind(run, fixed, comm, shares=True) for comm in (own, other)[: 1 + ("parallel.cp_comm" not in fixed)]]
+    if op_table(shared[0].run) == op_table(alone.run):
         return [LayoutKind(own, None, ZEROS, run), *shared[1:]]
     return [alone, *shared]
 
 
-def _shared_kinds(run: Run, fixed: frozenset[str], comm: CpComm) -> Iterator[LayoutKind]:
-    """Yield the kinds of layouts whose ranks share sequences."""
-    first, last = (_kind(run, fixed, comm, zeros, shares=True) for zeros in (ZEROS[:3], ZEROS[3:]))
-    if _ops(first.run) == _ops(last.run):
-        yield _kind(run, fixed, comm, ZEROS, shares=True)
-    else:
-        yield from (first, last)
-
-
-def _kind(run: Run, fixed: frozenset[str], comm: CpComm, zeros: tuple[Zero, ...], *, shares: bool) -> LayoutKind:
+def _kind(run: Run, fixed: frozenset[str], comm: CpComm, *, shares: bool) -> LayoutKind:
     parallel = replace(run.parallel, cp_comm=comm)
     if "parallel.cp" not in fixed:
         parallel = replace(parallel, cp=2 if shares else 1)
     if "parallel.zero" not in fixed:
-        parallel = replace(parallel, zero=zeros[0])
-    return LayoutKind(comm, shares, zeros, replace(run, parallel=parallel))
-
-
-def _ops(run: Run) -> tuple[object, bool]:
-    """All that a context reads of a layout's degrees."""
-    return op_table(run), has_document_kernel(run)
+        parallel = replace(parallel, zero=0)
+    return LayoutKind(comm, shares, ZEROS, replace(run, parallel=parallel))
