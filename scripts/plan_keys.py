@@ -37,6 +37,7 @@ def page_text() -> str:
             *("| key | unit | meaning |", "|---|---|---|", *keys, ""),
             "## Kinds of operators\n",
             *("| `kind` | as the page of `--operators` calls it |", "|---|---|", *kinds, ""),
+            "Back: [plans](plans.md), which explains the page.\n",
         ]
     )
 
