@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 
 from ...trainer.spec.problem import Problem, suggest_name
@@ -33,7 +34,7 @@ def verb_problem(argv: Sequence[str], verbs: Collection[str]) -> Problem:
     """Return the problem of a command line whose first argument is no verb."""
     word, *rest = argv
     if "=" in word:
-        return Problem(rule="verb", says=f"{word} comes after a verb", mend=f"distrain plan {' '.join(argv)}")
+        return Problem(rule="verb", says=f"{word} comes after a verb", mend=f"distrain plan {shlex.join(argv)}")
     if word == "help":
         verb = rest[0] if rest and rest[0] in verbs else ""
         return Problem(rule="verb", says="no verb help", mend=f"write distrain {verb} --help".replace("  ", " "))
@@ -47,4 +48,4 @@ def early_option(option: str, argv: Sequence[str], options_of_verbs: Mapping[str
     at = next((number for number, word in enumerate(argv) if word in options_of_verbs), None)
     if at is None or option.partition("=")[0] not in options_of_verbs[argv[at]]:
         return ""
-    return f"write it after the verb, as distrain {argv[at]} {' '.join([*argv[at + 1 :], *argv[:at]])}"
+    return f"write it after the verb, as distrain {argv[at]} {shlex.join([*argv[at + 1 :], *argv[:at]])}"

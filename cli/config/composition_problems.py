@@ -104,9 +104,10 @@ def improve_problems(problem: Problem, config: Mapping[str, Any], config_dir: Pa
     key = problem.says.removeprefix("no key ")
     value = _value_at(config, key)
     inside = leaves(value, f"{key}.") if isinstance(value, Mapping) else ()
-    answered = [found for each, one in inside if (found := synonyms.synonym_problem(each, one))]
-    if answered:
-        return answered
+    answers = {each: synonyms.synonym_problem(each, one) for each, one in inside}
+    if any(answers.values()):
+        nothing = "nothing here means it: leave it out"
+        return [found or Problem(rule="unknown", says=f"no key {each}", mend=nothing) for each, found in answers.items()]
     return [
         synonyms.synonym_problem(key, value) or (unknown_key_problem(key, config_keys()) if "known: " in problem.mend else None) or problem
     ]

@@ -147,7 +147,7 @@ class Loader:
                 mend = f"`distrain cp quickstart {file}` writes a recipe to begin with, once it is removed"
                 raise Unreadable([Problem(rule="conf", says=f"{file} sets no key", mend=mend)])
             check_is_recipe(recipe, file, self.known, groups)
-            check_is_ours(to_plain(recipe, []), file, self.known)
+            check_is_ours(to_plain(recipe, found := list[Problem]()), file, self.known, found)
             if user.shape or user.choices:
                 recipe.pop("reading", None)  # of the arguments that the recipe was written from
             node = self._composer.compose(recipe, user.choices, file)

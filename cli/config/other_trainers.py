@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +15,39 @@ from ..keys import synonyms
 from ..keys.config_files import MOST_BYTES
 
 LEAST_KNOWN = 2  # keys of other trainers in a file that is no recipe; with one it is a recipe with a mistake
+RECIPE_IS_YAML = "a recipe is YAML: `distrain cp quickstart mine.yaml` writes one"
 COPY = "`distrain cp quickstart mine.yaml` writes a recipe to set them in"
 
 
-def check_is_ours(config: Mapping[Any, Any], file: Path, known: Collection[str]) -> None:
+def check_is_ours(config: Mapping[Any, Any], file: Path, known: Collection[str], problems: Iterable[Problem] = ()) -> None:
     """Raise Unreadable with an answer to each key if a file is one of another trainer: without `defaults`, half or more of its sections or
-    keys unknown here, and several of them known there. `known`: every key of a run."""
+    keys unknown here and unlike ours, and several of them known there. `known`: every key of a run; `problems`: of its values."""
     sections = {key.partition(".")[0] for key in known}
-    strange = [name for name in config if str(name) not in sections]
+    strange = [name for name in config if str(name) not in sections and not _is_misspelt(str(name), sections)]
     if "defaults" in config or len(strange) < len(config) / 2:
         return
     answers = {key: _answer(key, value, known) for key, value in leaves(config) if key not in known}
-    if sum(bool(answer) for answer in answers.values()) >= LEAST_KNOWN:
-        raise Unreadable(_problems(answers, file))
+    if sum(bool(answer) and synonyms.find_synonym(key) is not None for key, answer in answers.items()) >= LEAST_KNOWN:
+        raise Unreadable([*_problems(answers, file), *problems])
+
+
+def _is_misspelt(name: str, sections: Collection[str]) -> bool:
+    """Whether a name is that of a section but for a letter or two; `optimizer` and `parallelism` are names of other trainers."""
+    return any(abs(len(name) - len(each)) <= 1 for each in get_close_matches(name, sections, cutoff=0.8))
 
 
 def read_toml(file: Path) -> dict[str, Any]:
     """Return the keys of a TOML file, which is no recipe but may be torchtitan's config; raises Unreadable where it can't be read."""
     try:
         return tomllib.loads(read_plain(file, MOST_BYTES).decode("utf-8-sig"))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise Unreadable([Problem(rule="yaml", says=f"{file} can't be read as TOML: {why}", mend=RECIPE_IS_YAML)]) from None
 
 
 def toml_problem(file: Path) -> Problem:
     """Return the problem of a TOML file of which no key says whose it is."""
-    return Problem(rule="yaml", says=f"{file} is TOML", mend="a recipe is YAML: `distrain cp quickstart mine.yaml` writes one")
+    return Problem(rule="yaml", says=f"{file} is TOML", mend=RECIPE_IS_YAML)
 
 
 def leaves(config: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:

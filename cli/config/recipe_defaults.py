@@ -41,9 +41,11 @@ def without_other_device(recipe: DictConfig, choices: Sequence[Override]) -> Dic
     """Return a recipe whose defaults choose a cluster without the figures of a whole device of its own, where another device or cluster is
     chosen; with another cluster also without what goes with the device."""
     chosen = {each.key: each for each in choices if each.key in ("cluster", "device") and not each.deletes}
-    cluster: Any = OmegaConf.to_container(recipe.get("cluster") or OmegaConf.create(), resolve=False)
+    if not chosen or not _names_cluster(recipe):
+        return recipe
+    cluster: Any = OmegaConf.to_container(recipe, resolve=False).get("cluster")  # type: ignore[union-attr]
     device = cluster.get("device") if isinstance(cluster, dict) else None
-    if not chosen or not isinstance(device, dict) or not is_whole_section("cluster.device", device) or not _names_cluster(recipe):
+    if not isinstance(device, dict) or not is_whole_section("cluster.device", device):
         return recipe
     copy = recipe.copy()
     if "cluster" in chosen:

@@ -345,4 +345,6 @@ def _our_value(value: Any, values: Mapping[str, str] | None) -> str:
     if value is None or value in ("", -1, "-1"):  # -1 is "all" or "the rest" there
         return ""
     text = value_text(value)
-    return values.get(text, "") if values is not None else text
+    if values is not None:
+        return values.get(text, "")
+    return "" if text in ("auto", "inf", "nan") else text  # auto: whoever launches sets it

@@ -245,6 +245,52 @@ def test_a_toml_file_that_nobody_knows_is_one_line(tmp_path: Path) -> None:
         load_recipe(str(tmp_path / "a.toml"))
 
 
+def test_a_toml_file_with_a_mistake_names_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('[model]\nname = "x\nseed = 1\n')
+    with pytest.raises(Unreadable, match=r"a\.toml can't be read as TOML: .* line 2.*: a recipe is YAML"):
+        load_recipe(str(tmp_path / "a.toml"))
+
+
+def test_a_recipe_with_misspelt_sections_is_ours(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("train: {batch: 3}\nmodel: {layers: 3}\nparalel: {tp: 2}\noptm: {lr: 3, beta: 2}\n")
+    with pytest.raises(Unreadable) as error:
+        load_recipe(str(tmp_path / "mine.yaml"))
+    assert [str(each) for each in error.value.problems if each.rule == "unknown"] == [
+        "no key paralel: did you mean parallel?",
+        "no key optm: did you mean optim?",
+    ]
+
+
+def test_what_another_trainer_fills_in_later_is_no_value_of_ours(tmp_path: Path) -> None:
+    """`auto` in a DeepSpeed config of the Trainer; what can't be resolved is named too."""
+    text = "train_batch_size: auto\nfp16: {enabled: auto}\nlearning_rate: .inf\nseq_len: ${nope}\n"
+    (tmp_path / "ds.yaml").write_text(text)
+    with pytest.raises(Unreadable) as error:
+        load_recipe(str(tmp_path / "ds.yaml"))
+    _, batch, precision, rate, unresolved = map(str, error.value.problems)
+    assert "write train.batch=VALUE" in batch
+    assert "write train.precision=VALUE" in precision
+    assert "write optim.lr=VALUE" in rate
+    assert unresolved.startswith("seq_len=${nope} can't be resolved")
+
+
+def test_a_cluster_that_is_text_is_answered(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model: {family: llama}\ncluster: 4x8\n")
+    with pytest.raises(Unreadable, match="cluster=4x8 names no cluster: known: "):
+        load_recipe(str(tmp_path / "mine.yaml"))
+
+
+def test_every_key_of_a_section_of_another_trainer_is_answered(tmp_path: Path) -> None:
+    text = (config_files.recipe_path("quickstart", None)).read_text()
+    (tmp_path / "mine.yaml").write_text(f"{text}training: {{steps: 4, foo: 3}}\n")
+    with pytest.raises(Unreadable) as error:
+        load_recipe(str(tmp_path / "mine.yaml"))
+    assert list(map(str, error.value.problems)) == [
+        "no key training.steps: write train.steps=4",
+        "no key training.foo: nothing here means it: leave it out",
+    ]
+
+
 def test_a_section_of_another_trainer_in_a_recipe_is_answered_key_by_key(tmp_path: Path) -> None:
     text = (config_files.recipe_path("quickstart", None)).read_text()
     (tmp_path / "mine.yaml").write_text(f"{text}zero_optimization: {{stage: 2, overlap_comm: true}}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from ..machine.doctor_checks import MachineCheck
 from ..rundir.files import run_folder
 from ..spec.run import Run
 from ..system.run_child import capture_child
+from ..system.stop_requests import collect_stop_requests
 from .rank.channel import ignore_text
 from .single_host import launch_local_ranks
 
@@ -64,7 +66,12 @@ def _two_rank_check(run: Run, folder: Path, one_process: Sequence[float]) -> Mac
     """Train the run on two CPU ranks and compare with the losses of one process without DeepSpeed."""
     command = [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    outcome = launch_local_ranks(command, ranks=2, folder=folder, environment=environment, show=ignore_text, grace=GRACE)
+    with collect_stop_requests() as requests:
+        outcome = launch_local_ranks(
+            command, ranks=2, folder=folder, environment=environment, show=ignore_text, grace=GRACE, stop_requests=requests
+        )
+    if requests:
+        signal.raise_signal(requests[-1][0])
     if outcome.status:
         mend = "run `distrain fit conf=quickstart`, which keeps the logs of its ranks"
         return MachineCheck("engine zero", "problem", outcome.says.partition("; its log is ")[0], mend)
