@@ -111,7 +111,12 @@ def option_problem(error: Any, argv: Sequence[str] = ()) -> Problem:
     """Return the problem of a wrong option from click's `error`; `argv` is the command line that has it."""
     name = getattr(error, "option_name", None)
     context = error.ctx
-    if context and getattr(error, "param_hint", 0) is None and type(error).__name__ == "MissingParameter":
+    if (
+        context
+        and getattr(error, "param_hint", 0) is None
+        and type(error).__name__ == "MissingParameter"
+        and not error.param.opts[0].startswith("-")
+    ):
         return _missing_argument_problem(error.param, context)
     message = str(error.format_message()).splitlines()[0].rstrip(".")
     if name is None or not message.startswith("No such option"):
