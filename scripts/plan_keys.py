@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..trainer.plan.costs.operator_kinds import OPERATOR_KINDS
 from ..trainer.plan.result_keys import PLAN_KEYS
+from .show_help import show_help
 
 PAGE = Path(__file__).parents[1] / "docs" / "plan_json.md"
 HEAD = """# The keys of `distrain plan --json`
@@ -43,4 +44,5 @@ def page_text() -> str:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

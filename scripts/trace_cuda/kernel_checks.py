@@ -111,7 +111,6 @@ def refuse_number(x: Tensor) -> None:
 CHECKS: dict[str, Callable[..., None]] = {
     "_grouped_mm":                                  check_grouped,
     "_scaled_mm":                                   check_scaled,
-    "_scaled_mm_v2":                                check_scaled,
     "_flash_attention_forward":                     check_flash,
     "_flash_attention_backward":                    check_flash_gradients,
     "_scaled_dot_product_flash_attention":          lambda *given, **options: check_flash(*given, heads=1, **options),

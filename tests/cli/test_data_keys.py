@@ -51,7 +51,7 @@ WRONG = [
         ["data.stages[0]=3 is not a mapping of weights, until: set one of its keys, as data.stages[0].until=3"]),
     (["data.stages={weights:[1,2]}"], ["data.stages={weights:[1,2]} is not a list, each a mapping of weights, until"]),
     (["data.stages=[{weights:[1,2],until:5},{weight:[1,2]}]"],
-        ["no key data.stages[1].weight: did you mean weights?", "data.stages[1].weights is not set: a list, each a number, at least 0"]),
+        ["no key data.stages[1].weight: did you mean data.stages[1].weights?", "data.stages[1].weights is not set: a list, each a number, at least 0"]),
     (["data.stages=[{weights:[-1,2]}]"], ["data.stages[0].weights=[-1,2] is not a list, each a number, at least 0"]),
     (["data.stages=[{weights:[1,2],until:2T},{weights:[1,1]}]"], ["data.stages[0].until=2T is not a number: write 2e12"]),
     (["validation_file=w.txt"], ["no key validation_file: write data.validate=VALUE (a set by a name of yours: {NAME: PATH})"]),

@@ -26,6 +26,7 @@ from ...plan.plan import make_plan
 from ...spec.run import Run
 from ...spec.sections.lr_schedule import learning_rate
 from ...system.cpu import cpu_count
+from ...system.stop_requests import collect_stop_requests
 from ..data.prepare import cache_folder, prepare_corpus
 from ..data.samples.batches import Batches
 from .verb_process import run_verb
@@ -84,15 +85,14 @@ def gloo_fault() -> str:
 def _fork_peer(rank: int, port: int, alive: list[int]) -> int:
     """Fork one of the two processes and add it to those alive. Return the pipe that it writes its error to."""
     reader, writer = os.pipe()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # Python ignores an exception of a handler within fork
-    try:
+    with collect_stop_requests() as requests:  # Python ignores what a signal's handler raises within fork
         pid = os.fork()
         if pid:
             alive.append(pid)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if pid:
         os.close(writer)
+        if requests:
+            signal.raise_signal(requests[0][0])
         return reader
     try:
         _join_and_add(rank, port)
