@@ -18,7 +18,7 @@ from torch import Tensor
 from distrain.tests.rank_programs.tensor_ranks import Comparisons, main
 from distrain.trainer.layers.counter_rng import dropout_keys, dropout_mask
 from distrain.trainer.layers.cross_entropy import IGNORED
-from distrain.trainer.layers.group import Group
+from distrain.trainer.layers.rank_group import Group
 from distrain.trainer.layers.transformer.context_parallel import AttentionCore, ContextParallel, context_attention
 from distrain.trainer.layers.transformer.core_attention import (
     FlashCore,

@@ -16,10 +16,10 @@ from ..counter_rng import DropoutKeys
 from ..cross_entropy import IGNORED, token_losses
 from ..dropout import Dropout
 from ..dtypes import rounded
-from ..group import Group
 from ..norms import make_norm
 from ..parameters_by_prefix import Parameters, sub_parameters
 from ..preference_loss import PairInputs, PairResults, preference_loss
+from ..rank_group import Group
 from ..recompute import recompute
 from ..tensor_parallel import Linear, TensorParallel
 from .attention import Attention
