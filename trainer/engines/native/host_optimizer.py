@@ -21,6 +21,7 @@ from .data_parallel.weight_buckets import WeightBucket
 from .rounded_moments import MomentPart, MomentRounding, adamw_of_part, step_adamw
 
 PART = 2**20  # elements that are cast, stepped and cast again at once: they stay in a processor's cache (scripts/bench_host_step.py)
+CUT = 64  # a shard is cut at multiples of it: the same elements are left over from a processor's vectors as of a whole shard
 
 
 class CopyStream:
@@ -160,9 +161,12 @@ def _pieces(buckets: Sequence[WeightBucket | ShardedWeight]) -> Iterator[HostPie
         while not is_last:
             stop = min(start + PIECE - filled, elements)
             is_last = stop == elements
-            parts.append(PiecePart(bucket, start, stop, filled, is_last))
+            if not is_last:
+                stop -= (stop - start) % CUT
+            if is_last or stop > start:
+                parts.append(PiecePart(bucket, start, stop, filled, is_last))
             start, filled = stop, filled + stop - start
-            if filled == PIECE or (is_last and isinstance(bucket, WeightBucket)):
+            if not is_last or isinstance(bucket, WeightBucket):
                 yield tuple(parts)
                 parts, filled = [], 0
     if parts:
