@@ -111,7 +111,9 @@ class MoELayer(AttentionHalf):
         self.experts = Experts(sub_parameters(parameters, "experts"), model, ep, tp)
         self.shared = FeedForward(sub_parameters(parameters, "shared"), model, tp) if model.shared_experts else None
         self.tp, self.top_k, self.rule, self.aux_loss = tp, model.top_k, model.router, model.aux_loss
-        self.shared_gate = Linear(sub_parameters(parameters, "shared_gate")) if "shared_gate.weight" in parameters else None
+        self.shared_gate = (
+            Linear(sub_parameters(parameters, "shared_gate"), model.lora.scale) if "shared_gate.weight" in parameters else None
+        )
         # tokens of each sequence that an expert takes
         self.capacity = None if model.capacity is None else int(model.capacity * model.top_k * run.train.seq / model.experts)
 
