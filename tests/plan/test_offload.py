@@ -153,6 +153,16 @@ def test_bytes_on_a_host(words: tuple[str, ...]) -> None:
     assert host.node == 8 * (host.rank.optimizer + host.rank.gradients + host.rank.weights + host.rank.buffers)
 
 
+@pytest.mark.parametrize(("zero", "elements"), [(1, 128_256 * 4096), (2, 128_256 * 4096), (3, 0)])
+def test_deepspeed_copies_each_parameter_through_a_buffer_on_the_device_but_for_zero_3(zero: int, elements: int) -> None:
+    """ZeRO 1 and 2 hold one of the largest parameter's elements, here the embedding's, in the weights' type; ZeRO 3 copies its own part."""
+    words = ("train.batch=128", "engine=zero", f"parallel.zero={zero}")
+    offloaded, kept = (plan_of(*words, *more).memory for more in ((), ("parallel.offload.optimizer=false",)))
+    assert offloaded
+    assert kept
+    assert offloaded.stages[0].bytes.buffers - kept.stages[0].bytes.buffers == 2 * elements
+
+
 def test_the_fullest_node_holds_what_its_stages_do() -> None:
     """Four stages of two ranks, two stages on a node: none has two of the fullest."""
     plan = plan_of("cluster=2x4", "parallel.pp=4", "parallel.zero=1", "engine=native", "model.vocab=400_000", "parallel.bucket=1_000_000")

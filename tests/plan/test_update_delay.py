@@ -62,6 +62,18 @@ def test_versions_are_those_of_the_papers() -> None:
     assert held == {"pipedream": [4, 3, 2, 1], "vertical": [4, 4, 4, 4], "pipedream_2bw": [2, 2, 2, 2]}
 
 
+@pytest.mark.parametrize(
+    ("schedule", "vertical", "versions"),
+    [("pipedream", False, [4, 3, 2, 1]), ("pipedream", True, [4, 4, 4, 4]), ("pipedream_2bw", False, [2, 2, 2, 2])],
+)
+def test_a_plan_counts_the_weights_of_each_version(schedule: str, vertical: bool, versions: list[int]) -> None:
+    keys = {"parallel__pp": 4, "train__batch": 8, "train__precision": "fp32"}
+    run = run_of(gpt(8, 64, 4, tied=False), 4, **keys, parallel__schedule=schedule, parallel__vertical=vertical)
+    assert [each.bytes.weights for each in memory_of(run).stages] == [
+        many * 4 * each.parameters for many, each in zip(versions, memory_of(run).stages, strict=True)
+    ]
+
+
 def test_with_vertical_sync_a_micro_batch_meets_one_version_on_every_stage() -> None:
     delay, first = delay_of_row(VERTICAL_PIPEDREAM), delay_of_row(SCHEDULES["pipedream"])
     for micro in range(12):
