@@ -89,7 +89,7 @@ PLAN = FileList(
     functions_left_out=("__repr__", "__str__"),
     kinds=PLAN_KINDS,
     is_proved=False,
-    tests=("plan",),
+    tests=("plan", "cli"),
     recorded_calls=8,
 )
 FILE_LISTS = {"training": TRAINING, "plan": PLAN}

@@ -203,7 +203,7 @@ def test_deepspeeds_hooks_at_stage_3_take_the_host_time_of_every_weight() -> Non
     run = replace(run, cluster=replace(run.cluster, device=H200))
     context, layer = CostContext(run), {}
     for zero in (0, 3):
-        hooks = ENGINES["zero"].costs.hooks(zero)
+        hooks = ENGINES["zero"].costs.hooks(replace(run.parallel, zero=zero))
         split = block_split(run.parallel, 1, "torch", fused=False, hooks=hooks)
         layer[zero] = context.block_costs(split, context.wires(mesh_of(run.parallel, context.world))).layer
     forward, backward = (getattr(layer[3], half) - getattr(layer[0], half) for half in ("forward", "backward"))
@@ -212,14 +212,12 @@ def test_deepspeeds_hooks_at_stage_3_take_the_host_time_of_every_weight() -> Non
 
 
 def test_a_plan_counts_the_hooks_of_its_engine() -> None:
-    """Eight layers with 9 weights each and one head, norm and embedding wait for the host at stage 3, and a little at stage 1, which
-    DeepSpeed runs for 0 in half precision."""
+    """Eight layers with 9 weights each and one head, norm and embedding wait for the host at stage 3 alone."""
     small = ("model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.head_dim=16", "model.layers=8", "train.seq=32")
     one = ("device=h200", "cluster=1x1", "parallel.dp=1", "train.batch=1", "train.microbatch=1", "train.compile=false")
-    plans = [make_plan(load_recipe("llama3_2_1b_1node", [*small, *one, "engine=zero", f"parallel.zero={zero}"])) for zero in (0, 1, 3)]
-    least, little, hooked = (plan.time.compute for plan in plans if plan.time)
-    assert hooked - little > 8 * 9 * 5 * 3 * H200.dispatch
-    assert least == little
+    plans = [make_plan(load_recipe("llama3_2_1b_1node", [*small, *one, "engine=zero", f"parallel.zero={zero}"])) for zero in (0, 3)]
+    without, hooked = (plan.time.compute for plan in plans if plan.time)
+    assert hooked - without > 8 * 9 * 6 * 3 * H200.dispatch
 
 
 @pytest.mark.parametrize(

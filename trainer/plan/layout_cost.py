@@ -58,7 +58,7 @@ def layout_split(layout: Layout) -> BlockSplit:
     """How a layout splits its blocks."""
     model = cost_model(layout.engine)
     split = block_split(layout.parallel, layout.microbatch, layout.form, fused=layout.fused, hides_messages=model.hides_messages)
-    return split._replace(hooks=model.hooks(layout.gradient_sync.zero))
+    return split._replace(hooks=model.hooks(layout.parallel))
 
 
 def peak_bytes(context: CostContext, layout: Layout, kinds: list[StageCost]) -> tuple[int, int, int]:

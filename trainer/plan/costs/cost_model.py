@@ -112,7 +112,7 @@ class CostModel:
     hides_messages = True
     """Whether layers compute while the messages of their axes travel, as parallel.overlap says."""
 
-    def hooks(self, zero: int) -> int:
+    def hooks(self, parallel: Parallel) -> int:
         """Return the host time of the engine's hooks for each weight in a forward pass, in operators; in backward it is twice that."""
         return 0
 

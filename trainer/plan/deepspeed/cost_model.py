@@ -35,9 +35,9 @@ class DeepSpeedCosts(CostModel):
 
     hides_messages = False
 
-    def hooks(self, zero: int) -> int:
+    def hooks(self, parallel: Parallel) -> int:
         """At ZeRO 3 they gather and free each module's weights, and reduce each gradient."""
-        return HOOKS[zero]
+        return HOOKS[parallel.zero]
 
     def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
         """Gradients travel in the width of weights, also if they accumulate in another. ZeRO 1 and 2 all-reduce each bucket, at ZeRO 2
