@@ -185,7 +185,23 @@ BROKEN: list[tuple[Keys, str]] = [
         f"model.{key}={text}: family hybrid has none: set model.{key}={off}")
       for key, value, text, off in (("bias", True, "true", "false"), ("qkv_bias", True, "true", "false"), ("sinks", True, "true", "false"),
                                     ("expert_bias", True, "true", "false"), ("window", 64, "64", "null"), ("dense_layers", 1, "1", "0"),
-                                    ("lora.rank", 4, "4", "0"), ("mtp.layers", 1, "1", "0"))),
+                                    ("mtp.layers", 1, "1", "0"))),
+    ({"model": HYBRID, "model.lora.rank": 4, "model.lora.targets": ("q_a_proj", "in_proj_ba")},
+        ("model.lora.targets=[q_a_proj,in_proj_ba] names q_a_proj, which this model does not have: "
+         "set model.lora.targets=[in_proj_ba] or model.lora.targets=null")),
+    ({"model": replace(HYBRID, full_attention_interval=1), "model.lora.rank": 4, "model.lora.targets": ("out_proj",)},
+        ("model.lora.targets=[out_proj] names out_proj, which this model does not have: "
+         "set model.lora.targets=[query,value] or model.lora.targets=null")),
+    ({"model": HYBRID, "model.lora.rank": 4, "model.lora.dropout": 0.1, "model.lora.targets": ("query", "up")},
+        ("model.lora.dropout=0.1 does not go with up of routed experts, whose rows are sent without their tokens (PEFT refuses it too): "
+         "set model.lora.targets=[query] or model.lora.dropout=0.0")),
+    ({"model": HYBRID, "model.lora.rank": 4, "model.lora.dropout": 0.1},
+        ("model.lora.dropout=0.1 does not go with down, gate, up of routed experts, whose rows are sent without their tokens (PEFT refuses "
+         "it too): set model.lora.targets=[in_proj_ba,in_proj_qkvz,k_proj,o_proj,out_proj,q_proj,shared_expert_gate,v_proj] or "
+         "model.lora.dropout=0.0")),
+    (MOE | {"model.lora.rank": 4, "model.lora.targets": ("in_proj_qkvz", "query")},
+        ("model.lora.targets=[in_proj_qkvz,query] names in_proj_qkvz, which this model does not have: "
+         "set model.lora.targets=[query] or model.lora.targets=null")),
     ({"model": HYBRID, "optim.mup": 16},
         "optim.mup=16: the rates of linear attention are not known to it: set optim.mup=null"),
     ({"model": HYBRID, "train.precision": "fp8"},
