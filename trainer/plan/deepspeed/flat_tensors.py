@@ -91,18 +91,17 @@ def stepped_elements(held: StageParameters, copies: TensorCopies, stage: int, ra
     """Return how many elements of the parameters with such copies on the tensor axis the data-parallel rank `data` steps; None: the rank
     that steps most. Experts lie on every `ep`-th rank."""
     if stage in (0, 3) or ranks == 1:
-        return _stage3_elements(held, 1 if stage == 0 else ranks, copies, ep)
+        return _stage3_elements(held, 1 if stage == 0 else ranks, copies)
     groups = [(group, ep if group.expert else 1) for group in _flat_groups(held)]
     stepped = [group.stepped_elements(group.part(ranks // stride), copies, stride) for group, stride in groups]
     return _most_on_one_rank(stepped, ranks) if data is None else sum(of_rank(data)[0] for of_rank in stepped)
 
 
-def _stage3_elements(held: StageParameters, ranks: int, copies: TensorCopies | None = None, ep: int = 1) -> int:
-    """Return the elements of a rank's part where each parameter is partitioned alone, those of experts over every `ep`-th rank; with
-    `copies`, of the parameters with such copies."""
+def _stage3_elements(held: StageParameters, ranks: int, copies: TensorCopies | None = None) -> int:
+    """Return the elements of a rank's part where each parameter is partitioned alone; with `copies`, of the parameters with such copies."""
 
     def parts(rows: Iterable[FlatParameter]) -> int:
-        return sum(-(-row.elements // (max(1, ranks // ep) if row.expert else ranks)) for row in rows if copies in (None, row.copies))
+        return sum(-(-row.elements // ranks) for row in rows if copies in (None, row.copies))
 
     return parts(held.before) + held.layers * parts(held.layer) + parts(held.after)
 
