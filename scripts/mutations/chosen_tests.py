@@ -26,10 +26,14 @@ ROOMS: dict[str, tuple[str, ...]] = {  # a folder of files to mutate: the folder
 COMPARING = ("models", "parallel")  # folders of tests whose rank programs compare ranks with one process, which shows most in least time
 
 
-def quick_files(root: Path) -> list[str]:
-    """The files of quick tests, by their paths from the checkout's root."""
+def quick_files(root: Path, folders: Collection[str] = ()) -> list[str]:
+    """The files of quick tests in some folders of tests, or in all, by their paths from the checkout's root."""
     slow, timed = _slow_and_timed(root / "tests" / "conftest.py")
-    return [_relative(root, each) for each in _test_files(root) if each.stem not in (*slow, *timed)]
+    return [
+        _relative(root, each)
+        for each in _test_files(root)
+        if each.stem not in (*slow, *timed) and (not folders or each.parent.name in folders)
+    ]
 
 
 def slow_tests(root: Path, path: str) -> list[str]:

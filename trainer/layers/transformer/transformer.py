@@ -16,10 +16,10 @@ from ..counter_rng import DropoutKeys
 from ..cross_entropy import IGNORED, token_losses
 from ..dropout import Dropout
 from ..dtypes import rounded
-from ..group import Group
 from ..norms import make_norm
 from ..parameters_by_prefix import Parameters, sub_parameters
 from ..preference_loss import PairInputs, PairResults, preference_loss
+from ..rank_group import Group
 from ..recompute import recompute
 from ..tensor_parallel import Linear, TensorParallel
 from .attention import Attention
@@ -296,7 +296,8 @@ class Transformer(nn.Module):
             if bounds is None:
                 mask = document_mask(every_start[:, attending], attending, documents.shape[1], dtype)
         band = None
-        has_blocks = is_fused and bounds is None and not (model.sinks and tokens.is_cuda)
+        gathers_keys = self.cp is not None and not self.cp.exchanges_heads  # whose core has windows of its own
+        has_blocks = is_fused and bounds is None and not gathers_keys and not (model.sinks and tokens.is_cuda)
         if has_blocks and (window := model.effective_window(len(attending))):
             band = window_band(window, dtype, tokens.device)
         states = own_states = None if keys is None else keys.states

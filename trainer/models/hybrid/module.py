@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ...layers.counter_rng import DropoutKeys
 from ...layers.gated_delta import DeltaInputs, gated_delta
-from ...layers.group import Group
 from ...layers.output_gates import GatedNorm
 from ...layers.parameters_by_prefix import Parameters, sub_parameters
+from ...layers.rank_group import Group
 from ...layers.tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_linears
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.context_parallel import ContextParallel

@@ -13,10 +13,10 @@ from ...layers.counter_rng import DropoutKeys
 from ...layers.cross_entropy import IGNORED
 from ...layers.dtypes import at_least_float32
 from ...layers.experts import LoraExpertLinear, combine_rows, copy_rows, dispatch_rows, plan_exchange, return_rows
-from ...layers.group import Group
 from ...layers.output_gates import add_gated
 from ...layers.parameters_by_prefix import Parameters, sub_parameters
 from ...layers.preference_loss import PairInputs
+from ...layers.rank_group import Group
 from ...layers.tensor_parallel import Linear, TensorParallel, gather_inputs, reduce_outputs
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.context_parallel import ContextParallel

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...spec.derived.document_kernel import has_document_kernel
 from ...spec.run import Model, Run
 from ...spec.sections.lora import Lora
 from .op_table import Dims, Op, OpTable, Product, Tensor, Weight
-from .shared_ops import MASK, QUERY, TOKENS, has_fused_core, linear
+from .shared_ops import MASK, QUERY, TOKENS, fused_core_result, has_fused_core, linear
 
 # Ops whose input another op of the layer saves, which is frozen
 INPUT_SAVED_BY_ROUTER, ROWS_SAVED_BY_DISPATCH = ("shared", "shared_gate"), "experts"
@@ -82,9 +81,8 @@ def _core_that_saves_its_result(op: Op, run: Run) -> Op:
     is_saved_by_a = "out" in run.model.lora_layers and not run.model.lora.dropout
     if is_saved_by_a or run.model.family == "hybrid" or not (op.product and op.product.fused and has_fused_core(run.model, run.train)):
         return op
-    is_whole = run.model.sinks or has_document_kernel(run) or not run.model.effective_window(run.train.seq)
-    result = Tensor((*(TOKENS if is_whole else ("unwindowed_tokens", "batch")), *QUERY))
-    op = replace(op, saves_megatron=(*op.saves_megatron, Tensor(TOKENS + QUERY)), saves_torch=(*op.saves_torch, result))
+    saves = *op.saves_torch, fused_core_result(run)
+    op = replace(op, saves_megatron=(*op.saves_megatron, Tensor(TOKENS + QUERY)), saves_torch=saves)
     return replace(op, saves_padded=())  # which is beside the input that an output product saves
 
 
