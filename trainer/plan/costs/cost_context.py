@@ -32,7 +32,9 @@ from .roofline import rates
 
 SLOWEST_RANK = 0.004  # share of a step that a doubling of the nodes adds: it ends with the slowest rank
 CONSTANT_BYTES = 4  # float32
-STEP_DISPATCHES = 200  # operators that the host dispatches once a step and nothing hides: the batch, the loss, the norm, the schedule
+# Operators that the host dispatches once a step and nothing hides: the batch, the loss, the norm, the schedule; on a CPU without those of
+# the optimizer's step, which its engine counts (cost_model.py).
+STEP_DISPATCHES, CPU_STEP_DISPATCHES = 200, 30
 
 
 class CostContext:
@@ -52,7 +54,8 @@ class CostContext:
         self.capacity = 0 if run.cluster.device.memory == "auto" else int(run.cluster.device.memory)
         self.device_context = int(run.cluster.device.context)
         self.tail = SLOWEST_RANK * log2(run.cluster.nodes) if run.cluster.device.kind == "cuda" else 0.0
-        self.step_overhead = STEP_DISPATCHES * run.cluster.device.dispatch
+        once = CPU_STEP_DISPATCHES if run.cluster.device.kind == "cpu" else STEP_DISPATCHES
+        self.step_overhead = once * run.cluster.device.dispatch_seconds
         self.parameters = parameter_count(self.table, run.model.layer_groups)
         constants = (each for op in self.table.layer for each in op.constants)
         self.layer_constants = CONSTANT_BYTES * sum([element_count(each.dims, self.table.sizes) for each in constants])
