@@ -187,8 +187,7 @@ def test_kernels_of_an_h200_took_as_long_as_planned(figures: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("figures", MEASURED)
 def test_an_h200_was_idle_as_long_as_planned(figures: dict[str, Any]) -> None:
-    """Idle is a step that no profiler slowed without the kernels of one that it did: where it is 3 % of the step, a difference of 1 % between
-    the two is a third of it."""
+    """Idle is a step that no profiler slowed without the kernels of one that it did: a difference of 1 % between these is much of 3 %."""
     plan = make_plan(load_recipe(figures["recipe"], figures["words"]))
     assert plan.time is not None
     rows = {each.kind: each.seconds for each in plan.operators}

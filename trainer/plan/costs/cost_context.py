@@ -147,13 +147,12 @@ class CostContext:
             return whole, None
         cluster = self.run.cluster
         near, far = (ranks_in_node(strides, cluster.gpus) or 1 for strides in split_group(mesh.strides(group), shard))
-        links = cluster.inside, cluster.between
-        return group_wire(shard, near, *links), group_wire(size // shard, far, *links)
+        return group_wire(shard, near, cluster), group_wire(size // shard, far, cluster)
 
     def single_link(self, whole: Wire) -> Wire:
         """The wire of the same ranks, where each message takes one rank's link alone."""
         cluster = self.run.cluster
-        return group_wire(whole.size, whole.size if whole.link == "inside" else 1, cluster.inside, cluster.between)
+        return group_wire(whole.size, whole.size if whole.link == "inside" else 1, cluster)
 
     def layers_of_stage(self, layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
         """(first, last + 1) of the layers of each part of a stage."""
@@ -183,7 +182,7 @@ class CostContext:
         """The wire of the tensor-parallel ranks that hold the same key and value heads."""
         sizes, cluster = self.table.sizes, self.run.cluster
         copies = HeadShards(sizes["heads"], sizes["kv_heads"], mesh.tp).copies
-        return group_wire(copies, ranks_in_node(((copies, 1),), cluster.gpus) or 1, cluster.inside, cluster.between)
+        return group_wire(copies, ranks_in_node(((copies, 1),), cluster.gpus) or 1, cluster)
 
     def _flops(self, counts: Callable[[Op], bool], *, ends: bool = True) -> int:
         """FLOPs of one sequence's forward pass through those ops of the model that count, of its layers alone without its ends."""
