@@ -27,6 +27,7 @@ TIME_PARTS = {
     "exposed": "waiting for messages",
     "bubble": "waiting in the pipeline",
     "optimizer": "optimizer step",
+    "host": "the host, once a step",
 }
 MESSAGE_COLUMNS = ("axis", "verb", "link", "messages", "sent", "takes", "waited for")
 MAX_LEVELS = 4  # of a batch that grows, which are named
