@@ -32,6 +32,7 @@ from distrain.trainer.models.hf_format.weights import read_hf_weights
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.files import REFERENCE_FILE
+from distrain.trainer.rundir.reference_header import has_whole_reference
 from distrain.trainer.spec.run import Run
 from distrain.trainer.spec.sections.lr_schedule import learning_rate
 
@@ -314,10 +315,12 @@ def test_a_stop_request_ends_the_pass_which_goes_on_from_there_in_another_layout
     whole = (~np.isnan(reference)).all(1).sum()
     assert 0 < held.sum() < whole
     assert any(line.startswith(f"reference: stopped after {held.sum()} of {whole} pairs") for line in job.lines), job.lines
+    assert not has_whole_reference(job.folder)
 
     (tmp_path / "run" / "spoiler").unlink()
     again = ranks.train(job.folder, *words, *LAYOUTS[5])
     assert any(line.startswith(f"reference: log probabilities of the answers of {whole - held.sum()} pairs") for line in again.lines)
+    assert has_whole_reference(job.folder)
     for key, figures in one_rank.items():
         assert again.figures(key) == pytest.approx(figures, abs=5e-6, rel=0), key
 
