@@ -82,9 +82,9 @@ ALGORITHMS: dict[str, dict[str, Cost]] = {
     "halving": RING | {"all_reduce": _halving_all_reduce, "reduce_scatter": _halving_half, "all_gather": _halving_half},
     "tree":    RING | {"all_reduce": _tree_all_reduce},
 }  # fmt: skip
-# How many times as long as a ring gloo's messages take, at the rate of its all-reduce: torch copies through a tensor of all parts and back,
-# and its reduce-scatter is an all-reduce. Of 13 MB between two processes they took 0.64 and 1.7 times as long as an all-reduce, on two
-# cores of an AMD EPYC.
+# How many times as long as a ring gloo's messages take, at the rate of its all-reduce: torch copies through a tensor of all parts and
+# back, and its reduce-scatter is an all-reduce. Of 13 MB between two processes they took 0.64 and 1.7 times as long as an all-reduce
+# (two cores of an AMD EPYC).
 GLOO_SLOWER = {"all_gather": 1.3, "reduce_scatter": 3.3}
 FASTEST = "auto"  # of a library that has rings and trees, such as NCCL: the faster one for each message
 

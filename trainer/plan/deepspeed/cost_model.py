@@ -49,7 +49,7 @@ class DeepSpeedCosts(CostModel):
         half = context.widths.weight < MASTER_BYTES
         path = super().gradient_path(context, parallel, micros)
         return path._replace(
-            zero=effective_stage(parallel.zero, half=half),
+            zero=effective_stage(parallel.zero, half=half, ep=parallel.ep),
             gradient=context.widths.weight,
             scatters=False,
             reused=REUSED // 2,
