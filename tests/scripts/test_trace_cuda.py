@@ -144,7 +144,9 @@ OLMO = (  # norms after each half, and of all heads together; a window in three 
     "model.head_dim=128", "model.ffn=3584", "model.vocab=8192", "train.precision=bf16",
 )
 # fmt: on
-OLMO_JOBS = [TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *OLMO, *LAYOUTS["sequence"], "parallel.recompute=none"))]
+OLMO_JOBS = [
+    TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *OLMO, *LAYOUTS[layout], "parallel.recompute=none")) for layout in ("sequence", "cp")
+]
 # fmt: off
 GEMMA = (  # five of six layers have a window, which the sequence is longer than; norms on both sides
     "model=gemma3_27b", "model.layers=6", "train.seq=2048", "model.hidden=1024", "model.heads=8", "model.kv_heads=4", "model.ffn=3584",
@@ -203,7 +205,7 @@ DOCUMENT_JOBS = [  # kept apart by the kernel, in each family: with windows, exp
         ("gpt", LAYOUTS["one rank"], ("train.compile=true",)),
         ("moe", LAYOUTS["pp"], ("parallel.recompute=full",)),
         ("llama", LAYOUTS["sequence"], ("train.compile=true", "parallel.recompute=none")),
-        ("llama", LAYOUTS["cp"], ("parallel.recompute=selective", "train.microbatch=2")),
+        ("llama", LAYOUTS["cp"], ("parallel.recompute=selective", "train.microbatch=2", "model.window=512")),
         ("llama", LAYOUTS["cp"], ("train.compile=true",)),  # outside their graphs
         ("llama", EXCHANGE, ("train.compile=true", "model.window=512")),
     )
@@ -217,7 +219,7 @@ FP8_JOBS = [
     for model, layout, words in (
         ("llama", "sequence", ("train.compile=true",)),
         ("gpt", "one rank", ("train.compile=true",)),
-        ("moe", "tp", ("parallel.recompute=selective",)),
+        ("moe", "tp", ("parallel.recompute=selective", "model.window=512", "model.layer_types=[sliding_attention,full_attention]")),
     )
 ]
 FURTHER_JOBS = (
@@ -240,7 +242,7 @@ LORA_JOBS = [  # of experts: of all linear layers, or where no expert needs what
     TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *sizes, *LAYOUTS[layout], *LORA, *words))
     for sizes, layout, words in (
         (MODELS["moe"][1:], "sequence", ("parallel.recompute=none",)),
-        (GLM, "tp", ("parallel.recompute=none", "model.lora.targets=[query,value]")),
+        (GLM, "tp", ("parallel.recompute=none", "model.lora.targets=[query,value]", "train.batch=1")),
     )
 ]
 # fmt: off

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from .causal_conv import causal_conv, conv_gradients
 from .chunk_starts import ChunkStarts, chunk_starts
 from .dtypes import at_least_float32
-from .group import Group
+from .rank_group import Group
 
 CHUNK = 64  # tokens; of flash-linear-attention and transformers
 ACTIVATIONS = 5  # of the inputs; the others are weights

@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from .compiled_outputs import as_output
 from .fp8 import BACKWARD, FORWARD, OUTPUT, Scaled, cast, fp8_affine, fp8_input_gradient, fp8_product, scaled_product
-from .group import Group
 from .group_messages import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter, all_reduce
 from .joined_products import joined_products
 from .parameters_by_prefix import Parameters, sub_parameters
+from .rank_group import Group
 from .weight_gradients import open_weight_gradients, product
 
 # B batch, S sequence, T ranks of the group, s = S / T, H hidden, I inner, O outer: this rank's columns

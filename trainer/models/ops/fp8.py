@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...spec.run import Run
 from .op_table import Op, OpTable, Tensor, is_hidden_matrix
-from .shared_ops import QUERY, TOKENS, has_fused_core
+from .shared_ops import TOKENS, fused_core_result, has_fused_core
 
 
 def with_fp8(table: OpTable, run: Run) -> OpTable:
@@ -30,8 +30,8 @@ def _in_fp8(op: Op) -> Op:
 
 def _saving_its_result(op: Op, run: Run) -> Op:
     model = run.model
-    if op.name == "attention.core" and has_fused_core(model, run.train) and (model.sinks or not model.effective_window(run.train.seq)):
-        return replace(op, saves_torch=(*op.saves_torch, Tensor(TOKENS + QUERY)))
+    if op.name == "attention.core" and has_fused_core(model, run.train):
+        return replace(op, saves_torch=(*op.saves_torch, fused_core_result(run)))
     if model.act == "relu" and op.product is None and op.name.endswith(".act") and op.name != "experts.act":
         return replace(op, saves_torch=(*op.saves_torch, op.moves[-1]))
     return op

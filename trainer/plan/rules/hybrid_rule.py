@@ -19,7 +19,6 @@ NONE_OF = {
     "expert_bias": False,
     "window": None,
     "dense_layers": 0,
-    "lora.rank": 0,
     "mtp.layers": 0,
 }
 

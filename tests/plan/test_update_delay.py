@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from distrain.tests.fakes.planned_memory import gpt, memory_of, run_of
 from distrain.trainer.plan.layout.actions_without_flush import flush_actions, step_actions
-from distrain.trainer.plan.layout.delay import Delay
 from distrain.trainer.plan.layout.schedule_of_run import VERTICAL_PIPEDREAM
 from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, Schedule, one_f_one_b, peak_in_flight
+from distrain.trainer.plan.layout.update_delay import Delay
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.changed_run import with_changes
 
