@@ -62,6 +62,7 @@ LAYOUTS = (  # ranks, degrees, the rest
     ("hybrid",      4, "tp: 2, sequence: true, pp: 2, schedule: zb_h1", "train.microbatch=2"),
     ("hybrid",      4, "ep: 2, cp: 2, zero: 3, recompute: full",   "train.microbatch=2"),
     ("hybrid",      4, "ep: 2, tp: 2, sequence: true, zero: 2",    "train.microbatch=2"),
+    ("hybrid",      8, "ep: 2, tp: 4, sequence: true, zero: 3",    "train.microbatch=2"),
     ("hybrid",      2, "zero: 3",                                  "train.microbatch=2 engine=native"),
     ("hybrid, odd", 2, "tp: 2, zero: 0",                           "train.microbatch=4"),
     ("hybrid, odd", 2, "tp: 2, sequence: true, zero: 1",           "train.microbatch=4"),

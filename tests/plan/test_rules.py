@@ -186,11 +186,25 @@ BROKEN: list[tuple[Keys, str]] = [
         f"model.{key}={text}: family hybrid has none: set model.{key}={off}")
       for key, value, text, off in (("bias", True, "true", "false"), ("qkv_bias", True, "true", "false"), ("sinks", True, "true", "false"),
                                     ("expert_bias", True, "true", "false"), ("window", 64, "64", "null"), ("dense_layers", 1, "1", "0"),
-                                    ("lora.rank", 4, "4", "0"), ("mtp.layers", 1, "1", "0"))),
+                                    ("mtp.layers", 1, "1", "0"))),
+    ({"model": HYBRID, "model.lora.rank": 4, "model.lora.targets": ("q_a_proj", "in_proj_ba")},
+        ("model.lora.targets=[q_a_proj,in_proj_ba] names q_a_proj, which this model does not have: "
+         "set model.lora.targets=[in_proj_ba] or model.lora.targets=null")),
+    ({"model": replace(HYBRID, full_attention_interval=1), "model.lora.rank": 4, "model.lora.targets": ("out_proj",)},
+        ("model.lora.targets=[out_proj] names out_proj, which this model does not have: "
+         "set model.lora.targets=[query,value] or model.lora.targets=null")),
+    ({"model": HYBRID, "model.lora.rank": 4, "model.lora.dropout": 0.1, "model.lora.targets": ("query", "up")},
+        ("model.lora.dropout=0.1 does not go with up of routed experts, whose rows are sent without their tokens (PEFT refuses it too): "
+         "set model.lora.targets=[query] or model.lora.dropout=0.0")),
+    ({"model": HYBRID, "model.lora.rank": 4, "model.lora.dropout": 0.1},
+        ("model.lora.dropout=0.1 does not go with down, gate, up of routed experts, whose rows are sent without their tokens (PEFT refuses "
+         "it too): set model.lora.targets=[in_proj_ba,in_proj_qkvz,k_proj,o_proj,out_proj,q_proj,shared_expert_gate,v_proj] or "
+         "model.lora.dropout=0.0")),
+    (MOE | {"model.lora.rank": 4, "model.lora.targets": ("in_proj_qkvz", "query")},
+        ("model.lora.targets=[in_proj_qkvz,query] names in_proj_qkvz, which this model does not have: "
+         "set model.lora.targets=[query] or model.lora.targets=null")),
     ({"model": HYBRID, "optim.mup": 16},
         "optim.mup=16: the rates of linear attention are not known to it: set optim.mup=null"),
-    ({"model": HYBRID, "train.precision": "fp8"},
-        "train.precision=fp8: family hybrid has none: set train.precision=bf16"),
     ({"model": replace(HYBRID, linear_num_key_heads=2), "parallel.cp": 8},
         "parallel.cp=8 does not share out 2 key heads of linear attention evenly: set parallel.cp=2 or parallel.cp=1"),
     ({"model": HYBRID, "parallel.cp": 2, "parallel.tp": 4},
@@ -385,6 +399,9 @@ BROKEN: list[tuple[Keys, str]] = [
         "train.precision=fp16: A100 does not compute in fp16: set train.precision=bf16 or train.precision=fp32"),
     ({"train.precision": "fp8", "cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}, "train.seq": 1004},
         "train.precision=fp8 multiplies in blocks of 16: attention has 2008 rows on a rank: set train.precision=bf16"),
+    ({"model": replace(HYBRID, family="hybrid", expert_ffn=64), "train.precision": "fp8", "parallel.tp": 4,
+      "cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}},
+        "train.precision=fp8 multiplies in blocks of 16: attention has 8 columns on a rank: set train.precision=bf16"),
     ({"train.gradients": "fp16"},
         "train.gradients=fp16 is not supported with train.precision=bf16: set train.gradients=auto or train.gradients=fp32"),
     ({"parallel.offload.optimizer": True},

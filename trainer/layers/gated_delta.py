@@ -56,6 +56,7 @@ def gated_delta(
     The ranks that are `sharing` heads have K of them each, and weights of all.
     """
     tensors = tuple(getattr(inputs, name) for name in DeltaInputs.__dataclass_fields__)
+    chunk = min(chunk, inputs.query.shape[1])  # a shorter sequence is one chunk, without tokens that fill it up
     read: Tensor = _GatedDelta.apply(key_dim, chunk, starts, sharing, *tensors)  # type: ignore[no-untyped-call]
     return read
 
@@ -235,6 +236,7 @@ def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
         state_grad = state_grad * ends[:, :, :, at] + query[:, :, :, at].mT @ own - parts.old_key[:, :, :, at].mT @ new
     del grad, states, written, state, own, new  # views hold what they are of
     key_side = (key_grad * key).sum(-1)
+    key_side[..., -1] = 0  # what is written last does not decay: here and below terms that cancel are left out, not rounded
     total_grad = (query_grad * query).sum(-1).sub_(key_side)
     total_grad[..., -1] += key_side.sum(-1) + ends_grad * ends[..., 0, 0]
     del query, key
@@ -245,7 +247,7 @@ def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
     weights = system_grad * parts.system
     total_grad += weights.sum(-1) - weights.sum(-2)
     del weights
-    weights = reads_grad * parts.reads
+    weights = (reads_grad * parts.reads).tril_(-1)
     total_grad += weights.sum(-1) - weights.sum(-2)
     del weights
     pairs, read_pairs = system_grad.mul_(parts.between), reads_grad.mul_(parts.between)  # of beta_i k_i k_j, and of q_i k_j

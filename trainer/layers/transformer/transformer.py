@@ -154,7 +154,7 @@ class Transformer(nn.Module):
             further: list[Any] = list(self.mtp.values()) if last else []
             within = [*self.layers.values(), *(each.layer for each in further)]
             for linear in (each for layer in within for each in layer.modules() if isinstance(each, Linear)):
-                linear.in_fp8 = True
+                linear.in_fp8 = not linear.stays_wide
 
     def _make_module(self, parameters: Parameters, run: Run, index: int) -> FurtherTokenModule:
         """Make the module that predicts the token index + 2 further on; dropout knows its layer by the number behind those of the model."""

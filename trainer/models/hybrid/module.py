@@ -51,6 +51,7 @@ class GatedDeltaNet(nn.Module):
             ColumnLinear(sub_parameters(parameters, part), tp, model.lora.scale)
             for part in ("query", "key", "value", "gate", "beta", "decay")
         )
+        self.beta.stays_wide = self.decay.stays_wide = True
         self.query_conv, self.key_conv, self.value_conv = (
             nn.ParameterDict({"weight": parameters[f"{part}_conv.weight"]}) for part in ("query", "key", "value")
         )

@@ -114,6 +114,8 @@ class MoELayer(AttentionHalf):
         self.shared_gate = (
             Linear(sub_parameters(parameters, "shared_gate"), model.lora.scale) if "shared_gate.weight" in parameters else None
         )
+        if self.shared_gate is not None:
+            self.shared_gate.stays_wide = True
         # tokens of each sequence that an expert takes
         self.capacity = None if model.capacity is None else int(model.capacity * model.top_k * run.train.seq / model.experts)
 

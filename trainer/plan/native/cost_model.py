@@ -33,7 +33,7 @@ from ..layout.schedule_of_run import delay_of
 from ..layout.workers import worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
-from .dim0_shards import gathers_once, rows_of_size, stage_rows
+from .dim0_shards import elements_on_rank, gathers_once, rows_of_size, stage_rows
 from .moment_blocks import scale_bytes
 from .optimizer_step import bucket_host_bytes, bucket_work, cast_bytes, rounded_step_moves, step_moves, steps_in_one_kernel
 from .posted_receives import receives_ahead
@@ -109,10 +109,8 @@ class NativeCosts(CostModel):
         """Whole gradients, which the data axis sums later; at ZeRO 3 those of this rank's rows."""
         if not is_sharded(layout):
             return super().summed_elements(context, layout, blocks, kind, copies, data)
-        place = None if data is None else layout.mesh.shard_rank(data, layout.shard_ranks)
-        return sum(
-            many * each.on_rank(layout.shard_ranks, place) for each, many in stage_rows(context, kind, layout.mesh) if each.copies == copies
-        )
+        rows = stage_rows(context, kind, layout.mesh)
+        return sum(many * elements_on_rank(each, layout, data) for each, many in rows if each.copies == copies)
 
     def summed_width(self, context: CostContext, layout: Layout) -> int:
         return stepped_width(context, layout)

@@ -43,8 +43,12 @@ def _dropout_rule(run: Run) -> Iterator[BrokenRule]:
     model, none = run.model, (("model.lora.dropout", 0.0),)
     says = f"model.lora.dropout={model.lora.dropout:g} does not go with "
     if model.experts and (routed := sorted(model.lora_layers & {"gate", "up", "down"})):
-        others = {target_of_layer(each, model.family) for each in model.lora_layers - {"gate", "up", "down"}}
-        rest = tuple(sorted(others)) or ("query", "value")
+        family, targets = model.family, model.lora.targets or ()
+        others = {target_of_layer(each, family) for each in model.lora_layers - set(routed)}
+        rest = tuple(sorted(each for each in targets or others if not {*layers_of_target(each, family)} & set(routed))) or (
+            "query",
+            "value",
+        )
         says += f"{', '.join(routed)} of routed experts, whose rows are sent without their tokens (PEFT refuses it too)"
         yield BrokenRule("lora", says, ((("model.lora.targets", rest),), none))
     elif run.train.compile:
