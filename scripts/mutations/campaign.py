@@ -134,7 +134,7 @@ class MutationCampaign:
         First the quick tests that run the statement (one that runs at import: any line of its module), then the slow ones of its rooms.
         """
         quick = choose_recorded(self.tests, mutation.path, None if mutation.is_of_import else mutation.lines)
-        slow = slow_tests(self.copy.root, mutation.path)
+        slow = slow_tests(self.copy.root, mutation.path, self.files.tests)
         for names, seconds in ((quick, TEST_SECONDS), (slow, SLOW_SECONDS)):
             if names and (found := self._failing_test(mutation, names, seconds)):
                 return found

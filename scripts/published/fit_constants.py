@@ -73,8 +73,7 @@ class Constants:
             device, inside, between = cluster.device, cluster.inside, cluster.between
             assert inside
             assert between
-            letter = _letter(device.name)
-            name = next((each for each in DEVICES if device.name.startswith(each)), "")
+            letter, name = _letter(device.name), _row_of(device.name)
             fields: dict[str, Any] = {key: times(getattr(device, key), f"{key} {letter}") for key in ("flash", "streaming", "dispatch")}
             fields["sustained"] = times(device.product_share, f"sustained {name}")
             fields["launch"] = times(device.launch, "launch")
@@ -91,6 +90,19 @@ class Constants:
         case_runs.cluster_of = scaled_cluster
         roofline.tile_efficiency.cache_clear()
 
+    def are_read(self, name: str, case: case_runs.Case) -> bool:
+        """Whether a plan of a case reads a constant of NAMES: one of all cases, or one of its device, of that's generation or of its
+        framework."""
+        device = self.cluster(case["cluster"]).device.name
+        what, _, which = name.partition(" ")
+        match what:
+            case "sustained":
+                return _row_of(device) == which
+            case "kernels":
+                return frameworks.framework_of(case["framework"] or "").name == which
+            case _:
+                return not which or _letter(device) == which
+
 
 def log_ratios(cases: Sequence[case_runs.Case], constants: Constants, factors: Factors) -> Any:
     """Return the logarithm of planned over measured step seconds of each case."""
@@ -99,8 +111,14 @@ def log_ratios(cases: Sequence[case_runs.Case], constants: Constants, factors: F
 
 
 def slopes_of(cases: Sequence[case_runs.Case], constants: Constants, ratios: Any) -> Any:
-    """Return the derivatives of the log ratios by the logarithms of the constants, a column each; the constants are today's again."""
-    slopes = np.stack([(log_ratios(cases, constants, {name: DELTA}) - ratios) / DELTA for name in NAMES], axis=1)
+    """Return the derivatives of the log ratios by the logarithms of the constants, a column each; the constants are today's again.
+
+    A case is planned again only with constants that its plan reads: the derivatives by those of other devices and frameworks are 0.
+    """
+    slopes = np.zeros((len(cases), len(NAMES)))
+    for column, name in enumerate(NAMES):
+        rows = [at for at, case in enumerate(cases) if constants.are_read(name, case)]
+        slopes[rows, column] = (log_ratios([cases[at] for at in rows], constants, {name: DELTA}) - ratios[rows]) / DELTA
     constants.scale({})
     return slopes
 
@@ -153,7 +171,11 @@ def ignorant_centres() -> Any:
 
 
 def _device_of(row: tuple[str, str | None]) -> str:
-    device = case_runs.named_cluster(*row).device.name
+    return _row_of(case_runs.named_cluster(*row).device.name)
+
+
+def _row_of(device: str) -> str:
+    """Which of DEVICES a device is; "" for none."""
     return next((name for name in DEVICES if device.startswith(name)), "")
 
 

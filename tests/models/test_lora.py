@@ -32,7 +32,7 @@ from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  #
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 
-STEPS = 4
+STEPS = 3  # the first gradients of A are 0, its second ones change the third loss
 COMMON = (f"train.steps={STEPS}", "train.seq=32", "train.batch=8", "train.evaluate.every=0", "log.every=1", "train.microbatch=2")
 TUNED = ("model=tiny_llama", "model.layers=4", "model.kv_heads=2", "model.qk_norm=true", "model.lora={rank: 4, alpha: 8}")
 DROPPED = ("model.lora.dropout=0.2",)
@@ -41,9 +41,9 @@ CURVE = ("quickstart", "data=synthetic", *COMMON, *TUNED, "optim.lr=1e-2", "opti
 LAYOUTS = (
     ("cluster.gpus=2", "parallel.zero=2"),
     # each key head on two ranks; for the loss in chunks backward gathers the input of a head that is not trained
-    ("cluster.gpus=4", "parallel.tp=4", "parallel.zero=1", "parallel.sequence=true", "train.loss_chunks=4"),
+    ("cluster.gpus=4", "parallel.tp=4", "parallel.zero=1", "parallel.sequence=true", "train.loss_chunks=4", "train.microbatch=4"),
     ("cluster.gpus=2", "parallel.zero=3", "parallel.recompute=full"),
-    ("cluster.gpus=4", "parallel.cp=2", "parallel.tp=2", "parallel.zero=0", "parallel.recompute=selective"),
+    ("cluster.gpus=4", "parallel.cp=2", "parallel.tp=2", "parallel.zero=0", "parallel.recompute=selective", "train.microbatch=4"),
     ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=dualpipev"),
     ("cluster.gpus=2", "parallel.zero=3", "engine=native"),
     ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=1", "parallel.schedule=zb_h1", "parallel.tp=2"),
@@ -63,6 +63,7 @@ OF_DROPPED = (
         "cluster.gpus=4",
         "parallel.tp=4",
         "parallel.zero=1",
+        "train.microbatch=4",
     ),
     (
         *DROPPED,
@@ -72,6 +73,7 @@ OF_DROPPED = (
         "parallel.sequence=true",
         "parallel.cp=2",
         "parallel.cp_comm=all_to_all",
+        "train.microbatch=4",
     ),
     (*DROPPED, "model.lora.targets=[query,out,up]", "cluster.gpus=2", "parallel.tp=2", "parallel.sequence=true", "engine=native"),
 )
@@ -232,7 +234,7 @@ def test_published_weights_are_tuned_on_pairs_saved_resumed_and_exported(ranks: 
     rows = [{"prompt": f"{number} plus 1 is ", "completion": f"{number + 1}."} for number in range(200)]
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = ("data=pairs", f"data.path={tmp_path / 'pairs.jsonl'}", "data.validation=0")
-    words = ("quickstart", *COMMON, *data, *start, "optim.lr=1e-2", "optim.schedule=constant", "optim.warmup=0")
+    words = ("quickstart", *COMMON, "train.steps=4", *data, *start, "optim.lr=1e-2", "optim.schedule=constant", "optim.warmup=0")
     whole = ranks.train(tmp_path / "whole", *words, "cluster.gpus=1", "parallel.zero=0")
     ranks.train(tmp_path / "run", *words, "cluster.gpus=2", "parallel.zero=3", "train.steps=2", "train.precision=fp32")
     resumed = ranks.train(tmp_path / "run", *words, "cluster.gpus=2", "parallel.tp=2", "parallel.zero=1")

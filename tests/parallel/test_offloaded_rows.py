@@ -41,7 +41,7 @@ LAYOUTS: dict[str, Words] = {
     "experts, two owners of each row":    (*MOE, "cluster.gpus=4", "parallel.ep=2", "parallel.shard=2", "train.precision=bf16",
                                            "optim.moments=bf16"),
     "sequence split, an average":         (*GPT, "train.batch=4", "cluster.gpus=4", "parallel.tp=2", "parallel.sequence=true",
-                                           "train.precision=fp16", "optim.ema=0.9"),
+                                           "train.precision=fp16", "optim.ema=0.9", "train.evaluate={every: 3, batches: 1}"),
 }
 # fmt: on
 
@@ -62,7 +62,7 @@ def test_rows_that_the_host_steps_are_those_that_the_device_steps(ranks: RankPoo
     plain = ranks.train(tmp_path / "plain", *words)
     choose_program(tmp_path / "host", "pieces")
     host = ranks.train(tmp_path / "host", *words, OFFLOAD)
-    for key in ("loss", "grad_norm"):
+    for key in ("loss", "grad_norm", "validation_loss", "validation_ema_loss"):
         assert host.figures(key) == plain.figures(key)
     mine, theirs = saved_tensors(host.folder), saved_tensors(plain.folder)
     assert mine.keys() == theirs.keys()
@@ -82,6 +82,7 @@ def test_rows_that_the_host_steps_are_those_that_the_device_steps(ranks: RankPoo
 HELD: tuple[Words, ...] = (
     (*LLAMA, "cluster.gpus=2", "train.precision=bf16"),
     (*GPT, "train.batch=4", "cluster.gpus=4", "parallel.pp=2", "train.precision=bf16", "train.gradients=fp32"),
+    (*LLAMA, "cluster.gpus=2", "train.precision=bf16", "model.lora.rank=4"),
 )
 
 
@@ -97,7 +98,7 @@ def test_a_rank_holds_the_bytes_that_are_planned(ranks: RankPool, tmp_path: Path
     for at, stage in enumerate(plan.memory.stages):
         most = {kind: max(rank[kind] for rank in held[at * each : (at + 1) * each]) for kind in held[0]}
         assert most["weights"] == pytest.approx(stage.bytes.weights, abs=64)
-        assert most["gradients"] == pytest.approx(2 * stage.bytes.weights, abs=128) == pytest.approx(stage.bytes.gradients, abs=64)
+        assert most["gradients"] == pytest.approx(stage.bytes.gradients, abs=64)
         assert (most["optimizer"], stage.bytes.optimizer) == (0, 0)
         assert most["activations"] == pytest.approx(stage.bytes.activations + stage.bytes.logits, rel=2e-3)
     assert max(rank["host"] for rank in held) == pytest.approx(sum(vars(plan.memory.host.rank).values()), abs=1024)

@@ -15,7 +15,10 @@ from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.report_page import drift_sentences
 from distrain.cli.pages.text_layout import Style
 from distrain.scripts.published import calibrate_error_bars
-from distrain.scripts.published.fit_constants import NAMES, held_out
+from distrain.scripts.published.case_runs import cluster_of
+from distrain.scripts.published.fit_constants import DELTA, NAMES, Constants, held_out, log_ratios, slopes_of
+from distrain.scripts.published.frameworks import framework_of
+from distrain.scripts.published.measured import step_seconds
 from distrain.trainer.plan import error_bars
 from distrain.trainer.plan.error_bars import MEMORY_BARS, STEP_BARS, BarRule, Planned, memory_bar, step_bar
 from distrain.trainer.plan.plan import make_plan
@@ -192,6 +195,23 @@ def test_the_widths_hold_nine_published_runs_in_ten_whose_source_was_left_out() 
             inside = calibrate_error_bars.of_rule(rule, rules, data)
             if rule.runs and rule.says != error_bars.OF_ENGINES:  # whose runs are in tests/gpu/
                 assert (int(inside.sum()), len(set(np.array(data.sources)[inside]))) == (rule.runs, rule.sources)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the published cases are not here")
+def test_a_constant_changes_the_plans_that_read_it_alone() -> None:
+    """Of a case of each device and of each framework."""
+    cases = [case for case in json.loads(SHARED.read_text()) if step_seconds(case)]
+    kinds = {cluster_of(case["cluster"]).device.name: case for case in cases} | {
+        framework_of(case["framework"] or "").name: case for case in cases
+    }
+    some = list({case["id"]: case for case in kinds.values()}.values())
+    constants = Constants()
+    ratios = log_ratios(some, constants, {})
+    found = slopes_of(some, constants, ratios)
+    every = np.stack([(log_ratios(some, constants, {name: DELTA}) - ratios) / DELTA for name in NAMES], axis=1)
+    constants.scale({})
+    assert [name for name, one, other in zip(NAMES, found.T, every.T, strict=True) if not np.array_equal(one, other)] == []
+    assert every.any(axis=0).all()
 
 
 @pytest.mark.parametrize(("seconds", "where"), [(1.1, "inside"), (1.6, "outside"), (0.7, "outside")])

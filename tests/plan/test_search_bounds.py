@@ -1,7 +1,7 @@
 """The bounds by which a search discards layouts are no more than what a layout costs; costs over arrays equal those of each split."""
 
 from dataclasses import fields, replace
-from math import isclose
+from math import inf, isclose
 from statistics import mean
 
 import pytest
@@ -13,12 +13,12 @@ from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.costs.local_tensors import block_split
 from distrain.trainer.plan.layout.layout import mesh_of
 from distrain.trainer.plan.layout_cost import has_times, layout_cost
-from distrain.trainer.plan.search.pass_table import Pass
+from distrain.trainer.plan.search.pass_table import Pass, PassTable
 from distrain.trainer.plan.search.search import LayoutSearch, MeshStates
 from distrain.trainer.plan.search.space import RECOMPUTES, Space, StateChoice, Zero
 from distrain.trainer.plan.search.split_arrays import Form, SplitOnWires, blocks_of_splits
 from distrain.trainer.plan.search.state_bounds import LeastBytes, StageStates, least_bytes, least_seconds
-from distrain.trainer.spec.run import NodeHost, Run
+from distrain.trainer.spec.run import NodeHost, Offload, Run
 
 FACTORS = {"gpt": 4, "llama": 8, "moe": 4}  # of the batch, so that pipelines have more micro-batches than stages
 
@@ -137,6 +137,21 @@ def test_no_layout_costs_less_than_its_bounds(name: str, runnable: bool) -> None
     assert min(search.bounded_layout_counts()) > 4
     shares = [mean(each) for each in search.shares]
     assert all(share >= least for share, least in zip(shares, SHARES[name, runnable], strict=True)), shares
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bound_of_a_pass_is_the_least_of_its_states(name: str) -> None:
+    """Whatever ZeRO stage it trains with; its bound of seconds is the least of its engines'."""
+    search = LayoutSearch(Space(larger(name)), rows=1)
+    table, seen = PassTable(search.space, search.context, search.bounds), set[int]()
+    for bound in table.bounds_in_order(Offload(), inf, by_seconds=False, timed=True):
+        each, mesh = table.pass_of(bound), table.meshes[bound.mesh]
+        zeros, layers = table.forms[each.forms], table.end_layers[bound.mesh]
+        fixed = [search.bounds.fixed_bytes(layers, mesh.tp, mesh.pp, mesh.ep, zero, Offload()) for zero in zeros]
+        assert bound.peak == pytest.approx(min(fixed) + max(each.kept))
+        assert bound.seconds == min(each.seconds)
+        seen |= zeros
+    assert seen == {0, 1, 2, 3}
 
 
 def test_no_bound_has_gradients_that_leave_the_device() -> None:

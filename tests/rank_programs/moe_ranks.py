@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -118,14 +118,23 @@ def facts(model: str, experts: Group | None, tensor: Group | None, *, sequence: 
     yield "loss", float((found - expected).abs() / expected)
     yield "flips", float(sum((one != other[mine]).sum() for one, other in zip(chosen, chose, strict=True)))
     largest = max(float(grad(each).abs().max()) for each in whole.parameters())
-    for name, parameter in part.named_parameters():
-        by, made = held[name], grad(parameter)
-        if experts and not by.expert:
-            dist.all_reduce(made, group=experts.handle)
-        if tensor and sequence and not by.is_split:
-            dist.all_reduce(made, group=tensor.handle)  # each rank has the part of its tokens; the engine sums the parts
+    gradients = {name: grad(parameter) for name, parameter in part.named_parameters()}
+    if experts:
+        sum_together([made for name, made in gradients.items() if not held[name].expert], experts)
+    if tensor and sequence:  # each rank has the part of its tokens; the engine sums the parts
+        sum_together([made for name, made in gradients.items() if not held[name].is_split], tensor)
+    for name, made in gradients.items():
+        by = held[name]
         kind = next((each for each in ("router", "experts", "shared") if f".{each}." in name), "others")
         yield f"gradients of {kind}", float((made - weight_slice(grad(whole.get_parameter(name)), by)).abs().max()) / largest
+
+
+def sum_together(tensors: Sequence[Tensor], group: Group) -> None:
+    """Sum tensors over a group, in one message."""
+    whole = torch.cat([each.flatten() for each in tensors])
+    dist.all_reduce(whole, group=group.handle)
+    for each, summed in zip(tensors, whole.split([each.numel() for each in tensors]), strict=True):
+        each.copy_(summed.view_as(each))
 
 
 def loss_and_choices(module: nn.Module, tokens: Tensor, labels: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -153,11 +162,11 @@ def differences(experts: Group | None, tensor: Group | None) -> dict[str, float]
         for sequence in (False, True) if tensor else (False,):
             for recompute in ("none", "full"):
                 for what, most in facts(model, experts, tensor, sequence=sequence, recompute=recompute):
-                    here = torch.tensor(most)
-                    dist.all_reduce(here, dist.ReduceOp.MAX)
                     key = f"{model}: {what}"
-                    found[key] = max(here.item(), found.get(key, 0.0))
-    return found
+                    found[key] = max(most, found.get(key, 0.0))
+    on_any = torch.tensor(list(found.values()))
+    dist.all_reduce(on_any, dist.ReduceOp.MAX)
+    return dict(zip(found, on_any.tolist(), strict=True))
 
 
 def compare_layout(layout: str) -> int:

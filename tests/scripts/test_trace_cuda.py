@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -436,3 +437,28 @@ def test_a_step_holds_and_moves_the_bytes_that_the_plan_counts(
     assert max(measured["passes"], measured["step"]) == pytest.approx(states + step_bytes(setting, 10**6, flat) / 1e6, rel=0.02)
     work = step_work(zero, weight=weight, gradient=gradient)
     assert (measured["moved"], measured["kernels"]) == pytest.approx((work.moved, work.kernels), rel=0.001)
+
+
+# fmt: off
+HOST_STEPS = [
+    ("llama3_8b_1node",),
+    ("llama3_2_1b_1node", "parallel.tp=2", "parallel.sequence=true", "optim.moments=bf16"),
+    ("llama3_8b_1node", "model.lora.rank=16"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("words", HOST_STEPS)
+def test_a_rank_whose_host_steps_its_rows_holds_and_copies_the_bytes_that_are_planned(words: tuple[str, ...]) -> None:
+    """At ZeRO 3 of engine native: its weights and gradients on the device, nothing in addition in the step, and copies both ways."""
+    try:
+        device_guard()
+    except NoGuard as error:
+        pytest.skip(str(error))
+    layout = ("engine=native", "parallel.zero=3", "parallel.offload.optimizer=true", "train.compile=false")
+    command = [sys.executable, "-m", "distrain.scripts.trace_cuda.host_step", *words, *layout]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True, env=environment)
+    answer = json.loads(ended.stdout.splitlines()[-1])
+    assert answer["traced"] == pytest.approx(answer["planned"], rel=1e-4, abs=0)
+    assert answer["traced"]["gradients"] == answer["traced"]["to_host"] == 2 * answer["traced"]["to_device"] > 0

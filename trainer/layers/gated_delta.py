@@ -56,6 +56,7 @@ def gated_delta(
     The ranks that are `sharing` heads have K of them each, and weights of all.
     """
     tensors = tuple(getattr(inputs, name) for name in DeltaInputs.__dataclass_fields__)
+    chunk = min(chunk, inputs.query.shape[1])  # a shorter sequence is one chunk, without tokens that fill it up
     read: Tensor = _GatedDelta.apply(key_dim, chunk, starts, sharing, *tensors)  # type: ignore[no-untyped-call]
     return read
 

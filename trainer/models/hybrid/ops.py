@@ -18,7 +18,7 @@ LINEAR = (  # keys of `model`, as config.json has them
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
-CHUNK = 64  # tokens that trainer/layers/gated_delta.py computes at once
+CHUNK = 64  # tokens that trainer/layers/gated_delta.py computes at once; all, of a shorter sequence
 LINEAR_KEY: Dims = ("linear_keys", "linear_key_dim")
 LINEAR_VALUE: Dims = ("linear_keys", "values_per_key", "linear_value_dim")
 VALUE_HEADS: Dims = ("linear_keys", "values_per_key")
@@ -38,7 +38,7 @@ def table(model: Model, train: Train) -> OpTable:
     linear layer."""
     interval, keys, values, key_dim, value_dim, taps = (getattr(model, key) for key in LINEAR)
     sizes = {"linear_keys": keys, "values_per_key": values // keys, "linear_key_dim": key_dim, "linear_value_dim": value_dim}
-    sizes |= {"core_linear_keys": keys, "conv_taps": taps, "chunk": CHUNK, "chunks": -(-train.seq // CHUNK)}
+    sizes |= {"core_linear_keys": keys, "conv_taps": taps, "chunk": min(CHUNK, train.seq), "chunks": -(-train.seq // CHUNK)}
     whole = decoder_table(model, train, (), (), sizes)
     experts = _gated_mixture(model)
     linear_layer = layer_ops(model, _linear_attention(model, sizes["chunks"]), experts)
