@@ -13,12 +13,14 @@ torch = pytest.importorskip("torch")
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.tests.fakes.small_models import CPU, batch_of, gradients, module_of, run_of  # noqa: E402
+from distrain.trainer.layers.counter_rng import dropout_keys  # noqa: E402
 from distrain.trainer.models.build import add_lora, build_model, load_weights, named_weights  # noqa: E402
+from distrain.trainer.models.families import op_table  # noqa: E402
 from distrain.trainer.models.ops.lora import without_lora  # noqa: E402
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
 from distrain.trainer.plan.mesh_position import mesh_position  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
-from distrain.trainer.spec.sections.lora import Lora  # noqa: E402
+from distrain.trainer.spec.sections.lora import Lora, LoraTarget  # noqa: E402
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import PoolJob, RankPool
@@ -154,6 +156,37 @@ def test_the_gradients_of_a_and_b_follow_from_those_of_the_weights_that_they_are
         a, b, gradient = weights[f"{target}.lora_a.weight"], weights[f"{target}.lora_b.weight"], of_plain[f"{target}.weight"]
         torch.testing.assert_close(of_lora[f"{target}.lora_a.weight"], 2 * gradient @ b.mT, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(of_lora[f"{target}.lora_b.weight"], 2 * a.mT @ gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_every_product_of_a_hybrid_but_the_routers_has_additions() -> None:
+    names = {name for op in op_table(lora_of("hybrid")).layer for name in (weight.name for weight in op.weights) if op.product}
+    plain = {name.removesuffix(".weight") for name in names if ".lora_" not in name}
+    added = {name.removesuffix(".lora_a.weight") for name in names if name.endswith(".lora_a.weight")}
+    assert plain - added == {f"{at}.router" for at in range(3)}
+    assert {name for name in added if name.startswith("0.attention")} == {
+        f"0.attention.{each}" for each in ("query", "key", "value", "gate", "beta", "decay", "out")
+    }
+
+
+OF_HYBRIDS: tuple[LoraTarget, ...] = (
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "out_proj",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "shared_expert_gate",
+)
+
+
+@pytest.mark.parametrize("target", OF_HYBRIDS)
+def test_every_addition_of_a_hybrid_drops_its_input_in_training(target: LoraTarget) -> None:
+    run = run_of("hybrid", model__lora=Lora(rank=3, alpha=6.0, dropout=0.3, targets=(target,)))
+    module, (tokens, labels) = module_of(run), batch_of(run)
+    keys = dropout_keys(7, 3, torch.arange(tokens.shape[0]), torch.arange(tokens.shape[1]))
+    losses = [float(module(tokens, labels, keys=each)[0].detach()) for each in (keys, None)]
+    assert abs(losses[0] - losses[1]) > 1e-4
 
 
 def test_an_expert_has_a_and_b_of_its_own_that_begin_as_pefts() -> None:

@@ -8,8 +8,11 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.models.families import op_table
+from distrain.trainer.plan.costs.cost_context import CostContext
+from distrain.trainer.plan.layout.mesh import Mesh
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import StepTime
+from distrain.trainer.plan.search.split_arrays import merged_wire
 from distrain.trainer.spec.run import Device, Run
 from distrain.trainer.spec.sections.cluster import Link
 
@@ -74,3 +77,17 @@ def test_a_gpu_s_optimizer_step_does_not_wait_for_its_host() -> None:
     assert slow.optimizer == fast.optimizer
     assert slow.host == pytest.approx(200 * 6e-5)
     assert fast.host == 0
+
+
+def test_gloo_s_messages_are_planned_between_cpus_alone() -> None:
+    """A ring takes as long for the gradients as for the weights, of as many bytes; torch's messages over gloo don't."""
+    on_cpus, on_gpus = run_on(CPU, "engine=native"), load_recipe("llama3_8b_1node", ["engine=native", "parallel.zero=1"])
+    shares = []
+    for run in (on_cpus, on_gpus):
+        seconds = {each.verb: each.seconds for each in make_plan(run).traffic if each.axis == "dp"}
+        assert seconds["reduce_scatter"]
+        assert seconds["all_gather"]
+        shares.append(seconds["reduce_scatter"] / seconds["all_gather"])
+    assert shares == [pytest.approx(3.3 / 1.3, rel=0.15), pytest.approx(1.0, rel=0.15)]  # each with its hop
+    wires = [CostContext(run).wires(Mesh(dp=2)).data for run in (on_cpus, on_gpus)]
+    assert [merged_wire([each, each]).by_gloo for each in wires] == [True, False]

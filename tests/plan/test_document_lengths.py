@@ -298,7 +298,7 @@ def test_a_step_is_longer_by_the_wait_for_the_slowest_replica() -> None:
     assert plan.time
     assert plan.documents
     assert plan.documents.wait
-    parts = plan.time.compute + plan.time.exposed + plan.time.bubble + plan.time.optimizer
+    parts = plan.time.compute + plan.time.exposed + plan.time.bubble + plan.time.optimizer + plan.time.host
     assert plan.time.step == pytest.approx(parts)
     assert plan.time.exposed > plan.documents.wait
     assert layout.mesh.dp == 8

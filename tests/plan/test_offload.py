@@ -281,6 +281,15 @@ def test_rows_of_zero_3_are_half_as_wide_where_the_host_steps_them() -> None:
     assert [each.sent for each in messages[0]] == [each.sent for each in messages[1]]
 
 
+def test_weights_that_engine_native_does_not_offload_yet_are_planned_on_the_host() -> None:
+    """In forward's type, beside an offloaded optimizer."""
+    plan = plan_of("engine=native", "parallel.zero=3", "parallel.offload.parameters=true")
+    assert plan.memory
+    assert plan.model
+    assert (plan.runnable, plan.memory.stages[0].bytes.weights) == (False, 0)
+    assert host_of(plan).rank.weights == pytest.approx(2 * plan.model.parameters / 8, rel=1e-3)
+
+
 def test_the_norm_reads_float32_gradients_of_zero_3_before_the_host_steps() -> None:
     """What no rate of the host shortens is that of ZeRO 2 with gradients in float32."""
     fast = ("engine=native", "cluster.host.link=1e30", "cluster.host.bandwidth=1e30")

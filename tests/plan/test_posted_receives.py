@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed as dist  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
+from distrain.tests.fakes.planned_memory import gpt, memory_of, run_of  # noqa: E402
 from distrain.trainer.engines.native.stage_messages import MessageKey, StageChain, StageMessages  # noqa: E402
 from distrain.trainer.parallel.process_groups import make_grid  # noqa: E402
 from distrain.trainer.parallel.world import World  # noqa: E402
@@ -94,3 +95,14 @@ def test_a_stage_asks_for_no_more_messages_of_another(name: str, chunks: int) ->
         assert not stage._posted
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("stages", "schedule", "chunks"), [(1, "1f1b", 1), (2, "1f1b", 1), (2, "interleaved", 2)])
+def test_a_stage_holds_the_message_that_it_uses_and_those_whose_receives_are_posted(stages: int, schedule: str, chunks: int) -> None:
+    """Each is a micro-batch's hidden states; a run without stages has none."""
+    held = []
+    for microbatch in (1, 2):
+        keys = {"engine": "native", "parallel__pp": stages, "parallel__schedule": schedule, "parallel__chunks": chunks}
+        run = run_of(gpt(4, 64, 4, tied=False), 2, **keys, train__batch=8, train__microbatch=microbatch, train__precision="fp32")
+        held.append(memory_of(run).stages[0].bytes.buffers)
+    assert held[1] - held[0] == (1 + receives_ahead(chunks)) * 2048 * 64 * 4 * (stages > 1)

@@ -223,6 +223,14 @@ FP8_JOBS = [
         ("moe", "tp", ("parallel.recompute=selective", "model.window=512", "model.layer_types=[sliding_attention,full_attention]")),
     )
 ]
+FP8_JOBS += [  # of linear attention some products are in bf16
+    TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN[:-1], *HYBRID, *LAYOUTS[layout], "model.dropout=0", *words, "train.precision=fp8"))
+    for layout, words in (
+        ("one rank", ("parallel.recompute=none", "train.compile=true")),
+        ("sequence", ("parallel.recompute=none",)),
+        ("tp", ("parallel.recompute=selective",)),
+    )
+]
 FURTHER_JOBS = (
     [  # modules that predict further tokens; of a large vocabulary gradients of the head wait for each other
         TraceJob(recipe=MODELS["llama"][0], words=(*GPU, *PLAIN, *MODELS["llama"][1:], *LAYOUTS[layout], *BF16[:-1], *words))
@@ -244,6 +252,9 @@ LORA_JOBS = [  # of experts: of all linear layers, or where no expert needs what
     for sizes, layout, words in (
         (MODELS["moe"][1:], "sequence", ("parallel.recompute=none",)),
         (GLM, "tp", ("parallel.recompute=none", "model.lora.targets=[query,value]", "train.batch=1")),
+        (HYBRID, "one rank", ("parallel.recompute=none",)),
+        (HYBRID, "sequence", ("parallel.recompute=none", "model.lora.targets=[k_proj,o_proj,shared_expert_gate]")),
+        (HYBRID, "cp", ("parallel.recompute=none", "parallel.cp_comm=all_to_all", "model.lora.targets=[q_proj,in_proj_qkvz]")),
     )
 ]
 # fmt: off

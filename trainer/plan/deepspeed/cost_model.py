@@ -106,8 +106,9 @@ class DeepSpeedCosts(CostModel):
 
     def step_operators(self, layout: Layout) -> tuple[float, float]:
         """The norm, flat copies and the new weights are taken tensor by tensor, in Python; ranks agree on the norm and on overflows."""
-        once, each = _STEP_OPERATORS[layout.gradient_sync.zero]
-        return once + STEP_MESSAGES * (layout.shard_ranks > 1), each
+        zero = layout.gradient_sync.zero
+        once, each = _STEP_OPERATORS[zero]
+        return once + STEP_MESSAGES * (zero > 0 and layout.shard_ranks > 1), each
 
     def host_step(self, context: CostContext, layout: Layout, held: StageElements) -> HostWork:
         """As DeepSpeed does it (offload.py)."""

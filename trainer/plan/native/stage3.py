@@ -65,18 +65,20 @@ def stage3_bytes(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
         ends = held.dense + held.experts - kind.layers * layer - context.dense_layers * dense - modules * blocks.module
         layer = max(layer, dense, kind.last * blocks.module)
         gathered = (ends + 2 * layer) * width.weight + max(ends, layer) * (width.weight + width.gradient)
-    on_host = layout.parallel.offload.optimizer
+    offload, on_host = layout.parallel.offload, layout.parallel.offload.optimizer
+    weights = (width.weight if on_host else MASTER_BYTES) * own
     optimizer = ((MASTER_BYTES if on_host else 0) + context.states + outer_bytes(layout)) * stepped
     optimizer += scale_bytes(context, layout, kind) - context.spared * matrices
+    host = bucket_host_bytes(context, optimizer, stepped, MASTER_BYTES) if on_host else HostBytes()
     return StateBytes(
-        weights=(width.weight if on_host else MASTER_BYTES) * own,
+        weights=0 if offload.parameters else weights,
         gradients=MASTER_BYTES * stepped,
         optimizer=0 if on_host else optimizer,
         buffers=gathered,
         step=(min(layout.parallel.bucket, stepped) * MASTER_BYTES if steps_alone(layout) else 0)
         + (0 if on_host else cast_bytes(context.run, 0, stepped, casts=False))
         + step_bytes(context, layout, kind, MASTER_BYTES),
-        host=bucket_host_bytes(context, optimizer, stepped, MASTER_BYTES) if on_host else HostBytes(),
+        host=host._replace(weights=weights) if offload.parameters else host,
     )
 
 
