@@ -37,7 +37,10 @@ def completions(shell: str, environment: Mapping[str, str]) -> str:
         position = environment.get("COMP_CWORD", "")
         at = int(position) if position.isascii() and position.isdecimal() and len(position) < 10 else 0
         before, word = _join_bash_words(words[1 : at + 1] if at < len(words) else [*words[1:], ""])
-        return "\n".join(each[_kept_length(word) :] for each in candidates(before, word))
+        found = candidates(before, word)
+        if _is_one_key(found):  # bash would end it with a space, which splits KEY= from its value; after two that begin alike it adds none
+            found.append(f"{found[0]}VALUE")
+        return "\n".join(each[_kept_length(word) :] for each in found)
     typed = environment.get("_TYPER_COMPLETE_ARGS", "")
     words = typed.split()[1:]
     word = words.pop() if words and not typed.endswith(" ") else ""

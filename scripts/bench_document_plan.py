@@ -18,8 +18,7 @@ import torch
 
 from ..trainer.layers.transformer.document_attention import document_attention
 from ..trainer.layers.transformer.document_bounds import document_bounds
-from ..trainer.machine.layer_rates import ATTENTION_FLOPS, HEAD_DIM, ROWS
-from ..trainer.machine.layer_rates import SEQ as KEYS
+from ..trainer.machine.layer_rates import ATTENTION_FLOPS, HEAD_DIM, SMALL_MODEL
 from ..trainer.plan.costs.cost_context import CostContext
 from ..trainer.plan.costs.op_seconds import head_dim_share
 from ..trainer.plan.layout_cost import layout_blocks
@@ -28,6 +27,7 @@ from ..trainer.spec.run import Cluster, Data, Device, Model, Parallel, Run, Trai
 from .show_help import show_help
 
 SEQ, SEQUENCES, HEADS = 1024, 16, 4
+ROWS, KEYS = SMALL_MODEL.rows, SMALL_MODEL.seq
 MODEL = Model(family="gpt", layers=4, hidden=HEADS * HEAD_DIM, heads=HEADS, vocab=256, bias=True, tied=True)
 KINDS: tuple[tuple[int, ...], ...] = ((64 * SEQ,), (512,), (256,), (128,), (64,), (16,), (32, 32, 32, 2048))  # lengths of documents
 

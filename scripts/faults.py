@@ -29,7 +29,6 @@ from statistics import median
 from tempfile import mkdtemp
 
 from ..trainer.system.child_process import end_child
-from .drawn_faults import FILE_DAMAGES, SIGNALS, Fault, draw_faults
 from .faults_runs import (
     Disk,
     FitProcess,
@@ -42,6 +41,7 @@ from .faults_runs import (
     send_signal,
     wait_until,
 )
+from .random_faults import FILE_DAMAGES, SIGNALS, Fault, draw_faults
 from .show_help import show_help
 from .virtual_hosts import VirtualHosts, missing_tools
 

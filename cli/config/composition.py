@@ -30,7 +30,14 @@ from . import ask_transformers
 from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
 from .own_sections import is_whole_section, kept_keys
-from .recipe_defaults import note_dropped, with_plain_default, without_default, without_other_device
+from .recipe_defaults import (
+    device_figures,
+    drop_device_figures,
+    note_dropped,
+    with_plain_default,
+    without_default,
+    without_other_device,
+)
 from .yaml_file import LENGTHS, install_plain_source
 
 WEIGHTS = ("model.weights", "model.lora.weights")  # folders of weights that training begins from
@@ -75,7 +82,7 @@ class Composer:
 
     def _compose(self, recipe: DictConfig, choices: Sequence[Override], file: Path) -> DictConfig:
         """Compose; the keys that a recipe sets itself stay over a chosen option, also of a group that is not in the recipe's defaults."""
-        in_defaults, others = {each.hydra_group: each for each in choices}, list[Override]()
+        in_defaults, others, whole = {each.hydra_group: each for each in choices}, list[Override](), recipe
         if "cluster" in in_defaults:
             recipe = without_default(recipe, "device@cluster.device")
         recipe = without_other_device(recipe, choices)
@@ -101,6 +108,9 @@ class Composer:
         except CONFIG_ERRORS as error:
             raise_if_interrupted(error)
             raise Unreadable([composition_problem(error, file, self._config_dir, RECIPE_NAME)]) from None
+        device = next((each for each in choices if each.key == "device" and not each.deletes), None)
+        if device and device_figures(config):
+            drop_device_figures(config, device, self._compose(whole, [each for each in choices if each is not device], file))
         return config
 
     def _add_group(self, config: DictConfig, choice: Override, file: Path) -> None:
@@ -186,8 +196,8 @@ def select_value(config: DictConfig, key: str) -> object:
 def merge_hf_sizes(config: DictConfig, recipe: DictConfig, file: Path, user_values: Mapping[str, Any]) -> None:
     """Merge the sizes that `model.hf` names into a config, or those of the folder of `model.weights` where nothing names a family.
 
-    Keys that stand beside `model.hf` win: on the command line (which is applied later), in the recipe, or in the group's file.
-    Raises Unreadable.
+    Keys that stand beside `model.hf` win: on the command line (which is applied later), in the recipe, or in the group's file. A
+    folder that the command line names replaces the recipe's sizes; `model.lora`, which says how to train them, stays. Raises Unreadable.
     """
     key = _sizes_key(config, user_values)
     path = user_values.get(key) or select_value(config, key)
@@ -200,7 +210,10 @@ def merge_hf_sizes(config: DictConfig, recipe: DictConfig, file: Path, user_valu
     recipe_model: Any = plain_recipe.get("model") if isinstance(plain_recipe, dict) else None
     beside = config.get("model", {})
     if key == "model.hf" and from_command_line:
-        beside = {}
+        if select_value(config, "model.weights") is not None and "model.weights" not in user_values:
+            says = f"model.hf={path}: leaves out model.weights of the recipe: set model.weights={path} to begin with its weights"
+            config["reading"] = join_readings(config.get("reading"), says)
+        beside = {"lora": beside["lora"]} if beside.get("lora") else {}
     elif isinstance(recipe_model, dict) and "hf" in recipe_model:
         beside = recipe_model
     source = _resolve_path(path, file, from_command_line=from_command_line)

@@ -45,7 +45,7 @@ def _gpu_device(gpu: Mapping[str, Any], read_device: ReadDevice) -> dict[str, An
 
 def fill_cpu_rates(config: Mapping[str, Any]) -> None:
     """Fill in the measured rates of this machine's CPU, divided among its processes, and the shares of its peak that training reaches in
-    the run's precision.
+    the run's precision. Of more processes than cores each takes turns in Python and in messages too.
 
     Values in the recipe stay, and where it states a peak, that is what training reaches.
     """
@@ -68,8 +68,12 @@ def fill_cpu_rates(config: Mapping[str, Any]) -> None:
             device |= {key: share for key, share in shares.items() if device.get(key) is None}
     if device.get("bandwidth") is None:
         device["bandwidth"] = cpu["bandwidth"] * cores
+    turn = min(1.0, cores)  # the share of a core's time that one thread gets
+    if device.get("dispatch") is None:
+        device["dispatch"] = cpu["dispatch"] / turn
     if cluster.get("inside") is None:
-        cluster["inside"] = {**cpu["link"], "efficiency": 1.0}
+        link = cpu["link"]
+        cluster["inside"] = {"latency": link["latency"] / turn, "bandwidth": link["bandwidth"] * turn, "efficiency": 1.0}
 
 
 def _auto_precision(device: Mapping[str, Any]) -> str:

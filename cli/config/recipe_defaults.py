@@ -9,7 +9,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ..arguments.cluster_argument import join_readings
 from ..arguments.overrides import Override
-from .own_sections import dropped_keys, is_whole_section, kept_keys
+from .own_sections import OF_DEVICE, dropped_keys, is_whole_section, kept_keys
 
 
 def without_default(recipe: DictConfig, override: str) -> DictConfig:
@@ -60,6 +60,24 @@ def note_dropped(config: DictConfig, choice: Override, own: Any) -> None:
     """Add to the reading of a config what a chosen option leaves out of the recipe's own section."""
     if dropped := dropped_keys(choice.target_key, own):
         says = f"{choice.text}: leaves out {' and '.join(dropped)} of the recipe, which are another device's"
+        config["reading"] = join_readings(config.get("reading"), says)
+
+
+def device_figures(config: DictConfig) -> list[str]:
+    """Return the keys of a composed cluster that are set and are figures of one device."""
+    return [name for name in OF_DEVICE if OmegaConf.select(config, f"cluster.{name}") is not None]
+
+
+def drop_device_figures(config: DictConfig, choice: Override, before: DictConfig) -> None:
+    """Leave a cluster's figures of one device out of a config where the chosen device is another than that of the config `before`."""
+    if OmegaConf.select(config, "cluster.device.name") == OmegaConf.select(before, "cluster.device.name"):
+        return
+    dropped = [name for name in device_figures(config) if config.cluster[name] == OmegaConf.select(before, f"cluster.{name}")]
+    for name in dropped:
+        del config.cluster[name]
+    if dropped:
+        keys = " and ".join(f"cluster.{name}" for name in dropped)
+        says = f"{choice.text}: leaves out {keys} of {OmegaConf.select(before, 'cluster.device.name')}"
         config["reading"] = join_readings(config.get("reading"), says)
 
 

@@ -24,6 +24,7 @@ from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.system.regular_file import read_plain
 from ..keys.config_files import MOST_BYTES
 from .interrupts import raise_if_interrupted
+from .yaml_errors import yaml_problem
 
 MAPPING = "a recipe must be a mapping of keys"
 LENGTHS = ("steps", "tokens")  # keys of train, of which a run has one
@@ -89,11 +90,9 @@ def _read(file: Path) -> DictConfig | ListConfig:
     except ReaderError as error:
         raise _unreadable_error(f"{file} contains the character {chr(error.character)!r}", "remove it: YAML is plain text") from None
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        mark, says, mend = yaml_problem(error)
         where = f"{file}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(file)
-        if "'\\t'" in (error.problem or ""):
-            raise _unreadable_error(f"{where}: the line begins with a tab", "indent with spaces") from None
-        raise _unreadable_error(f"{where}: {error.problem or 'this is not YAML'}") from None
+        raise _unreadable_error(f"{where}: {says}", mend) from None
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, AssertionError) as error:
         raise_if_interrupted(error)
         lines = str(error).splitlines() or [type(error).__name__]

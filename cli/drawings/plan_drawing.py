@@ -29,6 +29,7 @@ PARTS = (  # keys of `time`, what the legend calls them, colour
     ("exposed",   "waiting for messages",      "#f58518"),
     ("bubble",    "waiting in the pipeline",   "#9d9da0"),
     ("optimizer", "optimizer step",            "#54a24b"),
+    ("host",      "the host, once a step",     "#b279a2"),
 )
 # fmt: on
 

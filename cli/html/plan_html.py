@@ -14,6 +14,7 @@ from ...trainer.spec.problem import one_line
 from ..drawings.plan_drawing import KINDS, PARTS, memory_drawing, time_drawing
 from ..drawings.timeline_drawing import timeline_drawing
 from ..pages import plan_facts as facts
+from ..pages import whole_run_facts as whole_run
 from ..pages.document_facts import documents_text
 from ..pages.memory_facts import capacity_share_text, capacity_shares, memory_kinds, memory_rows, memory_title, shown_ranges
 from ..pages.operator_rows import operator_notes, operator_rows
@@ -70,7 +71,7 @@ def plan_tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
         hardware = f"HFU {share_text(speed.hfu)}" if speed.hfu > speed.mfu else ""
         yield "MFU", share_text(speed.mfu), hardware
     if run and run.seconds is not None:
-        figures = facts.run_figures(plan)
+        figures = whole_run.run_figures(plan)
         yield "the whole run", figures["of training"], f"{figures['steps']} steps"
         if run.cost is not None:
             yield "cost", figures["at cluster.price"], "at cluster.price"
@@ -153,6 +154,6 @@ def _traffic(plan: Plan) -> Iterator[Markup]:
 
 
 def _run(plan: Plan) -> Iterator[Markup]:
-    yield fact_tables([facts.model_figures(plan), facts.run_figures(plan)])
-    says = (facts.rampup_text, facts.stages_text, facts.preference_text, facts.saving_text)
+    yield fact_tables([facts.model_figures(plan), whole_run.run_figures(plan)])
+    says = (whole_run.rampup_text, whole_run.stages_text, whole_run.preference_text, whole_run.saving_text)
     yield paragraphs([sentence(each(plan)) for each in says])

@@ -9,6 +9,7 @@ from ...trainer.plan.result import Memory, Plan
 from ...trainer.spec.numbers.as_text import plural, seconds_text, share_text
 from ...trainer.spec.problem import Problem
 from . import plan_facts as facts
+from . import whole_run_facts as whole_run
 from .document_facts import documents_text
 from .memory_facts import capacity_share_text, capacity_shares, memory_kinds, memory_rows, memory_title, shown_ranges
 from .operator_rows import operator_notes, operator_rows
@@ -137,7 +138,7 @@ def _operator_lines(plan: Plan) -> list[str]:
 
 
 def _run_lines(plan: Plan) -> list[str]:
-    model, run = facts.model_figures(plan), facts.run_figures(plan)
+    model, run = facts.model_figures(plan), whole_run.run_figures(plan)
     if not model:
         return []
     *counts, (of_token, flops) = model.items()
@@ -147,8 +148,8 @@ def _run_lines(plan: Plan) -> list[str]:
     ideal = f" ({peak} at every device's peak)" if (peak := run.get("at every device's peak")) else ""
     cost = f", {price} at cluster.price" if (price := run.get("at cluster.price")) else ""
     work = f"{plural(plan.run.steps, 'step')}, {run['tokens']} tokens, {run['FLOP of the model']} FLOP of the model"
-    saving, rampup = facts.saving_text(plan), facts.rampup_text(plan)
-    stages, preferences = facts.stages_text(plan), facts.preference_text(plan)
+    saving, rampup = whole_run.saving_text(plan), whole_run.rampup_text(plan)
+    stages, preferences = whole_run.stages_text(plan), whole_run.preference_text(plan)
     return [
         *lines,
         *wrap(f"{work}: {run.get('of training', 'time not known')}{ideal}{cost}", indent="  "),

@@ -12,6 +12,8 @@ from .loss_chart import loss_label, run_chart
 from .text_layout import Style, evenly_spaced, table, wrap
 
 SMALL_DRIFT = 0.02  # below it a figure is as planned
+MANY_TIMES = 10  # of a planned figure, from which on a measured one is said to be so many times it
+TURN_SECONDS = 1e-3  # below it seconds are not compared: other processes and the clock make more
 PLANNED_COLUMNS = ("", "planned", "measured", "drift")
 NOTHING_MEASURED = "Nothing was measured yet"
 MOST_RESTARTS = 5  # the last ones, that have a line each
@@ -106,7 +108,7 @@ def _time_drift(run: MeasuredRun) -> Iterator[str]:
         return
     where = ""
     known = [(each.name, each.measured - each.planned) for each in parts if each.planned is not None and each.measured is not None]
-    if known and abs(step.drift) >= SMALL_DRIFT:
+    if known and abs(step.drift) >= SMALL_DRIFT and not is_too_short(step):
         name, more = max(known, key=lambda each: abs(each[1]))
         where = f", of which {name} {'+' if more >= 0 else '-'}{seconds_text(abs(more))}"
     yield f"Time: {_sentence(step)}{where}{_against_bar(run, step)}."
@@ -114,7 +116,7 @@ def _time_drift(run: MeasuredRun) -> Iterator[str]:
 
 def _against_bar(run: MeasuredRun, step: PlannedMeasured) -> str:
     """Whether the measured step lies in the plan's error bar; "" for one that is as planned, or where the plan has none."""
-    if run.step_bar is None or step.planned is None or step.measured is None or abs(step.drift or 0.0) < SMALL_DRIFT:
+    if run.step_bar is None or step.planned is None or step.measured is None or abs(step.drift or 0.0) < SMALL_DRIFT or is_too_short(step):
         return ""
     low, high = run.step_bar
     ends = seconds_range_text(step.planned, low, high).strip()
@@ -125,6 +127,10 @@ def _sentence(each: PlannedMeasured) -> str:
     assert each.drift is not None
     if abs(each.drift) < SMALL_DRIFT:
         return f"{each.name} is as planned ({drift_text(each)})"
+    if is_too_short(each):
+        return f"{each.name} is too short to compare with the plan"
+    if each.drift + 1 >= MANY_TIMES:
+        return f"{each.name} is {drift_text(each)} the plan"
     return f"{each.name} is {share_text(abs(each.drift))} {'above' if each.drift > 0 else 'below'} the plan"
 
 
@@ -217,7 +223,15 @@ def figure_text(each: PlannedMeasured, value: float | None) -> str:
 
 
 def drift_text(each: PlannedMeasured) -> str:
-    """The drift as a percentage with its sign; "" where it is not known."""
+    """The drift as a percentage with its sign, or from MANY_TIMES on as a factor; that seconds are too few to be timed; "" where it is not
+    known."""
     if each.drift is None:
         return ""
-    return f"{100 * each.drift:+.1f} %" if abs(each.drift) < 1e3 else f"{100 * each.drift:+.1e} %"
+    if is_too_short(each):
+        return "too short"
+    return f"{100 * each.drift:+.1f} %" if each.drift + 1 < MANY_TIMES else f"{each.drift + 1:.3g} times"
+
+
+def is_too_short(each: PlannedMeasured) -> bool:
+    """Whether planned and measured seconds are both less than an operating system may keep a process waiting for its turn."""
+    return each.unit == "seconds" and max(each.planned or 0.0, each.measured or 0.0) < TURN_SECONDS

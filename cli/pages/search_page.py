@@ -30,7 +30,7 @@ from .text_layout import Style, evenly_spaced, narrow_table, page_width, with_he
 MAX_FRONT = 8  # rows of the front, evenly spaced
 NEAREST = 15  # sizes below an answer that a search of each takes
 PRICED = ("cost", "tokens_per_dollar")  # goals of a search that a price gives figures
-TERM_WORDS = {"compute": "computing", "exposed": "messages", "bubble": "bubble", "optimizer": "optimizer step"}
+TERM_WORDS = {"compute": "computing", "exposed": "messages", "bubble": "bubble", "optimizer": "optimizer step", "host": "host"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,7 +119,10 @@ def _cpu_figures(measured: DeviceMeasurement) -> Iterator[Figure]:
         yield Figure("flash", shares["flash"], f"{says}: attention at {rate_text(layer['attention'], 'FLOP/s')}")
     yield Figure("streaming", 1.0, "share of `bandwidth`, which is measured")
     yield Figure("launch", 0.0, f"of a CPU a plan counts none: an op on 8 elements took {seconds_text(measured.launch)}")
-    yield Figure("dispatch", 0.0)
+    if measured.dispatch is not None:
+        yield Figure(
+            "dispatch", four_digits(measured.dispatch), "seconds of host time per op of a layer, whose kernels have nothing to compute"
+        )
     yield Figure("context", 0.0, "there is no driver")
 
 

@@ -22,8 +22,9 @@ from .finding import CheckBroken
 RECIPE, ONE_DEVICE = "tiny_2x2x2", ("parallel.tp=1", "parallel.pp=1")  # of tiny models
 FIT_WORDS = ("log.every=1", "log.sinks=[jsonl]", "train.evaluate.every=0", "checkpoint=never", "launch=local")
 CORES = 2  # that a training beside others gets
-# Trainings side by side compile a few kernels each: without it every one starts a pool of processes, one for each core.
-UNTIMED = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# Trainings side by side compile a few kernels each, and some compute on the CPU: without these every one starts a pool of processes and
+# threads, one for each core, and waits for threads of its own that others keep from a core.
+UNTIMED = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from ...trainer.models.hf.quantization import KEY
 from .check_context import CheckContext
 from .finding import Finding
-from .fit_runs import RECIPE, FitRun, fit, fit_together
+from .fit_runs import RECIPE, UNTIMED, FitRun, fit, fit_together
 from .loss_checks import FIVE, FLOAT32_LOSS
 from .loss_differences import most_apart
 from .run_distrain import run_distrain
@@ -26,7 +26,7 @@ CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", 
 
 def train_from_quantized(context: CheckContext) -> Finding:
     """Train a model, export it, quantize the folder to 8-bit floats, and train on from it (`compare_starts`)."""
-    before = fit(FitRun(name="exported", recipe=RECIPE, words=(*WORDS, "optim.lr=1e-2", "checkpoint=default")), context)
+    before = fit(FitRun(name="exported", recipe=RECIPE, words=(*WORDS, "optim.lr=1e-2", "checkpoint=default")), context, UNTIMED)
     plain, quantized = (context.folder / name for name in FOLDERS)
     run_distrain("export", str(before.folder), str(plain))
     packed = quantize_folder(plain, quantized)

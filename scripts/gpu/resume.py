@@ -9,7 +9,7 @@ import time
 from ...trainer.rundir.metric_rows import read_step_rows
 from .check_context import CheckContext
 from .finding import CheckBroken, Finding
-from .fit_runs import ONE_DEVICE, RECIPE, FinishedFit, FitRun, fit, started_fit
+from .fit_runs import ONE_DEVICE, RECIPE, UNTIMED, FinishedFit, FitRun, fit, started_fit
 
 SAVED, STEPS_IN_ALL = 20, 60  # a checkpoint at every so many steps
 WORDS = (
@@ -22,10 +22,10 @@ def kill_and_resume(context: CheckContext) -> Finding:
     """Train a run to its end; train it again with saves in the background, kill it between two checkpoints, and resume: losses must be the
     same bits."""
     words = (*WORDS, "checkpoint=default", f"checkpoint.every={SAVED}")
-    whole = fit(FitRun(name="whole", recipe=RECIPE, words=words), context)
+    whole = fit(FitRun(name="whole", recipe=RECIPE, words=words), context, UNTIMED)
     killed = FitRun(name="killed", recipe=RECIPE, words=(*words, "checkpoint.background=true"))
     last = _train_until(killed, context, SAVED + SAVED // 2)
-    resumed = fit(killed, context)
+    resumed = fit(killed, context, UNTIMED)
     again = {row["step"]: row["loss"] for row in resumed.rows}
     differing = [row["step"] for row in whole.rows if again.get(row["step"]) != row["loss"]]
     departures = [f"losses differ from step {differing[0]} on"] if differing else []
@@ -38,7 +38,7 @@ def kill_and_resume(context: CheckContext) -> Finding:
 def _train_until(run: FitRun, context: CheckContext, step: int) -> int:
     """Start a run, kill it with its ranks once it has logged `step`; return the last step that it logged. Raises CheckBroken."""
     folder = context.folder / run.name
-    with started_fit(run, context) as child:
+    with started_fit(run, context, UNTIMED) as child:
         while child.poll() is None and max((row["step"] for row in read_step_rows(folder)), default=0) < step:
             time.sleep(0.01)
         os.killpg(child.pid, signal.SIGKILL)

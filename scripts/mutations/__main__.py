@@ -1,11 +1,12 @@
-"""Plants errors in the mathematics of training, one at a time, and checks that `prove` or a test finds each.
+"""Plants errors in the mathematics of training, or of plans, one at a time, and checks that `prove` or a test finds each.
 
-Run `python -m distrain.scripts.mutations [seed=1] [count=100] [copies=2] [KIND ...] [--json FILE [--resume]]` in a checkout, on Linux. The
-kinds are arithmetic, comparison, constant, reduction, dim, group and sign; without any, all, at least ten of each in a hundred. The file is
-rewritten after each mutation; with --resume, those of which it says what found them are not tried again.
+Run `python -m distrain.scripts.mutations [files=training|plan] [seed=1] [count=100] [copies=2] [KIND ...] [--json FILE [--resume]]` in a
+checkout, on Linux. The kinds are arithmetic, comparison, constant and reduction, of training also dim, group and sign, of plans also axis,
+term and rounding; without any, all, at least ten of each in a hundred. The file is rewritten after each mutation; with --resume, those of
+which it says what found them are not tried again.
 
-A mutation names its function and the expression that it replaces. Each is planted in a copy of the checkout, in a temporary folder: first
-`prove conf=tiny_full` runs there, up to the first layout that does not train the same curve, then the quick tests that run its
+A mutation names its function and the expression that it replaces. Each is planted in a copy of the checkout, in a temporary folder: first,
+of training, `prove conf=tiny_full` runs there, up to the first layout that does not train the same curve, then the quick tests that run its
 line and the slow ones of its rooms, up to the first that fails. One that nothing finds has survived, unless
 equivalents.json says why it changes nothing. A layout or a test that does not run a mutation's line is left out: the lines of each
 are recorded once for each state of the checkout, and kept in the user's cache folder.
@@ -28,7 +29,7 @@ from ..show_help import show_help
 from .campaign import MutationCampaign, TriedMutation, cache_folder, counts, read_executed_lines, state_digest
 from .copies import ROOT, Copy, run_on_copies
 from .equivalents import read_equivalents
-from .kinds import KINDS
+from .mutated_files import FILE_LISTS, FileList
 from .recorded_tests import read_recorded_tests
 from .results import read_found, write_results
 from .sites import Mutation, all_mutations, draw
@@ -41,7 +42,8 @@ class Draw:
     seed: int = 1
     count: int = 100
     copies: int = 2
-    kinds: tuple[str, ...] = tuple(KINDS)
+    files: str = "training"
+    kinds: tuple[str, ...]
     json: Path | None = None
     resume: bool = False
 
@@ -50,36 +52,37 @@ def main() -> int:
     """Try the mutations that a seed draws, and print a line for each and a table."""
     try:
         arguments = read_arguments(sys.argv[1:])
-        resumed = read_found(arguments.json, arguments.seed) if arguments.json and arguments.resume else ()
+        files = FILE_LISTS[arguments.files]
+        resumed = read_found(arguments.json, arguments.seed, arguments.files) if arguments.json and arguments.resume else ()
         found = {each.mutation.name: each for each in resumed}
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    drawn = draw(all_mutations(ROOT), arguments.seed, arguments.count, arguments.kinds)
+    drawn = draw(all_mutations(ROOT, files), arguments.seed, arguments.count, arguments.kinds)
     tried = [found[each.name] for each in drawn if each.name in found]
 
     def add(result: TriedMutation) -> None:
         tried.append(result)
         show(progress_line(result, len(tried), len(drawn)))
         if arguments.json:
-            write_results(arguments.json, arguments.seed, tried)
+            write_results(arguments.json, arguments.seed, tried, arguments.files)
 
     try:
-        try_all([each for each in drawn if each.name not in found], arguments.copies, add)
+        try_all([each for each in drawn if each.name not in found], arguments.copies, arguments.files, add)
     except KeyboardInterrupt:
-        print(f"stopped after {len(tried)} of {len(drawn)}", table(tried), sep="\n")
+        print(f"stopped after {len(tried)} of {len(drawn)}", table(tried, files), sep="\n")
         return 130
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
-    print(table(tried))
+    print(table(tried, files))
     return 1 if any(each.verdict == "survived" for each in tried) else 0
 
 
 def read_arguments(words: Sequence[str]) -> Draw:
     """Read the command line; raises ValueError."""
-    rest, numbers, kinds, file, resume = list(words), dict[str, int](), list[str](), None, False
+    rest, numbers, named, file, resume, files = list(words), dict[str, int](), list[str](), None, False, "training"
     while rest:
         word = rest.pop(0)
         key, _, value = word.partition("=")
@@ -89,13 +92,17 @@ def read_arguments(words: Sequence[str]) -> Draw:
             resume = True
         elif key in ("seed", "count", "copies") and value.isdigit():
             numbers[key] = int(value)
-        elif word in KINDS:
-            kinds.append(word)
+        elif key == "files" and value in FILE_LISTS:
+            files = value
         else:
-            raise ValueError(f"{word} is neither seed=N, count=N, copies=N, --json FILE, --resume nor one of {', '.join(KINDS)}")
+            named.append(word)
+    kinds = tuple(FILE_LISTS[files].kinds)
+    if wrong := [word for word in named if word not in kinds]:
+        known = f"files={'|'.join(FILE_LISTS)}, seed=N, count=N, copies=N, --json FILE, --resume"
+        raise ValueError(f"{wrong[0]} is neither {known} nor one of {', '.join(kinds)}")
     if resume and not file:
         raise ValueError("--resume goes on from a file: --json FILE --resume")
-    return Draw(**numbers, kinds=tuple(kinds) or tuple(KINDS), json=file, resume=resume)
+    return Draw(**numbers, files=files, kinds=tuple(named) or kinds, json=file, resume=resume)
 
 
 def show(text: str) -> None:
@@ -103,15 +110,15 @@ def show(text: str) -> None:
     print(text, flush=True)
 
 
-def try_all(mutations: Sequence[Mutation], copies: int, add: Callable[[TriedMutation], None]) -> None:
-    """Try mutations, as many at a time as there are copies of the checkout, and `add` each, one at a time; everything that was started has
-    ended afterwards."""
-    equivalents, lock = read_equivalents(), Lock()
+def try_all(mutations: Sequence[Mutation], copies: int, name: str, add: Callable[[TriedMutation], None]) -> None:
+    """Try mutations of the list of files of this name, as many at a time as there are copies of the checkout, and `add` each, one at a
+    time; everything that was started has ended afterwards."""
+    equivalents, lock, files = read_equivalents(), Lock(), FILE_LISTS[name]
     with TemporaryDirectory(prefix="mutations.") as folder, ExitStack() as at_end:
         made = [at_end.enter_context(Copy(Path(folder) / str(number))) for number in range(copies)]
-        executed = read_executed_lines(made[0], show)
-        tests = read_recorded_tests(made, cache_folder(), state_digest(), show)
-        campaigns = {copy: MutationCampaign(copy, executed, tests, equivalents) for copy in made}
+        executed = read_executed_lines(made[0], show) if files.is_proved else None
+        tests = read_recorded_tests(made, cache_folder(), state_digest(files=files), show, name)
+        campaigns = {copy: MutationCampaign(copy, executed, tests, equivalents, files) for copy in made}
 
         def try_one(copy: Copy, mutation: Mutation) -> None:
             result = campaigns[copy].try_mutation(mutation)
@@ -127,10 +134,10 @@ def progress_line(tried: TriedMutation, number: int, count: int) -> str:
     return f"{number}/{count} {tried.verdict} {tried.seconds:.0f} s: {mutation.kind}: {mutation.name[:200]}\n    {tried.says[:160]}"
 
 
-def table(tried: Sequence[TriedMutation]) -> str:
+def table(tried: Sequence[TriedMutation], files: FileList) -> str:
     """The counts by kind, and the mutations that survived, as Markdown."""
     rows = ["| kind | drawn | found by prove | found by tests | equivalent | survived |", "|---|---|---|---|---|---|"]
-    for kind in (*KINDS, "all"):
+    for kind in (*files.kinds, "all"):
         rows.append(f"| {kind} | {' | '.join(map(str, counts(tried, kind).values()))} |")
     survivors = [f"- {each.mutation.kind}: `{each.mutation.name}`" for each in tried if each.verdict == "survived"]
     total = sum(each.seconds for each in tried)

@@ -15,7 +15,7 @@ from .chosen_tests import slow_tests
 from .copies import ROOT, Copy
 from .equivalents import Equivalents
 from .executed_lines import NOT_RUN, RUNNING, TOO_LONG, TRAINED, is_reached
-from .mutated_files import files_to_mutate
+from .mutated_files import TRAINING, FileList, files_to_mutate
 from .recorded_tests import RecordedTest, choose_recorded
 from .sites import Mutation, mutated_source
 
@@ -80,10 +80,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distrain" / "mutations"
 
 
-def state_digest(further: Iterable[Path] = ()) -> str:
+def state_digest(further: Iterable[Path] = (), files: FileList = TRAINING) -> str:
     """A name for the state of the files to mutate, and of further ones."""
     digest = hashlib.sha256()
-    for path in (*files_to_mutate(ROOT), *further):
+    for path in (*files_to_mutate(ROOT, files), *further):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -91,8 +91,16 @@ def state_digest(further: Iterable[Path] = ()) -> str:
 class MutationCampaign:
     """Tries mutations in one copy."""
 
-    def __init__(self, copy: Copy, executed: ExecutedLines, tests: Sequence[RecordedTest], equivalents: Equivalents) -> None:
-        self.copy, self.executed, self.tests, self.equivalents = copy, executed, tests, equivalents
+    def __init__(
+        self,
+        copy: Copy,
+        executed: ExecutedLines | None,
+        tests: Sequence[RecordedTest],
+        equivalents: Equivalents,
+        files: FileList = TRAINING,
+    ) -> None:
+        """`executed`: what the proof runs; None of files that are not proved."""
+        self.copy, self.executed, self.tests, self.equivalents, self.files = copy, executed, tests, equivalents, files
         self._sound: dict[str, bool] = {}  # whether a layout or a test passes without an error, by its name
 
     def try_mutation(self, mutation: Mutation) -> TriedMutation:
@@ -100,7 +108,7 @@ class MutationCampaign:
         start = monotonic()
         if reason := self.equivalents.reason(mutation):
             return TriedMutation(mutation=mutation, verdict="equivalent", says=reason, seconds=0.0)
-        self.copy.plant(mutation.path, mutated_source(self.copy.root, mutation))
+        self._plant(mutation)
         try:
             found = self._prove(mutation)
             proved = monotonic() - start
@@ -113,7 +121,7 @@ class MutationCampaign:
 
     def _prove(self, mutation: Mutation) -> str:
         """The layout in which prove finds an error, and how; "" if in none, or if not all are trained in PROVE_SECONDS."""
-        layouts = self.executed.layouts(mutation)
+        layouts = self.executed.layouts(mutation) if self.executed else []
         answer = self.copy.ask("prove", seconds=PROVE_SECONDS, layouts=layouts) if layouts else {"found": ""}
         if "ended" in answer and not self._is_sound(mutation, layouts[0], "prove", layouts=layouts[:1]):
             raise RuntimeError(f"{layouts[0]} is not proved without an error either: {answer['ended']}: {' '.join(answer['tail'][-2:])}")
@@ -126,7 +134,7 @@ class MutationCampaign:
         First the quick tests that run the statement (one that runs at import: any line of its module), then the slow ones of its rooms.
         """
         quick = choose_recorded(self.tests, mutation.path, None if mutation.is_of_import else mutation.lines)
-        slow = slow_tests(self.copy.root, mutation.path)
+        slow = slow_tests(self.copy.root, mutation.path, self.files.tests)
         for names, seconds in ((quick, TEST_SECONDS), (slow, SLOW_SECONDS)):
             if names and (found := self._failing_test(mutation, names, seconds)):
                 return found
@@ -153,8 +161,11 @@ class MutationCampaign:
         if name not in self._sound:
             self.copy.restore(mutation.path)
             self._sound[name] = not _error_found(self.copy.ask(action, seconds=TEST_SECONDS, **arguments))
-            self.copy.plant(mutation.path, mutated_source(self.copy.root, mutation))
+            self._plant(mutation)
         return self._sound[name]
+
+    def _plant(self, mutation: Mutation) -> None:
+        self.copy.plant(mutation.path, mutated_source(self.copy.root, mutation, self.files))
 
 
 def _error_found(answer: Mapping[str, Any]) -> str:

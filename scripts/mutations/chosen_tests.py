@@ -26,20 +26,27 @@ ROOMS: dict[str, tuple[str, ...]] = {  # a folder of files to mutate: the folder
 COMPARING = ("models", "parallel")  # folders of tests whose rank programs compare ranks with one process, which shows most in least time
 
 
-def quick_files(root: Path) -> list[str]:
-    """The files of quick tests, by their paths from the checkout's root."""
+def quick_files(root: Path, folders: Collection[str] = ()) -> list[str]:
+    """The files of quick tests in some folders of tests, or in all, by their paths from the checkout's root."""
     slow, timed = _slow_and_timed(root / "tests" / "conftest.py")
-    return [_relative(root, each) for each in _test_files(root) if each.stem not in (*slow, *timed)]
+    return [
+        _relative(root, each)
+        for each in _test_files(root)
+        if each.stem not in (*slow, *timed) and (not folders or each.parent.name in folders)
+    ]
 
 
-def slow_tests(root: Path, path: str) -> list[str]:
-    """The slow tests for an error in a file, by their ids from the checkout's root: first tests of COMPARING and of its rooms that start a
-    rank program which imports its module, or one that imports it; then the files that name the module or its folder, as test_delayed.py
-    does delayed_engine.py, then those of its rooms, in the order of ROOMS, the quickest of each first."""
+def slow_tests(root: Path, path: str, folders: Sequence[str] = ()) -> list[str]:
+    """The slow tests, in some folders of tests or in those of its room, for an error in a file, by their ids from the checkout's root.
+
+    First tests of COMPARING and of its rooms that start a rank program which imports its module, or one that imports it; then the files
+    that name the module or its folder, as test_delayed.py does delayed_engine.py, then those of its rooms, in the order of ROOMS, the
+    quickest of each first.
+    """
     module = f"distrain.{path.removesuffix('.py').replace('/', '.')}"
     slow, _ = _slow_and_timed(root / "tests" / "conftest.py")
-    rooms = next(folders for room, folders in ROOMS.items() if path.startswith(f"{room}/"))
-    files = [each for each in _test_files(root) if each.stem in slow]
+    rooms = tuple(folders) or next(folders for room, folders in ROOMS.items() if path.startswith(f"{room}/"))
+    files = [each for each in _test_files(root) if each.stem in slow and (not folders or each.parent.name in folders)]
     naming = {each for each in files if _names(root, each, module) or _is_named_in(path, each)}
     chosen = [each for each in files if each in naming or each.parent.name in rooms]
     programs = {each.name for each in (root / "tests" / "rank_programs").glob("*.py") if _names(root, each, module, among="distrain.")}

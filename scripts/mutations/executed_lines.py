@@ -6,12 +6,13 @@ import mmap
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from .mutated_files import files_to_mutate
+from .mutated_files import TRAINING, FileList, files_to_mutate
 
 TEST = "test:"  # begins a line of the file of lines: the test that runs the lines after it
 TRAINED, RUNNING = "trained:", "running:"  # begin lines of a request's log that say how far it came
@@ -26,9 +27,10 @@ Lines = set[Line]
 class LineRecorder:
     """Appends each line of the files to mutate to a file when this process, or one forked from it, first runs it."""
 
-    def __init__(self, root: Path, file: Path) -> None:
-        names = {str(path): path.relative_to(root).as_posix() for path in files_to_mutate(root)}
+    def __init__(self, root: Path, file: Path, files: FileList = TRAINING) -> None:
+        names = {str(path): path.relative_to(root).as_posix() for path in files_to_mutate(root, files)}
         seen: set[tuple[Any, int]] = set()
+        calls: Counter[Any] = Counter()  # of a function
         self._tests = mmap.mmap(-1, 4)  # the number of tests so far, which forked processes see
         known = bytes(4)
         out = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -48,8 +50,10 @@ class LineRecorder:
                 return None
             if self._tests[:] != known:
                 seen.clear()
+                calls.clear()
                 known = self._tests[:]
-            return on_line(frame, event, _)
+            calls[frame.f_code] += 1
+            return on_line(frame, event, _) if calls[frame.f_code] <= files.recorded_calls else None
 
         threading.settrace(on_call)
         sys.settrace(on_call)

@@ -38,6 +38,8 @@ DIMS: dict[str, tuple[int, ...]] = {
 }
 # fmt: on
 PATHS = ("path", "folder", "name", "file")
+AXES = ("dp", "cp", "pp", "ep", "tp")
+ROUNDINGS = {"ceil": "floor", "floor": "ceil"}
 
 Replacements = Iterator[ast.AST]
 Parents = Sequence[ast.AST]  # of a node, the nearest first
@@ -120,7 +122,41 @@ def sign(node: ast.AST, parents: Parents) -> Replacements:
         yield ast.UnaryOp(ast.USub(), node)
 
 
-KINDS: dict[str, Callable[[ast.AST, Parents], Replacements]] = {
+def axis(node: ast.AST, parents: Parents) -> Replacements:
+    """The degree of another axis of the mesh."""
+    if isinstance(node, ast.Attribute) and node.attr in AXES and isinstance(node.ctx, ast.Load):
+        yield _replace_fields(node, attr=AXES[(AXES.index(node.attr) + 1) % len(AXES)])
+
+
+def term(node: ast.AST, parents: Parents) -> Replacements:
+    """A sum, a product or a condition without one of its parts."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div) and not _is_text_or_list(node):
+        yield node.left
+        if isinstance(node.op, ast.Add | ast.Mult):
+            yield node.right
+    elif isinstance(node, ast.BoolOp):
+        for place in range(len(node.values)):
+            rest = [*node.values[:place], *node.values[place + 1 :]]
+            yield rest[0] if len(rest) == 1 else _replace_fields(node, values=rest)
+
+
+def rounding(node: ast.AST, parents: Parents) -> Replacements:
+    """A quotient that is rounded down instead of up, or up instead of down."""
+    if isinstance(node, ast.Call) and last_name(node.func) in ROUNDINGS and isinstance(node.func, ast.Name):
+        yield _replace_fields(node, func=ast.Name(ROUNDINGS[node.func.id], ast.Load()))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+        if isinstance(node.left, ast.UnaryOp) and isinstance(node.left.op, ast.USub):  # -(-a // b): a / b rounded up
+            yield _replace_fields(
+                node,
+                left=ast.UnaryOp(ast.USub(), ast.BinOp(ast.BinOp(node.left.operand, ast.FloorDiv(), node.right), ast.Mult(), node.right)),
+            )
+        else:
+            yield ast.UnaryOp(ast.USub(), ast.BinOp(ast.UnaryOp(ast.USub(), node.left), ast.FloorDiv(), node.right))
+
+
+Kind = Callable[[ast.AST, Parents], Replacements]
+
+KINDS: dict[str, Kind] = {  # of errors in the mathematics of training
     "arithmetic": arithmetic,
     "comparison": comparison,
     "constant": constant,
@@ -128,6 +164,15 @@ KINDS: dict[str, Callable[[ast.AST, Parents], Replacements]] = {
     "dim": dim,
     "group": group,
     "sign": sign,
+}
+PLAN_KINDS: dict[str, Kind] = {  # of errors in plans
+    "arithmetic": arithmetic,
+    "comparison": comparison,
+    "constant": constant,
+    "reduction": reduction,
+    "axis": axis,
+    "term": term,
+    "rounding": rounding,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from .copies import ROOT
 from .executed_lines import NOT_RUN, RUNNING, TRAINED, LineRecorder, read_lines, read_test_lines
 from .forked_popen import install
+from .mutated_files import FILE_LISTS
 
 RECIPE = "tiny_full"
 PATIENCE = 25.0  # seconds that a layout has beside its steps
@@ -132,11 +133,11 @@ def _stop_test(*_: object) -> None:
     raise TimeoutError(f"the test computes for {BUSY_SECONDS:.0f} seconds")
 
 
-def record_tests(file: str) -> dict[str, Any]:
-    """Run a test file; {"tests": {id: {"seconds": ..., "lines": {path: numbers}}}} of the tests that pass."""
+def record_tests(file: str, files: str = "training") -> dict[str, Any]:
+    """Run a test file; {"tests": {id: {"seconds": ..., "lines": {path: numbers}}}} of the tests that pass, in a list of FILE_LISTS."""
     install()
     RECORD.unlink(missing_ok=True)
-    recorder, seconds = LineRecorder(ROOT, RECORD), dict[str, float]()
+    recorder, seconds = LineRecorder(ROOT, RECORD, FILE_LISTS[files]), dict[str, float]()
 
     class TimeWatch:
         def pytest_runtest_logstart(self, nodeid: str) -> None:

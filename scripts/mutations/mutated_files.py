@@ -1,11 +1,30 @@
-"""The files in which errors are planted: the mathematics of sharding, schedules, loss, optimizer, data order and checkpoints."""
+"""The files in which errors are planted: the mathematics of training (sharding, schedules, loss, optimizer, data order and checkpoints), or
+what a plan computes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
-FILES = (
+from .kinds import KINDS, PLAN_KINDS, Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileList:
+    """Files in which errors are planted, by patterns from the checkout's root, the kinds of errors, and what is to find them."""
+
+    files: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    functions_left_out: tuple[str, ...] = ()  # which say something, or show it
+    kinds: Mapping[str, Kind]
+    is_proved: bool  # whether `prove` trains with them; else tests alone find errors
+    tests: tuple[str, ...] = ()  # the folders of tests that find errors; (): all for quick ones, the rooms of a file for slow ones
+    recorded_calls: float = inf  # of a function in a test: its lines in further calls are not recorded
+
+
+TRAINING_FILES = (
     "trainer/engines/clipping.py",
     "trainer/engines/deepspeed/*.py",
     "trainer/engines/engine.py",
@@ -43,28 +62,42 @@ FILES = (
 )
 
 # What these say or cost changes no number of a training run: messages, statistics for people, planned bytes and seconds.
-LEFT_OUT = (
-    "trainer/engines/deepspeed/import_deepspeed.py",
-    "trainer/engines/native/adamw_kernel.py",  # of GPUs alone
-    "trainer/loop/data/samples/corpus_stats.py",
+TRAINING = FileList(
+    files=TRAINING_FILES,
+    left_out=(
+        "trainer/engines/deepspeed/import_deepspeed.py",
+        "trainer/engines/native/adamw_kernel.py",  # of GPUs alone
+        "trainer/loop/data/samples/corpus_stats.py",
+    ),
+    functions_left_out=(
+        "no_steps_message",
+        "packing_remark",
+        "shape_text",
+        "held_bytes",
+        "_measure_time",
+        "Schedule",
+        "idle_ranks",
+        "peak_in_flight",
+        "__repr__",
+        "__str__",
+    ),
+    kinds=KINDS,
+    is_proved=True,
 )
-FUNCTIONS_LEFT_OUT = (
-    "no_steps_message",
-    "packing_remark",
-    "shape_text",
-    "held_bytes",
-    "_measure_time",
-    "Schedule",
-    "idle_ranks",
-    "peak_in_flight",
-    "__repr__",
-    "__str__",
+PLAN = FileList(
+    files=("trainer/plan/*.py", "trainer/plan/**/*.py"),
+    functions_left_out=("__repr__", "__str__"),
+    kinds=PLAN_KINDS,
+    is_proved=False,
+    tests=("plan", "cli"),
+    recorded_calls=8,
 )
+FILE_LISTS = {"training": TRAINING, "plan": PLAN}
 
 
-def files_to_mutate(root: Path) -> Iterator[Path]:
+def files_to_mutate(root: Path, files: FileList = TRAINING) -> Iterator[Path]:
     """Yield the files of a checkout, sorted, in which errors are planted."""
-    out = {root / name for name in LEFT_OUT}
-    for path in sorted({path for pattern in FILES for path in root.glob(pattern)} - out):
+    out = {root / name for name in files.left_out}
+    for path in sorted({path for pattern in files.files for path in root.glob(pattern)} - out):
         if path.name != "__init__.py":
             yield path

@@ -11,6 +11,7 @@ from typing import Any
 
 from .chosen_tests import quick_files
 from .copies import ROOT, Copy, run_on_copies
+from .mutated_files import FILE_LISTS
 
 RECORD_SECONDS = 600.0  # hard limit of a test file
 CHOSEN_SECONDS = 60.0  # of the tests that are chosen for one error, as recorded
@@ -52,19 +53,20 @@ def _round_robin(groups: Sequence[Sequence[RecordedTest]]) -> Iterator[RecordedT
         yield from (group[place] for group in groups if place < len(group))
 
 
-def read_recorded_tests(copies: Sequence[Copy], cache: Path, state: str, show: Callable[[str], None]) -> list[RecordedTest]:
-    """The quick tests and their lines; those of files that are not in the cache are recorded now, one file a copy at a time.
+def read_recorded_tests(copies: Sequence[Copy], cache: Path, state: str, show: Callable[[str], None], files: str) -> list[RecordedTest]:
+    """The quick tests and their lines in a list of files; those of tests that are not in the cache are recorded now, one file a copy at a
+    time.
 
     `state` names the state of the files to mutate. Raises RuntimeError if a file of tests does not end.
     """
-    kept = {file: cache / f"{_digest(state, file)}.json" for file in quick_files(ROOT)}
+    kept = {file: cache / f"{_digest(state, file)}.json" for file in quick_files(ROOT, FILE_LISTS[files].tests)}
     missing = [file for file, record in kept.items() if not record.exists()]
     if missing:
         show(f"runs {len(missing)} files of quick tests without an error, to see which lines each test runs ...")
         cache.mkdir(parents=True, exist_ok=True)
 
         def record(copy: Copy, file: str) -> None:
-            answer = copy.ask("record_tests", seconds=RECORD_SECONDS, file=file)
+            answer = copy.ask("record_tests", seconds=RECORD_SECONDS, file=file, files=files)
             if "ended" in answer:
                 raise RuntimeError(f"{file} does not end without an error: {answer['ended']}")
             kept[file].write_text(json.dumps(answer["tests"]), encoding="utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 from .kinds import KINDS, last_name
-from .mutated_files import FUNCTIONS_LEFT_OUT, files_to_mutate
+from .mutated_files import TRAINING, FileList, files_to_mutate
 
 LEAST_OF_A_KIND = 10
 
@@ -76,14 +76,14 @@ class _Node:
         return found if isinstance(found, ast.expr | ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return) else self.node
 
 
-def all_mutations(root: Path) -> list[Mutation]:
-    """Every mutation of a checkout, in the order of its files."""
-    return [mutation for path in files_to_mutate(root) for mutation in _file_mutations(path, root)]
+def all_mutations(root: Path, files: FileList = TRAINING) -> list[Mutation]:
+    """Every mutation of a checkout's files, in their order."""
+    return [mutation for path in files_to_mutate(root, files) for mutation in _file_mutations(path, root, files)]
 
 
-def _file_mutations(path: Path, root: Path) -> Iterator[Mutation]:
+def _file_mutations(path: Path, root: Path, files: FileList) -> Iterator[Mutation]:
     module = path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
-    for mutation, _, _ in _places(ast.parse(path.read_text(encoding="utf-8")), module):
+    for mutation, _, _ in _places(ast.parse(path.read_text(encoding="utf-8")), module, files):
         yield mutation
 
 
@@ -109,10 +109,10 @@ def draw(mutations: Sequence[Mutation], seed: int, count: int, kinds: Sequence[s
     return found
 
 
-def mutated_source(root: Path, mutation: Mutation) -> str:
+def mutated_source(root: Path, mutation: Mutation, files: FileList = TRAINING) -> str:
     """Return the source of a mutation's file with the error planted; raises LookupError where its expression is not there."""
     tree = ast.parse((root / mutation.path).read_text(encoding="utf-8"))
-    for found, node, replacement in _places(tree, mutation.module):
+    for found, node, replacement in _places(tree, mutation.module, files):
         if found.name == mutation.name:
             node.put(replacement)
             return ast.unparse(ast.fix_missing_locations(tree))
@@ -123,13 +123,13 @@ def _expression_key(mutation: Mutation) -> tuple[str, ...]:
     return mutation.module, mutation.function, mutation.expression, str(mutation.occurrence)
 
 
-def _places(tree: ast.Module, module: str) -> Iterator[tuple[Mutation, _Node, ast.AST]]:
+def _places(tree: ast.Module, module: str, files: FileList) -> Iterator[tuple[Mutation, _Node, ast.AST]]:
     """Every mutation of a module, the node that it replaces, and by what."""
     seen: Counter[tuple[str, str, str]] = Counter()
     for node in _computing_nodes(tree):
-        if set(node.function.split(".")) & set(FUNCTIONS_LEFT_OUT):
+        if set(node.function.split(".")) & set(files.functions_left_out):
             continue
-        for kind, replacements in KINDS.items():
+        for kind, replacements in files.kinds.items():
             for replacement in replacements(node.node, node.parents):
                 expression = _text(node.name_node)
                 other = _text_with(node, replacement)

@@ -54,6 +54,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _add(self, tensor: Tensor) -> None:
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a sharded tensor is as large as all of its shards
         if tensor.device.type != self._device:
             return
         storage = tensor.untyped_storage()

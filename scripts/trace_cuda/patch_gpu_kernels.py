@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...trainer.layers import experts, loss_kernels, norms
-from ...trainer.layers.group import Group
+from ...trainer.layers.rank_group import Group
 from ...trainer.layers.transformer import attention, core_attention, document_attention, feed_forward
 from ...trainer.models.moe import module as moe
 

@@ -133,7 +133,8 @@ class _Passes:
         """Run the step and return what it did."""
         self.live.add(self.parameters)
         weights, kernels = self.live.now, 0
-        for each in self.parameters if self.micros == 1 else ():
+        trained = [each for each in self.parameters if each.requires_grad]
+        for each in trained if self.micros == 1 else ():
             each.register_post_accumulate_grad_hook(self._take_gradient)
         with self.live, self.ledger, CheckedKernels() as asked:
             for kind, micro, part in self._actions():

@@ -71,7 +71,7 @@ def test_every_rate_of_a_cpu_is_measured_in_every_process(document: Any) -> None
         (precision, side) for precision in ("fp32", "bf16") for side in (256, 512, 1024)
     }
     layers = ([each["products"] for each in measured.layer_rates], [each["attention"] for each in measured.layer_rates])
-    every = [*(each.rates for each in measured.products), measured.copies, measured.launches, *layers]
+    every = [*(each.rates for each in measured.products), measured.copies, measured.launches, measured.dispatches, *layers]
     assert all(len(each) == 2 and min(each) > 0 for each in every)
     assert measured.all_reduce is not None
     assert measured.all_reduce.library == "gloo"
@@ -118,7 +118,8 @@ def test_a_plan_reads_the_files_and_takes_their_rates(folder: Path, document: An
     found = rates(run.cluster.device, "fp32", fused=False)
     assert found is not None
     assert found.linear == values["sustained"] * values["peak"]["fp32"]
-    assert (found.memory, found.launch, found.dispatch) == (values["bandwidth"], 0, 0)
+    assert (found.memory, found.launch, found.dispatch) == (values["bandwidth"], 0, values["dispatch"])
+    assert found.dispatch == four_digits(measured_here(document).dispatch or 0) > 0
     plan = make_plan(run)
     assert plan.fits
     assert plan.time is not None
@@ -130,7 +131,14 @@ def test_the_same_rates_give_the_same_plan_as_an_automatic_device(folder: Path, 
     link = {key: document["cluster"]["values"]["inside"][key] for key in ("latency", "bandwidth")}
     layer = measured_here(document).layer
     assert layer is not None
-    cpu = {"cores": 2, "flops": values["peak"], "bandwidth": values["bandwidth"], "layer": {"fp32": layer}, "link": link}
+    cpu = {
+        "cores": 2,
+        "flops": values["peak"],
+        "bandwidth": values["bandwidth"],
+        "dispatch": values["dispatch"],
+        "layer": {"fp32": layer},
+        "link": link,
+    }
     monkeypatch.setattr("distrain.trainer.machine.facts.cached_facts", lambda: {"cuda": [], "cpu": cpu})
     automatic, calibrated = (
         make_plan(load_recipe("quickstart")),

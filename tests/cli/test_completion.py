@@ -66,6 +66,8 @@ def test_the_users_own_recipes_are_offered(tmp_path: Path) -> None:
         (["distrain", "plan", "conf", "="], "\n".join(config_files.recipes(None))),
         (["distrain", "plan", "conf", "=", "quickstart", "device", "=", "cp"], "cpu"),
         (["distrain", "pl"], "plan"),
+        (["distrain", "fit", "conf", "=", "quickstart", "train.ste"], "train.steps=\ntrain.steps=VALUE"),  # bash adds no space to either
+        (["distrain", "fit", "conf", "=", "quickstart", "train.steps", "="], ""),
     ],
 )
 def test_words_that_bash_broke_at_the_equals_sign_are_joined(words: list[str], said: str) -> None:

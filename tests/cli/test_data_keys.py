@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.pages.plan_facts import stages_text
+from distrain.cli.pages.whole_run_facts import stages_text
 from distrain.trainer.launch.data_survey import DataFacts, are_local, names_files
 from distrain.trainer.launch.file_checks import FileCheck, epoch_warnings, with_files
 from distrain.trainer.plan.plan import make_plan

@@ -14,6 +14,7 @@ from distrain.cli.keys import config_files
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read_run
 from distrain.trainer.spec.run import Run
+from distrain.trainer.spec.sections.cluster import Cluster
 
 RECIPES = list(config_files.recipes(None))
 GROUPS = {group: list(config_files.options(group, None)) for group in config_files.groups(None)}
@@ -170,7 +171,16 @@ def test_a_chosen_device_takes_the_place_of_the_recipes_own_and_a_chosen_cluster
     load = partial(load_recipe, str(tmp_path / "own.yaml"))
     if "gpus" in own or default:
         device = load(["device=b200"])
-        assert (device.cluster.device.name, device.cluster.nodes, device.cluster.price, device.cluster.mtbf) == ("B200", 3, 4.0, 1e7)
+        assert (device.cluster.device.name, device.cluster.nodes, device.cluster.price, device.cluster.mtbf) == (
+            "B200",
+            3,
+            None,
+            Cluster.mtbf,
+        )
+        before = load([]).cluster.device.name
+        assert device.reading == f"device=b200: leaves out cluster.price and cluster.mtbf of {before}"
+        priced = load(["device=b200", "cluster.price=7"]).cluster
+        assert (priced.price, priced.mtbf) == (7.0, Cluster.mtbf)
     both, cluster = load(["cluster=dgx_h100", "device=b200"]), load(["cluster=dgx_h100"])
     assert (both.cluster.device.name, cluster.cluster.device.name) == ("B200", "H100-80G")
     for run in (both, cluster):
@@ -323,6 +333,24 @@ def llama(tmp_path: Path) -> Path:
 def test_hugging_face_sizes_replace_the_recipes_model(llama: Path) -> None:
     model = load_recipe("quickstart", [f"model.hf={llama}"]).model
     assert (model.family, model.layers, model.kv_heads, model.hf) == ("llama", 6, 2, str(llama))
+
+
+def test_a_price_is_that_of_the_device_it_was_set_for() -> None:
+    load = partial(load_recipe, "llama3_8b_1node")
+    assert load(["cluster=cloud_8xh100"]).cluster.price == load(["cluster=cloud_8xh100", "device=h100_80g"]).cluster.price == 10.08
+    other = load(["cluster=cloud_8xh100", "device=h200"])
+    assert (other.cluster.price, other.reading) == (None, "device=h200: leaves out cluster.price of H100-80G")
+
+
+def test_hf_sizes_leave_the_recipes_lora_and_say_that_its_weights_go(llama: Path) -> None:
+    """The command of docs/fine_tuning.md trains LoRA additions."""
+    tuned = load_recipe("finetune_llama", [f"model.hf={llama}", f"model.weights={llama}", "cluster=local"])
+    assert (tuned.model.layers, tuned.model.lora.rank, tuned.model.lora.alpha, tuned.reading) == (6, 16, 32, None)
+    drawn = load_recipe("finetune_llama", [f"model.hf={llama}", "model.lora.rank=4", "cluster=local"])
+    assert (drawn.model.lora.rank, drawn.model.lora.alpha, drawn.model.weights) == (4, 32, None)
+    says = f"model.hf={llama}: leaves out model.weights of the recipe: set model.weights={llama} to begin with its weights"
+    assert drawn.reading == says
+    assert load_recipe("finetune_llama", [f"model.hf={llama}", "model.lora.rank=0", "cluster=local"]).model.lora.rank == 0
 
 
 def test_overrides_win_over_the_sizes_of_hf(llama: Path) -> None:

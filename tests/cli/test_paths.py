@@ -12,7 +12,7 @@ import pytest
 from msgspec import json as encoder
 
 from distrain.cli.config.load import load_recipe
-from distrain.trainer.loop.data.check import TEXT_SEARCH
+from distrain.trainer.loop.data.check_data import TEXT_SEARCH
 from distrain.trainer.loop.data.files.find import find_files
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.absolute_paths import PATH_KEYS, with_absolute_paths

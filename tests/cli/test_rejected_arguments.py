@@ -152,9 +152,31 @@ TABLE: list[tuple[str, list[str]]] = [
 ]
 
 FILES: list[tuple[str, list[str]]] = [
-    ("name: x\nmodel: [1\n", ["FILE, line 3, column 1: expected ',' or ']', but got '<stream end>'"]),
+    ("name: x\nmodel: [1\n", ["FILE, line 2, column 8: a [ opens here and does not close: close it, and put commas between its entries"]),
+    (
+        "train: {steps: 1\nname: x\n",
+        ["FILE, line 1, column 8: a { opens here and does not close: close it, and put commas between its keys"],
+    ),
+    ("name: 'x\ntrain:\n  steps: 1\n", ["FILE, line 1, column 7: a quote opens here and does not close: close it"]),
+    ("train:\n  seq: 2\n  steps:1\n", ["FILE, line 3, column 3: this is no `KEY: VALUE`: write a colon and a space after the key"]),
+    (
+        "train:\n steps: 5\n   seq: 4\n",
+        ["FILE, line 3, column 7: a second key in one value: indent keys alike, a space after each colon; quote a text with `: `"],
+    ),
+    (
+        "train:\n    steps: 5\n  seq: 4\n",
+        ["FILE, line 3, column 3: the line does not fit those above it: indent all keys of a section alike, and none below a value"],
+    ),
+    (
+        "train: [1, 2]\n  steps: 5\n",
+        ["FILE, line 2, column 3: the line does not fit those above it: indent all keys of a section alike, and none below a value"],
+    ),
+    (
+        "defaults:\n  model: tiny\n  - train: default\n",
+        ["FILE, line 3, column 3: a list entry stands where a key belongs: indent the list below its key, or leave out `- `"],
+    ),
     ("name: x\n\tmodel: y\n", ["FILE, line 2, column 1: the line begins with a tab: indent with spaces"]),
-    ("name: x\nname: y\n", ["FILE, line 2, column 1: found duplicate key name"]),
+    ("name: x\nname: y\n", ["FILE, line 2, column 1: found duplicate key name: keep one"]),
     ("- name\n", ["FILE holds a list: a recipe must be a mapping of keys"]),
     ("42\n", ["FILE holds one value: a recipe must be a mapping of keys"]),
     ("root:x:0 and more\nbin:x:1\n", ["FILE holds text: a recipe must be a mapping of keys"]),
@@ -162,7 +184,7 @@ FILES: list[tuple[str, list[str]]] = [
         "family: gpt\nlayers: 2\n",
         ["FILE holds keys of model alone: it is an option, not a recipe: name it as model=NAME, beside conf=RECIPE"],
     ),
-    ("name: x\n---\nname: y\n", ["FILE, line 2, column 1: but found another document"]),
+    ("name: x\n---\nname: y\n", ["FILE, line 2, column 1: a second document begins: leave out the line ---"]),
     ("a: &a [*a]\n", ["FILE contains itself: break the loop of defaults, anchors or ${...}"]),
     ("defaults: [mine]\n", ["FILE contains itself: break the loop of defaults, anchors or ${...}"]),
     ("defaults: quickstart\n", ["FILE: defaults is not a list of `GROUP: NAME`: write each as `- model: NAME`"]),
@@ -186,7 +208,7 @@ FILES: list[tuple[str, list[str]]] = [
     ),
     ("defaults: [quickstart]\nhydra: {}\n", ["FILE: no key hydra: leave it out"]),
     ("defaults: [quickstart]\nmodle: tiny\n", ["no key modle: did you mean model?"]),
-    ("defaults: [quickstart]\ntrain: {batch: ${train.batch}}\n", ["FILE, line 2, column 17: expected ',' or '}', but got '{'"]),
+    ("defaults: [quickstart]\ntrain: {batch: ${train.batch}}\n", ["FILE, line 2, column 17: ${...} inside { } or [ ]: put it in quotes"]),
     (
         "name: x\n",
         [

@@ -12,7 +12,7 @@ from msgspec import json as encoder
 
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.loss_chart import HEIGHT
-from distrain.cli.pages.report_page import drift_sentences, incident_lines, planned_measured_title, report_text
+from distrain.cli.pages.report_page import drift_sentences, incident_lines, planned_measured_rows, planned_measured_title, report_text
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.cli.verbs.fit_run import closing_text
 from distrain.tests.fakes.run_command import run_command
@@ -139,6 +139,23 @@ def test_the_time_of_the_first_steps_alone_is_no_drift(rows: int, is_warm: bool,
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "seconds": 9.0}}\n' for step in range(1, rows + 1)))
     sentence = drift_sentences(read_measured_run(tmp_path))[0]
     assert sentence.startswith("Time: step is 800.0 % above the plan" if is_warm else "Time: the first steps alone, which warm up")
+
+
+@pytest.mark.parametrize(
+    ("planned", "measured", "says", "sentence"),
+    [
+        (0.1, 0.25, "+150.0 %", "Time: step is 150.0 % above the plan"),
+        (0.002, 0.079, "39.5 times", "Time: step is 39.5 times the plan."),
+        (1e-5, 9e-4, "too short", "Time: step is too short to compare with the plan."),
+        (1e-5, 2e-3, "200 times", "Time: step is 200 times the plan."),
+    ],
+)
+def test_drifts_of_short_steps_frighten_nobody(planned: float, measured: float, says: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"time": {"step": planned}}))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "seconds": {measured}}}\n' for step in (1, 2)))
+    run = read_measured_run(tmp_path)
+    assert next(row[3] for row in planned_measured_rows(run) if row[0] == "step") == says
+    assert drift_sentences(run)[0].startswith(sentence)
 
 
 def test_the_times_of_a_run_that_changed_its_layout_are_of_its_last_plan(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
-from distrain.cli.pages.search_page import search_text, sizes_text
+from distrain.cli.pages.search_page import best_hint, search_text, sizes_text
 from distrain.cli.pages.text_layout import Style
 from distrain.cli.verbs import plan as plan_verb
 from distrain.cli.verbs.search_scope import fixed_keys, node_counts
@@ -360,6 +360,21 @@ def test_where_no_layout_surely_fits_the_page_says_how_to_search_for_one(capsys:
     assert hint
     share = 1 - answer.rows[0].memory / (answer.rows[0].memory_high or 0)
     assert share <= float(hint[1]) < share + 0.011
+
+
+def test_a_page_shows_eight_of_a_long_front_with_both_ends_and_a_hint_counts_all_layouts() -> None:
+    words = ["conf=gpt2_124m", "cluster=1x4"]
+    run = load_recipe("gpt2_124m", words[1:])
+    found = find_layouts(run)
+    front = [replace(found.rows[0], memory=(30 - at) * 2**30, step=1.0 + at) for at in range(20)]
+    answer = replace(found, front=tuple(front), legal=1_234_567)
+    page = search_text(answer, words, run.search.by, Style())
+    heading = page.index("Less memory, more time\n")
+    shown = [line for line in page[heading:].splitlines() if re.match(r"  \d\d\.\d GiB, ", line)]
+    assert len(shown) == 8
+    assert (shown[0].split(":")[0].strip(), shown[-1].split(":")[0].strip()) == ("30.0 GiB, 1.00 s", "11.0 GiB, 20.0 s")
+    assert "8 of 20 such layouts" in page
+    assert best_hint(answer, words).says.startswith("The best of 1,234,567 layouts is ")
 
 
 def test_no_size_may_train_within_so_many_days(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +24,13 @@ from distrain.scripts.gpu.checks import CHECKS, GpuCheck, chosen_checks
 from distrain.scripts.gpu.finding import CheckBroken, Finding
 from distrain.scripts.gpu.fit_runs import FinishedFit, FitRun, fit_each, fit_overrides, fit_together
 from distrain.scripts.gpu.planned_runs import PLANNED, plan_departures
+from distrain.scripts.gpu.profiled_steps import wait_departures
 from distrain.scripts.gpu.replan import replan_departures
 from distrain.scripts.gpu.running_check import Row, RunningCheck
+from distrain.scripts.gpu.two_ranks import prove_two_ranks
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.timeline.timed_spans import TimedSpan, TimedStep
+from distrain.trainer.prove.trials.plan_proof import Proof
 from distrain.trainer.rundir.timeline_files import RankTimeline, write_rank_timeline
 
 FAKE = "distrain.tests.gpu.fake_check:act"
@@ -138,9 +142,53 @@ def test_a_check_ends_within_its_time(what: str, seconds: float, left: float, st
 
 def test_a_rehearsal_has_five_times_the_time() -> None:
     """A CPU that runs other tests too takes longer than a GPU."""
-    (_, on_gpu), (machine, rehearsed) = (chosen_checks({"kernels"}, rehearsal=each) for each in (False, True))
+    (_, on_gpu), (machine, rehearsed) = (chosen_checks(["kernels"], rehearsal=each) for each in (False, True))
     assert (machine.name, rehearsed.name) == ("machine", "kernels")
     assert rehearsed.seconds == 5 * on_gpu.seconds
+
+
+def test_checks_run_in_the_order_in_which_they_are_named() -> None:
+    """Behind that of the machine, which all need."""
+    names = ["plan gpt2_124m compiled", "two ranks", "kernels", "two ranks", "machine"]
+    assert [each.name for each in chosen_checks(names, rehearsal=False)] == ["machine", "plan gpt2_124m compiled", "two ranks", "kernels"]
+
+
+def test_the_page_s_order_of_calls_names_checks() -> None:
+    """Each check is in one of the calls, or left to the last one; what can be spent in all is less than is rented."""
+    page = (Path(__file__).parents[2] / "docs" / "gpu_acceptance.md").read_text()
+    calls = re.findall(r"`\$P --seconds (\d+)(?: --only \"([^\"]+)\")?`", page)
+    named = [name for _, names in calls for name in names.split(",") if name]
+    assert len(calls) > 2
+    assert [names for _, names in calls[:-1] if not names] == []
+    assert calls[-1][1] == ""
+    assert len(set(named)) == len(named)
+    assert set(named) < {check.name for check in CHECKS}
+    assert sum(int(seconds) for seconds, _ in calls) <= 780
+
+
+@pytest.mark.parametrize(
+    ("waits", "found"),
+    [(4, []), (3, []), (5, ["1.3 waits for the device a step"]), (10, ["3.0 waits for the device a step"])],
+)
+def test_the_profiler_s_end_is_no_wait_of_a_step(waits: int, found: list[str]) -> None:
+    """An H200 counted one wait a step in three steps, and one where the profiler stopped."""
+    assert wait_departures(waits, 3) == found
+
+
+def test_two_ranks_train_in_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These checks run side by side where there are cores for it, and each begins with an empty folder."""
+    folders = list[Path]()
+
+    def keep(proof: Proof, *_: Any) -> None:
+        folders.append(proof.folder)
+        raise InterruptedError
+
+    monkeypatch.setattr(prove_two_ranks, "run_proof", keep)
+    checks = [check for check in CHECKS if check.name.startswith("two ranks")]
+    for check in checks:
+        with pytest.raises(InterruptedError):
+            check.carry_out(CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA H200"))
+    assert len(checks) == len(set(folders)) == 3
 
 
 def test_a_report_is_resumed(tmp_path: Path) -> None:
@@ -331,6 +379,9 @@ BYTES = {"plain": 100.0, "moments.in.bf16": 74.0}
         (options.compare_same_curves, {"option.zero3": [5.5, nan, 5.3]}, ["zero3 is nan % from what it must be"]),
         (options.compare_same_curves, {"option.zero3": "zero3: fit ended with 1: no"}, ["zero3: fit ended with 1: no"]),
         (options.compare_same_curves, {"option.timeline": "timeline: no"}, ["timeline: no"]),
+        (options.compare_same_curves, {"option.GPT": FAR, "option.compiled.layers.of.GPT": FAR}, []),
+        (options.compare_same_curves, {"option.GPT": FAR}, ["compiled layers of GPT is 0.55 % from what it must be"]),
+        (options.compare_same_curves, {"option.GPT": "GPT: no"}, ["GPT: no"]),
         (options.compare_same_curves, {"option.moments.in.bf16": "moments: no"}, ["moments: no"]),
         (options.compare_other_curves, {**OTHERS, **NESTED}, []),
         (

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from distrain.scripts.drawn_faults import SHARES, SIGNALS, draw_faults
 from distrain.scripts.faults import Campaign, allowed_statuses, result_table
 from distrain.scripts.faults_runs import RUNS_VARIABLE, Disk, LocalRuns, loss_curve, metric_rows, process_role, send_signal, wait_until
+from distrain.scripts.random_faults import SHARES, SIGNALS, draw_faults
 from distrain.tests.fakes.deadline import DEADLINE
 
 DRAWN, SMALL = 60, 16  # faults from which real runs get one of each kind; faults for ranks without torch

@@ -15,7 +15,7 @@ from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.machine import facts as machine
 from distrain.trainer.machine import probe
 from distrain.trainer.machine.cache import MOST_FILES, OLD_FILE, CacheEntry, cache_file, write_entry
-from distrain.trainer.machine.layer_rates import HEAD_DIM, layer_rates
+from distrain.trainer.machine.layer_rates import HEAD_DIM, dispatch_seconds, layer_rates
 from distrain.trainer.plan.costs.op_seconds import attention_seconds
 from distrain.trainer.plan.costs.roofline import rates
 from distrain.trainer.plan.plan import make_plan
@@ -26,6 +26,7 @@ CPU = {
     "cores": 4,
     "flops": {"fp32": 1e11, "bf16": 2e11},
     "bandwidth": 1e10,
+    "dispatch": 1e-5,
     "layer": {"fp32": {"products": 7e10, "attention": 2e10}, "bf16": {"products": 9e10, "attention": 1e10}},
     "link": {"latency": 1e-4, "bandwidth": 1e9},
 }
@@ -66,7 +67,17 @@ def test_a_process_has_its_share_of_the_cores(remember_facts: Any) -> None:
     assert run.cluster.device.peak == {"fp32": 2e11, "bf16": 4e11}
     assert run.cluster.device.bandwidth == 2e10
     assert run.cluster.inside == Link(latency=1e-4, bandwidth=1e9, efficiency=1.0)
+    assert run.cluster.device.dispatch == 1e-5
     assert make_plan(run).time is not None
+
+
+def test_processes_that_share_a_core_take_turns_in_python_and_in_messages(remember_facts: Any) -> None:
+    """16 on 4 cores; what a recipe states is kept."""
+    remember_facts()
+    cluster = quickstart("cluster.gpus=16").cluster
+    assert cluster.device.dispatch == 4e-5
+    assert cluster.inside == Link(latency=4e-4, bandwidth=2.5e8, efficiency=1.0)
+    assert quickstart("cluster.gpus=16", "cluster.device.dispatch=3e-6").cluster.device.dispatch == 3e-6
 
 
 def test_a_plan_takes_the_rates_of_a_layer_s_training(remember_facts: Any) -> None:
@@ -98,6 +109,14 @@ def test_the_rates_of_a_layer_are_its_flops_over_the_median_seconds(monkeypatch:
     heads, seq, tokens = 4, 256, 1024
     assert found["products"] == 2 * 3 * 256 * 1024 * tokens
     assert found["attention"] == 3.5 * (2 * 2 * heads * HEAD_DIM * seq * tokens) / 2
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_host_s_seconds_of_an_operator_are_those_of_16_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same clock: six calls take a second each."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr("distrain.trainer.machine.layer_rates.perf_counter", count().__next__)
+    assert dispatch_seconds(enough=100) == 6 / 16
 
 
 def test_rates_stated_in_a_recipe_are_kept(remember_facts: Any) -> None:
@@ -239,6 +258,7 @@ FAST, SLOW = (
         "cores": 4,
         "flops": {"fp32": 5e10, "bf16": 3e11},
         "bandwidth": 5e9,
+        "dispatch": 2e-5,
         "layer": {"fp32": {"products": 4e10, "attention": 1e10}, "bf16": {"products": 5e10, "attention": 5e9}},
         "link": {"latency": 2e-4, "bandwidth": 5e8},
     },

@@ -14,9 +14,11 @@ import pytest
 from safetensors.numpy import save
 
 from distrain.cli.config.load import load_recipe
+from distrain.trainer.launch.file_checks import weight_problems
 from distrain.trainer.loop.data.samples.corpus import Corpus
 from distrain.trainer.loop.state.reference_file import HeldReference, _changed_values, read_reference, reference_identity, write_reference
-from distrain.trainer.rundir.files import REFERENCE_FILE
+from distrain.trainer.rundir.files import REFERENCE_FILE, run_folder
+from distrain.trainer.rundir.reference_header import has_whole_reference
 from distrain.trainer.spec.run import Run
 from distrain.trainer.spec.sections.lora import Lora
 from distrain.trainer.spec.sections.router import Router
@@ -142,6 +144,32 @@ def test_a_damaged_file_is_not_used(tmp_path: Path, run: Run, content: bytes | N
     held = read_reference(tmp_path, identity)
     assert not held.values
     assert held.problem.startswith(f"{REFERENCE_FILE} {'is damaged' if content is None else 'can’t be read'.replace('’', chr(39))}")
+
+
+@pytest.mark.parametrize(
+    ("is_whole", "size", "kept"), [(True, None, True), (False, None, False), (True, 100, False), (True, -8, False), (True, 4, False)]
+)
+def test_only_a_whole_file_frees_a_resume_from_the_start_weights(
+    tmp_path: Path, run: Run, is_whole: bool, size: int | None, kept: bool
+) -> None:
+    """A pass that was stopped leaves a file without all pairs; a crash may leave one that is cut short."""
+    file = tmp_path / REFERENCE_FILE
+    assert not has_whole_reference(tmp_path)
+    write_reference(tmp_path, {CORPUS.key: VALUES}, reference_identity(run, CORPUS), is_whole=is_whole)
+    if size is not None:
+        file.write_bytes(file.read_bytes()[:size])
+    assert has_whole_reference(tmp_path) is kept
+
+
+def test_weights_that_are_gone_are_missed_before_ranks_start_where_the_reference_is_partial(tmp_path: Path, run: Run) -> None:
+    run = replace(run, log=replace(run.log, dir=str(tmp_path)))
+    folder = run_folder(run)
+    (folder / "checkpoints" / "step_1").mkdir(parents=True)
+    identity = reference_identity(run, CORPUS)
+    Path(str(run.model.weights)).rename(tmp_path / "elsewhere")
+    for is_whole in (True, False):
+        write_reference(folder, {CORPUS.key: VALUES}, identity, is_whole=is_whole)
+        assert bool(list(weight_problems(run))) is not is_whole
 
 
 def test_an_adapter_is_a_part_of_the_start_weights(tmp_path: Path, run: Run) -> None:

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.tests.fakes.small_models import CPU, batch_of, gradients, module_of, run_of  # noqa: E402
+from distrain.trainer.layers.counter_rng import dropout_keys  # noqa: E402
 from distrain.trainer.models.build import add_lora, build_model, load_weights, named_weights  # noqa: E402
 from distrain.trainer.models.ops.lora import without_lora  # noqa: E402
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
@@ -38,6 +39,14 @@ CURVES = {
     "dropped keys": ("model=tiny_mla", "model.layers=2", "model.q_lora_rank=0", "model.lora.targets=[query,kv_a_proj_with_mqa]",
                      "model.lora.dropout=0.2"),
     "attention": ("model=tiny_moe", "model.layers=2", "model.lora.targets=[query,value]"),
+    "hybrid": ("model=tiny_hybrid", "model.aux_loss=0.3"),
+    "hybrid, odd": ("model=tiny_hybrid", "model.heads=6", "model.linear_num_key_heads=3", "model.linear_num_value_heads=6",
+                    "model.lora.targets=[in_proj_qkvz,in_proj_ba,o_proj,shared_expert_gate]"),
+    "hybrid, some": ("model=tiny_hybrid", "model.lora.targets=[k_proj,out_proj,up]"),
+    "hybrid, frozen experts": ("model=tiny_hybrid", "model.lora.targets=[q_proj,in_proj_ba]"),
+    "dropped linear": ("model=tiny_hybrid", "model.lora.dropout=0.2", "model.lora.targets=[in_proj_qkvz,out_proj,v_proj]"),
+    "dropped hybrid": ("model=tiny_hybrid", "model.linear_num_key_heads=3", "model.linear_num_value_heads=6", "model.lora.dropout=0.2",
+                       "model.heads=6", "model.lora.targets=[query,key,value,out,in_proj_qkvz,in_proj_ba,shared_expert_gate]"),
 }
 LAYOUTS = (  # ranks, degrees, the rest
     ("mixture",     8, "ep: 2, tp: 2, pp: 2, zero: 1",             "train.microbatch=2"),
@@ -50,6 +59,21 @@ LAYOUTS = (  # ranks, degrees, the rest
     ("dropped keys", 2, "tp: 2, zero: 0, recompute: selective",    "train.microbatch=4"),
     ("attention",   2, "ep: 2, zero: 1",                           "train.microbatch=2"),
     ("attention",   2, "zero: 3",                                  "train.microbatch=2"),
+    ("hybrid",      8, "ep: 2, tp: 2, pp: 2, zero: 1",             "train.microbatch=2"),
+    ("hybrid",      4, "tp: 2, sequence: true, pp: 2, schedule: zb_h1", "train.microbatch=2"),
+    ("hybrid",      4, "ep: 2, cp: 2, zero: 3, recompute: full",   "train.microbatch=2"),
+    ("hybrid",      4, "ep: 2, tp: 2, sequence: true, zero: 2",    "train.microbatch=2"),
+    ("hybrid",      8, "ep: 2, tp: 4, sequence: true, zero: 3",    "train.microbatch=2"),
+    ("hybrid",      2, "zero: 3",                                  "train.microbatch=2 engine=native"),
+    ("hybrid, odd", 2, "tp: 2, zero: 0",                           "train.microbatch=4"),
+    ("hybrid, odd", 2, "tp: 2, sequence: true, zero: 1",           "train.microbatch=4"),
+    ("hybrid, some", 2, "tp: 2, zero: 0, recompute: selective",    "train.microbatch=4"),
+    ("hybrid, some", 4, "cp: 2, cp_comm: all_to_all, tp: 2, zero: 1", "train.microbatch=4"),
+    ("hybrid, frozen experts", 4, "cp: 2, cp_comm: all_to_all, ep: 2, zero: 1", "train.microbatch=2"),
+    ("hybrid, frozen experts", 2, "tp: 2, sequence: true, zero: 1", "train.microbatch=4"),
+    ("dropped hybrid", 4, "tp: 2, sequence: true, pp: 2",          "train.microbatch=2"),
+    ("dropped hybrid", 2, "tp: 2, zero: 0, recompute: full",       "train.microbatch=4"),
+    ("dropped linear", 2, "cp: 2, cp_comm: all_to_all, zero: 1",   "train.microbatch=4"),
 )
 # fmt: on
 ROWS = pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: f"{row[0]} {row[2]}")
@@ -57,7 +81,7 @@ ROWS = pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: f"{row[0]} {row[2
 
 def words_of(row: tuple[str, int, str, str]) -> tuple[str, ...]:
     curve, ranks, degrees, micro = row
-    return (*BASE, *CURVES[curve], f"cluster.gpus={ranks}", f"parallel={{{degrees}}}", micro)
+    return (*BASE, *CURVES[curve], f"cluster.gpus={ranks}", f"parallel={{{degrees}}}", *micro.split())
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +119,10 @@ def test_its_ranks_send_and_hold_what_was_planned(train_ranks: Any, row: tuple[s
         ranks = [each for rank, each in enumerate(held) if mesh_position(run, rank).coordinates["pp"] == stage]
         planned = of_stage.bytes
         for kind in ("weights", "gradients", "optimizer"):
-            assert max(each[kind] for each in ranks) == pytest.approx(getattr(planned, kind), rel=0.003), (stage, kind)
+            assert max(each[kind] for each in ranks) == pytest.approx(getattr(planned, kind), rel=0.005), (
+                stage,
+                kind,
+            )  # a counter a tensor
         if run.parallel.ep == run.parallel.pp == 1 and run.parallel.recompute != "full":  # where they do not depend on routing
             counts = 8 * run.train.microbatch if run.model.aux_loss else 0  # labels of each sequence
             assert {each["activations"] for each in ranks} == {planned.activations + planned.logits + counts}
@@ -106,7 +133,7 @@ def lora_of(name: str) -> Any:
     return run_of(name, model__lora=Lora(rank=3, alpha=6.0), model__shared_experts=1, model__dense_layers=1)
 
 
-@pytest.mark.parametrize("name", ["moe", "gpt-oss", "mla"])
+@pytest.mark.parametrize("name", ["moe", "gpt-oss", "mla", "hybrid"])
 def test_the_gradients_of_a_and_b_follow_from_those_of_the_weights_that_they_are_added_to(name: str) -> None:
     """Of W + 2 A B, whose gradient is G, A's is 2 G B^T and B's is 2 A^T G, of each expert too."""
     run = lora_of(name)
@@ -122,12 +149,24 @@ def test_the_gradients_of_a_and_b_follow_from_those_of_the_weights_that_they_are
     expected, of_plain = gradients(plain, *batch)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     targets = [each.removesuffix(".lora_a.weight") for each in of_lora if each.endswith(".lora_a.weight")]
-    last_words = [each.split(".")[-2] for each in of_plain if each.endswith(".weight")]
-    assert len(of_lora) == 2 * len(targets) == 2 * sum(each in run.model.lora_layers for each in last_words)
+    words = [run.model.layer_word(each) for each in of_plain if each.endswith(".weight")]
+    assert len(of_lora) == 2 * len(targets) == 2 * sum(each in run.model.lora_layers for each in words)
     for target in targets:
         a, b, gradient = weights[f"{target}.lora_a.weight"], weights[f"{target}.lora_b.weight"], of_plain[f"{target}.weight"]
         torch.testing.assert_close(of_lora[f"{target}.lora_a.weight"], 2 * gradient @ b.mT, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(of_lora[f"{target}.lora_b.weight"], 2 * a.mT @ gradient, rtol=1e-9, atol=1e-12)
+
+
+OF_HYBRIDS = ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "shared_expert_gate")
+
+
+@pytest.mark.parametrize("target", OF_HYBRIDS)
+def test_every_addition_of_a_hybrid_drops_its_input_in_training(target: str) -> None:
+    run = run_of("hybrid", model__lora=Lora(rank=3, alpha=6.0, dropout=0.3, targets=(target,)))
+    module, (tokens, labels) = module_of(run), batch_of(run)
+    keys = dropout_keys(7, 3, torch.arange(tokens.shape[0]), torch.arange(tokens.shape[1]))
+    losses = [float(module(tokens, labels, keys=each)[0].detach()) for each in (keys, None)]
+    assert abs(losses[0] - losses[1]) > 1e-4
 
 
 def test_an_expert_has_a_and_b_of_its_own_that_begin_as_pefts() -> None:

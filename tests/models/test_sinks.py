@@ -10,10 +10,11 @@ torch: Any = pytest.importorskip("torch")
 
 from distrain.trainer.layers.experts import grouped_sum  # noqa: E402
 from distrain.trainer.layers.transformer import attention_sinks as sinks_of  # noqa: E402
-from distrain.trainer.layers.transformer import core_attention  # noqa: E402
+from distrain.trainer.layers.transformer import windowed_core  # noqa: E402
 from distrain.trainer.layers.transformer.attention_sinks import HeadSinks, sink_attention, sink_weights  # noqa: E402
 from distrain.trainer.layers.transformer.core_attention import weighted_values, window_band, window_mask  # noqa: E402
 from distrain.trainer.layers.transformer.feed_forward import clamped_swiglu  # noqa: E402
+from distrain.trainer.layers.transformer.windowed_core import gpu_window_gradients, gpu_window_values  # noqa: E402
 
 B, S, A, N, D = 2, 21, 6, 2, 8
 MANY = 9  # sinks of a whole layer, of which the heads' are some
@@ -106,13 +107,19 @@ def test_a_gpus_kernel_is_given_windows_and_log_sums_as_it_reads_them(
     window: int | None, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head of 6 elements is padded to 8."""
-    gradients: Any = sinks_of._gpu_gradients
     shorter = window if window is not None and window < S else None
-    monkeypatch.setattr(sinks_of, "_GPU_FORWARD", flash_of_a_gpu)
-    monkeypatch.setattr(sinks_of, "_GPU_BACKWARD", flash_gradients_of_a_gpu)
-    monkeypatch.setattr(sinks_of, "_cpu_values", sinks_of._gpu_values)
-    monkeypatch.setattr(sinks_of, "_cpu_gradients", lambda *given: gradients(*given[:6], shorter, given[-1]))
-    monkeypatch.setattr(core_attention, "padded_heads", eights)
+
+    def fake_values(*given: Any) -> Any:
+        return gpu_window_values(*given[:3], shorter, given[-1])  # type: ignore[call-arg]
+
+    def fake_gradients(*given: Any) -> Any:
+        return gpu_window_gradients(*given[:6], shorter, given[-1])  # type: ignore[call-arg]
+
+    monkeypatch.setattr(windowed_core, "_GPU_FORWARD", flash_of_a_gpu)
+    monkeypatch.setattr(windowed_core, "_GPU_BACKWARD", flash_gradients_of_a_gpu)
+    monkeypatch.setattr(sinks_of, "_cpu_values", fake_values)
+    monkeypatch.setattr(sinks_of, "_cpu_gradients", fake_gradients)
+    monkeypatch.setattr(windowed_core, "padded_heads", eights)
     given: Any = inputs(size)
     found = sink_attention(given[0], given[1], given[2], HeadSinks(given[3], 2, A), None, None, window, None)
     agree(found, expected(given, 2, hidden_keys(window, documents=False)), given)

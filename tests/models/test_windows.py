@@ -11,6 +11,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.trainer.layers.rank_group import Group  # noqa: E402
+from distrain.trainer.layers.transformer import windowed_core  # noqa: E402
+from distrain.trainer.layers.transformer.context_parallel import ContextParallel  # noqa: E402
 from distrain.trainer.layers.transformer.core_attention import flash_attention, window_band, window_mask, windowed_attention  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
 from distrain.trainer.models.hf_format.config import read_hf_config  # noqa: E402
@@ -108,6 +111,57 @@ def test_a_position_sees_the_window_and_nothing_else() -> None:
 
 # Plans: the model's FLOPs count twice the pairs of query and key that are seen, as they count the whole square without a window.
 
+
+def flash_of_a_gpu(query: Any, key: Any, value: Any, *others: Any, scale: float, window_size_left: Any, window_size_right: Any) -> Any:
+    """What FlashAttention-2's forward returns for tensors [B, L or K, A or N, D]: the last query sees the last key
+    (torch.ops.aten._flash_attention_forward)."""
+    assert others == (None, None, query.shape[1], key.shape[1], 0.0, True, False)
+    assert (window_size_left, window_size_right) == (WINDOW - 1, 0)
+    key, value = (each.repeat_interleave(query.shape[2] // each.shape[2], dim=2).transpose(1, 2) for each in (key, value))
+    scores = query.transpose(1, 2) @ key.mT * scale
+    behind = torch.arange(scores.shape[-2])[:, None] + scores.shape[-1] - scores.shape[-2] - torch.arange(scores.shape[-1])
+    scores = scores.masked_fill((behind < 0) | (behind > window_size_left), -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2), scores.logsumexp(-1), None, None, None
+
+
+def flash_gradients_of_a_gpu(grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *others: Any, **options: Any) -> Any:
+    """What its backward returns, from what its forward does; it is given the values and sums of that."""
+    given = tuple(each.detach().requires_grad_() for each in (query, key, value))
+    with torch.enable_grad():
+        values, found = flash_of_a_gpu(*given, *others[:6], False, **options)[:2]
+    assert torch.equal(values, out)
+    assert torch.equal(found, sums)
+    assert sums.is_contiguous()
+    return torch.autograd.grad(values, given, grad)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_gather_keys_compute_their_queries_of_a_window(ranks: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 12 tokens are as long as the window, those of 6 are shorter. A GPU's kernel is given no keys that none of them sees."""
+    monkeypatch.setattr(windowed_core, "_is_on_gpu", lambda query: on_gpu)
+    monkeypatch.setattr(windowed_core, "_GPU_FORWARD", flash_of_a_gpu)
+    monkeypatch.setattr(windowed_core, "_GPU_BACKWARD", flash_gradients_of_a_gpu)
+    torch.manual_seed(1)
+    query, key, value, grad = (torch.randn(2, many, 48, 8, dtype=torch.float64, requires_grad=True) for many in (4, 2, 2, 4))
+    seen = window_mask(48, WINDOW, torch.float64, CPU)
+    expected = flash_attention(query, key.repeat_interleave(2, dim=1), value.repeat_interleave(2, dim=1), seen)
+    theirs = torch.autograd.grad(expected, (query, key, value), grad)
+    totals = [torch.zeros_like(each) for each in theirs]
+    for rank in range(ranks):
+        context = ContextParallel(group=Group(name="cp", ranks=tuple(range(ranks)), rank=rank, handle=None))  # type: ignore[arg-type]
+        own, core = context.positions(48, CPU), windowed_core.WindowedCore(context, WINDOW)
+        given = query.detach()[:, :, own], key.detach(), value.detach()
+        values, saved = core.forward(*given, None)
+        assert torch.allclose(values, expected[:, :, own].transpose(1, 2), atol=1e-12)
+        found = core.backward(grad.detach()[:, :, own].transpose(1, 2).contiguous(), *given, None, saved)
+        totals[0][:, :, own] += found[0]
+        for total, part in zip(totals[1:], found[1:], strict=True):
+            total += part
+    for total, each in zip(totals, theirs, strict=True):
+        assert torch.allclose(total, each, atol=1e-12)
+
+
 WORDS = ["model=tiny_llama", "train.seq=64"]
 
 
@@ -135,8 +189,8 @@ def test_a_window_that_covers_the_sequence_changes_no_plan() -> None:
     ("words", "says"),
     [
         (
-            ["model.window=16", "cluster.gpus=2", "parallel.cp=2"],
-            "parallel.cp=2 does not compute model.window=16, shorter than train.seq=64: set parallel.cp_comm=all_to_all or parallel.cp=1",
+            ["model.window=16", "cluster.gpus=2", "parallel.cp=2", "device=v100_32g", "train.precision=fp16"],
+            "V100-32G does not run it on heads of 16 elements in fp16: set parallel.cp_comm=all_to_all or parallel.cp=1",
         ),
         (["model.layer_types=[sliding_attention]"], "model.layer_types names layers with sliding_attention, but model.window=null"),
         (
@@ -151,6 +205,14 @@ def test_a_window_that_can_not_be_computed_is_refused_with_a_fix(words: list[str
 
 def test_context_parallelism_is_planned_where_the_window_covers_the_sequence() -> None:
     assert plan_of("model.window=64", "cluster.gpus=2", "parallel.cp=2").ok
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["device=h100_80g", "train.precision=bf16"], ["device=v100_32g", "train.precision=fp16", "train.attention=math"]]
+)
+def test_ranks_that_gather_keys_compute_a_window(words: list[str]) -> None:
+    plan = plan_of("model.window=16", "cluster.gpus=2", "parallel.cp=2", *words)
+    assert plan.ok, plan.problems
 
 
 @pytest.mark.parametrize(

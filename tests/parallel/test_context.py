@@ -58,6 +58,9 @@ ROWS: tuple[tuple[Words, str], ...] = (
     (LLAMA + APART,         "cp: 2, dp: 2, zero: 1, recompute: selective"),
     (GPT + DROPS,           "cp: 2, tp: 2, zero: 1, sequence: true"),
     ((*LLAMA, "train.batch=2"), "cp: 2, tp: 4, zero: 0, sequence: true"),
+    (LLAMA + WINDOW,        "cp: 2, dp: 2, zero: 1"),
+    (LLAMA + WINDOW + MATH + DROPS, "cp: 2, tp: 2, zero: 0, recompute: selective"),
+    (LLAMA + APART + WINDOW, "cp: 4, zero: 2, recompute: full"),
     (GPT + DROPS,           "cp: 2, pp: 2, zero: 0, cp_comm: all_to_all"),
     (LLAMA + APART + DROPS, "cp: 2, pp: 2, zero: 0, schedule: gpipe"),
 )
@@ -186,5 +189,5 @@ def test_attention_and_models_are_the_same_in_float64() -> None:
     ended = subprocess.run([sys.executable, str(script), "3"], capture_output=True, text=True, timeout=DEADLINE, env=environment)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert len(found) == 84
+    assert len(found) == 91
     assert {what: far for what, far in found.items() if not far < 1e-12} == {}

@@ -19,7 +19,7 @@ from distrain.tests.fakes.trained_runs import check_simulated, differing_message
 from distrain.trainer.loop.reference_curves.local_steps import local_steps, local_steps_curve  # noqa: E402
 from distrain.trainer.loop.reference_curves.reference_run import ReferenceCurve  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
-from distrain.trainer.rundir.changes import compare_runs  # noqa: E402
+from distrain.trainer.rundir.resume_changes import compare_runs  # noqa: E402
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool

@@ -61,3 +61,12 @@ def test_a_parameter_server_receives_resnet_50s_gradients_at_73_gigabytes_a_seco
 
 def test_a_parameter_servers_one_link_carries_every_other_ranks_tensor() -> None:
     assert server_seconds(1000, 1, Wire(16, 16, 50.0, 0.0)) == 15 * 1000 / 50
+
+
+def test_gloo_takes_as_long_for_a_reduce_scatter_as_for_an_all_reduce() -> None:
+    """Its copies come on top; it sends as many bytes as are counted."""
+    wires = [Wire(2, 2, 1e9, 0.0, by_gloo=each) for each in (False, True)]
+    costs = [[collective_cost(verb, 10**6, wire) for verb in ("all_reduce", "all_gather", "reduce_scatter")] for wire in wires]
+    assert [sent for sent, _ in costs[1]] == [sent for sent, _ in costs[0]] == [10**6, 500_000, 500_000]
+    assert [seconds for _, seconds in costs[0]] == pytest.approx([1e-3, 5e-4, 5e-4])
+    assert [seconds for _, seconds in costs[1]] == pytest.approx([1e-3, 6.5e-4, 1.65e-3])

@@ -249,9 +249,23 @@ def test_the_busiest_part_is_that_of_a_text(lengths: tuple[int, ...], parts: int
         most, whole = most + max(ranks), whole + sum(ranks)
     known = DocumentLengths(lengths, packed=False)
     if lengths != (8,):
-        assert slowest_part(known, SEQ, parts, 0.0) == pytest.approx(most * parts / whole, rel=0.05)
-    assert slowest_part(known, SEQ, parts, 1e9) == pytest.approx(1, abs=1e-4)
-    assert slowest_part(DocumentLengths((10**9,), packed=False), SEQ, parts, 0.0) == pytest.approx(1)
+        assert slowest_part(known, SEQ, parts, SeenKeys(0.0)) == pytest.approx(most * parts / whole, rel=0.05)
+    assert slowest_part(known, SEQ, parts, SeenKeys(1e9)) == pytest.approx(1, abs=1e-4)
+    assert slowest_part(DocumentLengths((10**9,), packed=False), SEQ, parts, SeenKeys(0.0)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize("reach", [4, 8, 48])
+@pytest.mark.parametrize("windowed", [0.5, 1.0])
+def test_the_busiest_part_is_that_of_a_window(windowed: float, reach: int, parts: int) -> None:
+    """Of whole sequences the first tokens see fewer keys, so that the rank which has them waits for the others."""
+    ranks = []
+    for rank in range(parts):
+        tokens = [at for at in range(SEQ) if at * 2 * parts // SEQ in (rank, 2 * parts - 1 - rank)]
+        ranks.append(sum((1 - windowed) * (at + 1) + windowed * min(at + 1, reach) for at in tokens))
+    found = slowest_part(None, SEQ, parts, SeenKeys(0.0, reach, windowed))
+    assert found == pytest.approx(max(ranks) * parts / sum(ranks), rel=0.01)
+    assert found > 1
 
 
 def test_replicas_wait_for_the_one_with_the_longest_documents() -> None:
@@ -284,7 +298,7 @@ def test_a_step_is_longer_by_the_wait_for_the_slowest_replica() -> None:
     assert plan.time
     assert plan.documents
     assert plan.documents.wait
-    parts = plan.time.compute + plan.time.exposed + plan.time.bubble + plan.time.optimizer
+    parts = plan.time.compute + plan.time.exposed + plan.time.bubble + plan.time.optimizer + plan.time.host
     assert plan.time.step == pytest.approx(parts)
     assert plan.time.exposed > plan.documents.wait
     assert layout.mesh.dp == 8

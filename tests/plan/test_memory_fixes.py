@@ -134,6 +134,15 @@ def test_a_loss_in_chunks_is_offered_where_logits_are_large() -> None:
         assert not any("train.loss_chunks" in key for change in _single_changes(with_changes(run, others.items())) for key, _ in change)
 
 
+def test_a_pipeline_that_keeps_all_forwards_is_offered_1f1b() -> None:
+    """And a run without stages, for which the schedule says nothing, is not."""
+    run, problem = full("all of gpipe's forwards")
+    assert problem.changes[0] == ("parallel.schedule=1f1b",)
+    for others in ({"parallel.pp": 1}, {"parallel.pp": 1, "model": MIXTRAL, "parallel.ep": 2}):
+        keys = {key for change in _single_changes(with_changes(run, others.items())) for key, _ in change}
+        assert "parallel.schedule" not in keys
+
+
 def test_one_gpu_gets_the_engine_that_leaves_less_on_it() -> None:
     run, problem = full("offload on one device")
     assert make_plan(run).engine == "native"

@@ -1,11 +1,13 @@
 """Ranks on the mesh and layers on the stages: properties of every mesh, and the cluster of 6 x 8 x 64."""
 
+from itertools import product
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from distrain.trainer.plan.layout.layout import ONE_BY_ONE, _almost_balanced_layers, balanced_layers, mesh_of
-from distrain.trainer.plan.layout.mesh import Mesh, RankStrides, mesh_order, split_group
+from distrain.trainer.plan.layout.mesh import Mesh, RankStrides, mesh_order, ranks_in_node, split_group
 from distrain.trainer.spec.run import Parallel
 
 EVERY = ("pp", "dp", "cp", "ep", "tp", "data", "expert_copies")
@@ -71,6 +73,17 @@ def test_in_node_is_the_fewest_ranks_that_a_group_has_in_a_node(mesh: Mesh, axis
     gpus = data.draw(st.sampled_from([each for each in range(1, 17) if mesh.world % each == 0]))
     nodes = [[rank // gpus for rank in group] for group in mesh.groups(axis)]
     assert mesh.in_node(axis, gpus) == min(each.count(node) for each in nodes for node in each)
+
+
+def test_copies_of_experts_that_do_not_end_where_nodes_end_are_counted_node_by_node() -> None:
+    uneven = 0
+    for copies, cp, ep, tp in product((1, 2, 3), (2, 3), (2, 3), (1, 2)):
+        mesh = Mesh(pp=1, dp=ep * copies, cp=cp, ep=ep, tp=tp)
+        for gpus in [each for each in range(2, mesh.world) if mesh.world % each == 0]:
+            nodes = [[rank // gpus for rank in group] for group in mesh.groups("expert_copies")]
+            assert mesh.in_node("expert_copies", gpus) == min(each.count(node) for each in nodes for node in each), (mesh, gpus)
+            uneven += ranks_in_node(mesh.strides("expert_copies"), gpus) is None
+    assert uneven > 30
 
 
 def members(runs: RankStrides) -> tuple[int, ...]:

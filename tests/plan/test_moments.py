@@ -19,7 +19,7 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.plan.search.search import LayoutSearch
 from distrain.trainer.plan.search.space import Space
-from distrain.trainer.rundir.changes import compare_runs
+from distrain.trainer.rundir.resume_changes import compare_runs
 from distrain.trainer.rundir.timeline_files import layout_key
 from distrain.trainer.spec.run import Device, Run
 

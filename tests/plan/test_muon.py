@@ -19,7 +19,7 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Message, Plan
 from distrain.trainer.plan.search.search import LayoutSearch
 from distrain.trainer.plan.search.space import Space
-from distrain.trainer.rundir.changes import compare_runs
+from distrain.trainer.rundir.resume_changes import compare_runs
 from distrain.trainer.spec.run import Run
 
 LLAMA = ("llama3_8b_1node", "cluster.gpus=4", "model.layers=4", "train.batch=16", "optim=muon", "parallel.zero=0", "engine=native")

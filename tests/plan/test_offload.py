@@ -98,6 +98,7 @@ def copied(plan: Plan) -> dict[tuple[str, int], float]:
         (("engine=zero", "train.microbatch=16", "train.gradients=fp32"), {("to_host", 1): 4, ("to_device", 1): 2}),
         (("engine=native", "train.microbatch=4"), {("to_host", 1): 2, ("to_device", 1): 2}),
         (("engine=native", "train.microbatch=4", "train.gradients=fp32"), {("to_host", 1): 4, ("to_device", 1): 2}),
+        (("engine=native", "train.microbatch=4", "parallel.zero=3"), {("to_host", 1): 4, ("to_device", 1): 2}),
     ],
     ids=str,
 )  # fmt: skip
@@ -136,6 +137,7 @@ BYTES_ON_HOST: dict[tuple[str, ...], Callable[[float], tuple[float, float, float
     ),
     ("engine=zero", "parallel.zero=3"): lambda own: (12 * own, pinned(4e9) + pinned(4 * (own - 1e9)) + pinned(2 * own), 0),
     ("engine=native",): lambda own: (12 * own, 0, 2 * 2 * pinned(2 * 2**24)),  # two pieces, gradients and weights
+    ("engine=native", "parallel.zero=3"): lambda own: (12 * own, 0, 2 * (4 + 2) * 2**24),  # float32 gradients
 }
 
 
@@ -149,6 +151,16 @@ def test_bytes_on_a_host(words: tuple[str, ...]) -> None:
         BYTES_ON_HOST[words](plan.model.parameters / 8), rel=1e-3
     )
     assert host.node == 8 * (host.rank.optimizer + host.rank.gradients + host.rank.weights + host.rank.buffers)
+
+
+@pytest.mark.parametrize(("zero", "elements"), [(1, 128_256 * 4096), (2, 128_256 * 4096), (3, 0)])
+def test_deepspeed_copies_each_parameter_through_a_buffer_on_the_device_but_for_zero_3(zero: int, elements: int) -> None:
+    """ZeRO 1 and 2 hold one of the largest parameter's elements, here the embedding's, in the weights' type; ZeRO 3 copies its own part."""
+    words = ("train.batch=128", "engine=zero", f"parallel.zero={zero}")
+    offloaded, kept = (plan_of(*words, *more).memory for more in ((), ("parallel.offload.optimizer=false",)))
+    assert offloaded
+    assert kept
+    assert offloaded.stages[0].bytes.buffers - kept.stages[0].bytes.buffers == 2 * elements
 
 
 def test_the_fullest_node_holds_what_its_stages_do() -> None:
@@ -211,12 +223,11 @@ def test_the_ranks_of_a_node_share_its_host() -> None:
     assert optimizer_seconds(*words, "cluster=1x8") == pytest.approx(8 * optimizer_seconds(*words, "cluster=8x1"), rel=0.05)
 
 
-@pytest.mark.parametrize(("engine", "each"), [("zero", 8 + 28 + 6), ("native", 28)])
-def test_a_step_on_the_host_reads_and_writes_so_many_bytes(engine: str, each: int) -> None:
-    """DeepSpeed clips, steps and casts; parts of ours are cast in a processor's cache."""
-    slow, fast = (
-        optimizer_seconds(f"engine={engine}", f"cluster.host.bandwidth={rate}", "cluster.host.link=1e15") for rate in (1e11, 1e15)
-    )
+@pytest.mark.parametrize(("engine", "zero", "each"), [("zero", 2, 8 + 28 + 6), ("native", 2, 28), ("native", 3, 30)])
+def test_a_step_on_the_host_reads_and_writes_so_many_bytes(engine: str, zero: int, each: int) -> None:
+    """DeepSpeed clips, steps and casts; parts of ours are cast in a processor's cache. Gradients of ZeRO 3 are float32."""
+    layout = (f"engine={engine}", f"parallel.zero={zero}", "cluster.host.link=1e15")
+    slow, fast = (optimizer_seconds(*layout, f"cluster.host.bandwidth={rate}") for rate in (1e11, 1e15))
     assert slow - fast == pytest.approx(8.03e9 * each / (1e11 * HOST_STREAMING), rel=1e-3)
 
 
@@ -230,6 +241,7 @@ def test_a_step_on_the_host_reads_and_writes_so_many_bytes(engine: str, each: in
         (("engine=zero", "train.microbatch=4", "train.gradients=fp32"), 4 / 8),
         (("engine=native", "train.microbatch=4"), 2 / 8),
         (("engine=native", "train.microbatch=4", "parallel.zero=1"), 2),
+        (("engine=native", "train.microbatch=4", "parallel.zero=3"), 4 / 8),
     ],
     ids=str,
 )
@@ -248,6 +260,41 @@ def test_copies_of_engine_native_go_on_beside_its_step() -> None:
     own = 8.03e9 / 8
     assert native == pytest.approx(2**24 * (2 + 2) / 20e9, rel=1e-3)
     assert zero == pytest.approx(2 * own / 20e9, rel=1e-3)
+
+
+def test_rows_of_zero_3_are_half_as_wide_where_the_host_steps_them() -> None:
+    """Weights of forward's type stay on the device; float32 ones, 12 bytes a parameter with AdamW's states, leave it. What is gathered is
+    the same."""
+    words = ("engine=native", "parallel.zero=3", "train.batch=128")
+    plain, host = (make_plan(load_recipe("llama3_8b_1node", [*words, f"parallel.offload.optimizer={each}"])) for each in ("false", "true"))
+    assert (plain.runnable, host.runnable) == (True, True)
+    assert plain.memory
+    assert host.memory
+    assert plain.model
+    before, after = plain.memory.stages[0].bytes, host.memory.stages[0].bytes
+    own = plain.model.parameters / 8
+    assert (before.weights, before.optimizer) == pytest.approx((4 * own, 8 * own), rel=1e-3)
+    assert after.weights == pytest.approx(2 * own, rel=1e-3)
+    assert after.optimizer == 0
+    assert (after.gradients, after.buffers) == (before.gradients, before.buffers)
+    messages = [[each for each in plan.traffic if each.axis != "host"] for plan in (plain, host)]
+    assert [each.sent for each in messages[0]] == [each.sent for each in messages[1]]
+
+
+def test_weights_that_engine_native_does_not_offload_yet_are_planned_on_the_host() -> None:
+    """In forward's type, beside an offloaded optimizer."""
+    plan = plan_of("engine=native", "parallel.zero=3", "parallel.offload.parameters=true")
+    assert plan.memory
+    assert plan.model
+    assert (plan.runnable, plan.memory.stages[0].bytes.weights) == (False, 0)
+    assert host_of(plan).rank.weights == pytest.approx(2 * plan.model.parameters / 8, rel=1e-3)
+
+
+def test_the_norm_reads_float32_gradients_of_zero_3_before_the_host_steps() -> None:
+    """What no rate of the host shortens is that of ZeRO 2 with gradients in float32."""
+    fast = ("engine=native", "cluster.host.link=1e30", "cluster.host.bandwidth=1e30")
+    narrow, wide = (optimizer_seconds(*fast, "parallel.zero=2", f"train.gradients={each}") for each in ("bf16", "fp32"))
+    assert narrow < optimizer_seconds(*fast, "parallel.zero=3") == pytest.approx(wide, rel=1e-9)
 
 
 def test_copies_hide_under_backward_where_messages_overlap() -> None:

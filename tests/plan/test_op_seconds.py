@@ -207,8 +207,8 @@ def test_deepspeeds_hooks_at_stage_3_take_the_host_time_of_every_weight() -> Non
         split = block_split(run.parallel, 1, "torch", fused=False, hooks=hooks)
         layer[zero] = context.block_costs(split, context.wires(mesh_of(run.parallel, context.world))).layer
     forward, backward = (getattr(layer[3], half) - getattr(layer[0], half) for half in ("forward", "backward"))
-    assert forward == pytest.approx(9 * 6 * H200.dispatch, rel=0.01)
-    assert backward == pytest.approx(2 * 9 * 6 * H200.dispatch, rel=0.01)
+    assert forward == pytest.approx(9 * 6 * H200.dispatch_seconds, rel=0.01)
+    assert backward == pytest.approx(2 * 9 * 6 * H200.dispatch_seconds, rel=0.01)
 
 
 def test_a_plan_counts_the_hooks_of_its_engine() -> None:
@@ -217,7 +217,7 @@ def test_a_plan_counts_the_hooks_of_its_engine() -> None:
     one = ("device=h200", "cluster=1x1", "parallel.dp=1", "train.batch=1", "train.microbatch=1", "train.compile=false")
     plans = [make_plan(load_recipe("llama3_2_1b_1node", [*small, *one, "engine=zero", f"parallel.zero={zero}"])) for zero in (0, 3)]
     without, hooked = (plan.time.compute for plan in plans if plan.time)
-    assert hooked - without > 8 * 9 * 6 * 3 * H200.dispatch
+    assert hooked - without > 8 * 9 * 6 * 3 * H200.dispatch_seconds
 
 
 @pytest.mark.parametrize(

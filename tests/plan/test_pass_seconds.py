@@ -47,6 +47,7 @@ def test_ops_beside_a_host_that_is_as_slow_take_longer_than_either() -> None:
     assert dispatched_ops([0.0, 0.0], host, 1.0).seconds() == 5
     assert dispatched_ops(device, [0.0, 0.0]).seconds() == 4
     assert dispatched_ops([], [], 1.0).seconds() == 0
+    assert dispatched_ops([1.0, 5.0], [3.0, 2.0], 0.5, in_turn=True).seconds(2.0) == 13.5  # one processor is both
     assert dispatched_ops([0.0, 0.0], [0.0, 0.0]).seconds() == 0  # of ops that are not counted
 
 

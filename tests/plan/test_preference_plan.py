@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.pages.plan_facts import preference_text
+from distrain.cli.pages.whole_run_facts import preference_text
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan, PreferencePlan
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.pages.plan_facts import rampup_text
+from distrain.cli.pages.whole_run_facts import rampup_text
 from distrain.tests.fakes.valid_run import BASE, Keys, fixed_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan

@@ -60,8 +60,9 @@ BROKEN: list[tuple[Keys, str]] = [
         "model.positions=rope turns pairs of elements, but a head has 63: set model.head_dim=64"),
     ({"model.layer_types": ("sliding_attention",)},
         "model.layer_types names layers with sliding_attention, but model.window=null: set model.layer_types=null"),
-    ({"model.window": 512, "parallel.cp": 2},
-        "parallel.cp=2 does not compute model.window=512, shorter than train.seq=1024: set parallel.cp_comm=all_to_all or parallel.cp=1"),
+    ({"model.window": 512, "parallel.cp": 2, "train.precision": "fp32"},
+        ("parallel.cp=2 needs FlashAttention-2 for model.window=512, and A100 does not run it on heads of 64 elements in fp32: "
+         "set parallel.cp_comm=all_to_all or parallel.cp=1 or train.attention=math")),
     ({"model.sinks": True, "parallel.cp": 2},
         "parallel.cp=2: ranks that gather keys have no model.sinks: set parallel.cp_comm=all_to_all or parallel.cp=1"),
     ({"model.sinks": True, "train.precision": "fp32"},
@@ -185,11 +186,25 @@ BROKEN: list[tuple[Keys, str]] = [
         f"model.{key}={text}: family hybrid has none: set model.{key}={off}")
       for key, value, text, off in (("bias", True, "true", "false"), ("qkv_bias", True, "true", "false"), ("sinks", True, "true", "false"),
                                     ("expert_bias", True, "true", "false"), ("window", 64, "64", "null"), ("dense_layers", 1, "1", "0"),
-                                    ("lora.rank", 4, "4", "0"), ("mtp.layers", 1, "1", "0"))),
+                                    ("mtp.layers", 1, "1", "0"))),
+    ({"model": HYBRID, "model.lora.rank": 4, "model.lora.targets": ("q_a_proj", "in_proj_ba")},
+        ("model.lora.targets=[q_a_proj,in_proj_ba] names q_a_proj, which this model does not have: "
+         "set model.lora.targets=[in_proj_ba] or model.lora.targets=null")),
+    ({"model": replace(HYBRID, full_attention_interval=1), "model.lora.rank": 4, "model.lora.targets": ("out_proj",)},
+        ("model.lora.targets=[out_proj] names out_proj, which this model does not have: "
+         "set model.lora.targets=[query,value] or model.lora.targets=null")),
+    ({"model": HYBRID, "model.lora.rank": 4, "model.lora.dropout": 0.1, "model.lora.targets": ("query", "up")},
+        ("model.lora.dropout=0.1 does not go with up of routed experts, whose rows are sent without their tokens (PEFT refuses it too): "
+         "set model.lora.targets=[query] or model.lora.dropout=0.0")),
+    ({"model": HYBRID, "model.lora.rank": 4, "model.lora.dropout": 0.1},
+        ("model.lora.dropout=0.1 does not go with down, gate, up of routed experts, whose rows are sent without their tokens (PEFT refuses "
+         "it too): set model.lora.targets=[in_proj_ba,in_proj_qkvz,k_proj,o_proj,out_proj,q_proj,shared_expert_gate,v_proj] or "
+         "model.lora.dropout=0.0")),
+    (MOE | {"model.lora.rank": 4, "model.lora.targets": ("in_proj_qkvz", "query")},
+        ("model.lora.targets=[in_proj_qkvz,query] names in_proj_qkvz, which this model does not have: "
+         "set model.lora.targets=[query] or model.lora.targets=null")),
     ({"model": HYBRID, "optim.mup": 16},
         "optim.mup=16: the rates of linear attention are not known to it: set optim.mup=null"),
-    ({"model": HYBRID, "train.precision": "fp8"},
-        "train.precision=fp8: family hybrid has none: set train.precision=bf16"),
     ({"model": replace(HYBRID, linear_num_key_heads=2), "parallel.cp": 8},
         "parallel.cp=8 does not share out 2 key heads of linear attention evenly: set parallel.cp=2 or parallel.cp=1"),
     ({"model": HYBRID, "parallel.cp": 2, "parallel.tp": 4},
@@ -263,10 +278,10 @@ BROKEN: list[tuple[Keys, str]] = [
     ({"parallel.sync.every": 4, "checkpoint.every": 6},
         ("checkpoint.every=6 is not a multiple of parallel.sync.every=4: workers have other weights then: "
          "set checkpoint.every=8 or parallel.sync.every=1")),
-    ({"parallel.sync.every": 4, "parallel.sync.across": "node", "cluster.gpus": 10, "parallel.cp": 4, "train.batch": 80},
+    ({"parallel.sync.every": 2, "parallel.sync.across": "node", "cluster.gpus": 10, "parallel.cp": 4, "train.batch": 80},
         ("parallel.sync.across=node: 5 replicas don't divide into nodes that have 2 of them: "
          "set parallel.sync.across=all or parallel.sync.every=1")),
-    (MOE | {"parallel.ep": 4, "parallel.sync.every": 4},
+    (MOE | {"parallel.ep": 4, "parallel.sync.every": 2},
         ("parallel.ep=4 does not divide the 1 replica of a worker, which holds all experts: "
          "set parallel.sync.across=node or parallel.ep=1 or parallel.sync.every=1")),
     ({"parallel.tp": 4, "parallel.sequence": True, "train.seq": 1022},
@@ -294,6 +309,9 @@ BROKEN: list[tuple[Keys, str]] = [
     ({"parallel.pp": 4, "parallel.schedule": "pipedream_2bw", "train.batch": 16},
         ("2 micro-batches a step are fewer than parallel.pp=4, which schedule pipedream_2bw needs: "
          "set train.microbatch=1 or train.batch=32 or parallel.schedule=pipedream")),
+    ({"parallel.pp": 4, "parallel.schedule": "pipedream_2bw", "train.microbatch": 8, "train.batch": 64},
+        ("2 micro-batches a step are fewer than parallel.pp=4, which schedule pipedream_2bw needs: "
+         "set train.microbatch=4 or train.batch=128 or parallel.schedule=pipedream")),
     ({"parallel.pp": 2, "parallel.chunks": 2, "parallel.schedule": "dualpipev"},
         "parallel.chunks=2 is for schedule interleaved, not dualpipev: set parallel.schedule=interleaved or parallel.chunks=1"),
     ({"train.batch": 240},
@@ -381,6 +399,9 @@ BROKEN: list[tuple[Keys, str]] = [
         "train.precision=fp16: A100 does not compute in fp16: set train.precision=bf16 or train.precision=fp32"),
     ({"train.precision": "fp8", "cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}, "train.seq": 1004},
         "train.precision=fp8 multiplies in blocks of 16: attention has 2008 rows on a rank: set train.precision=bf16"),
+    ({"model": replace(HYBRID, family="hybrid", expert_ffn=64), "train.precision": "fp8", "parallel.tp": 4,
+      "cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}},
+        "train.precision=fp8 multiplies in blocks of 16: attention has 8 columns on a rank: set train.precision=bf16"),
     ({"train.gradients": "fp16"},
         "train.gradients=fp16 is not supported with train.precision=bf16: set train.gradients=auto or train.gradients=fp32"),
     ({"parallel.offload.optimizer": True},

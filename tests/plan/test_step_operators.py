@@ -72,7 +72,7 @@ def test_every_op_of_a_model_has_a_kind(model: str, words: str) -> None:
         return
     table = op_table(run)
     ops = [op for _, block in table.blocks(run.model.layer_groups) for op in block]
-    assert not [op.name for op in ops if operator_kind(op) not in set(OPERATOR_KINDS) - {"others", "host", "slowest_rank"}]
+    assert not [op.name for op in ops if operator_kind(op) not in set(OPERATOR_KINDS) - {"others", "gaps", "host", "slowest_rank"}]
 
 
 def test_ops_of_a_mixture_are_told_apart() -> None:
@@ -168,7 +168,8 @@ MEASURED = [
 
 @pytest.mark.parametrize("figures", MEASURED)
 def test_kernels_of_an_h200_took_as_long_as_planned(figures: dict[str, Any]) -> None:
-    """A report has the 20 longest kernels of a step; the others, 2 to 7 % of its kernels' time, may be of any kind."""
+    """A report has the 20 longest kernels of a step; the others, 2 to 7 % of its kernels' time, may be of any kind. What the host does once
+    a step is no kernel."""
     plan = make_plan(load_recipe(figures["recipe"], figures["words"]))
     assert plan.time is not None
     listed: dict[str, float] = defaultdict(float)
@@ -180,5 +181,29 @@ def test_kernels_of_an_h200_took_as_long_as_planned(figures: dict[str, Any]) -> 
     planned["memory"] += plan.time.optimizer
     assert 1.0 < planned["products"] / listed["products"] < 1.15
     assert 0.82 < planned["attention"] / listed["attention"] < 1.18
-    assert 0.8 * listed["memory"] < planned["memory"] < 1.1 * (listed["memory"] + rest)
-    assert sum(planned.values()) == pytest.approx(figures["busy seconds"], rel=0.09)
+    assert 0.7 * listed["memory"] < planned["memory"] < 1.0 * (listed["memory"] + rest)
+    assert sum(planned.values()) == pytest.approx(figures["busy seconds"], rel=0.08)
+
+
+@pytest.mark.parametrize("figures", MEASURED)
+def test_an_h200_was_idle_as_long_as_planned(figures: dict[str, Any]) -> None:
+    """Idle is a step that no profiler slowed without the kernels of one that it did: a difference of 1 % between these is much of 3 %."""
+    plan = make_plan(load_recipe(figures["recipe"], figures["words"]))
+    assert plan.time is not None
+    rows = {each.kind: each.seconds for each in plan.operators}
+    planned = rows["gaps"] + rows["host"] + plan.time.host
+    idle = figures["step_seconds"] - figures["busy seconds"]
+    assert planned == pytest.approx(idle, rel=0.15, abs=0.01 * figures["step_seconds"])
+    assert plan.time.step == pytest.approx(figures["step_seconds"], rel=0.055)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gaps_are_those_of_kernels_that_run(recompute: str) -> None:
+    """Each kernel has one, those that backward runs again too; a device that launches in no time has none."""
+    run = load_recipe("gpt2_124m_1gpu", [*ON_ONE_GPU, "train.batch=48", "train.microbatch=12", f"parallel.recompute={recompute}"])
+    plans = [make_plan(replace(run, cluster=replace(run.cluster, device=replace(run.cluster.device, launch=each)))) for each in (0.0, 1e-6)]
+    without, having = ({each.kind: each for each in plan.operators} for plan in plans)
+    assert "gaps" not in without
+    kernels = sum(each.seconds - (without[kind].seconds if kind in without else 0.0) for kind, each in having.items() if kind != "host")
+    assert having["gaps"].seconds == pytest.approx(0.9 * kernels)
+    assert (having["gaps"].recomputed > 0) == (recompute == "full")

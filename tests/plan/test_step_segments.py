@@ -150,6 +150,18 @@ def test_a_step_beside_itself_differs_in_nothing_and_a_slow_action_is_found() ->
         assert stage.computing + stage.messages + stage.filling + stage.waiting + stage.draining == pytest.approx(slow.seconds)
 
 
+def test_messages_of_a_measured_step_are_drawn_from_the_end_of_a_pass_to_the_beginning_of_the_next() -> None:
+    slow = make_timeline(pipeline("1f1b", 1, HIDDEN), {2: 1.5})
+    drawn = measured_timeline(segmented_step(simulated_lanes(slow), origin="simulated"), make_timeline(pipeline("1f1b", 1, HIDDEN)))
+    begins = {(span.kind, span.micro, span.part): span.start for stage in slow.stages for span in stage.spans if span.is_pass}
+    assert len(drawn.transfers) == len(slow.transfers)
+    for found, sent in zip(drawn.transfers, slow.transfers, strict=True):
+        assert (found.kind, found.micro, found.part) == (sent.kind, sent.micro, sent.part)
+        assert found.start == pytest.approx(sent.start)
+        assert found.end == pytest.approx(begins[sent.kind, sent.micro, sent.part])
+        assert found.end >= sent.end - 1e-9
+
+
 def test_the_rank_that_computes_longest_beside_those_of_its_stage_is_named() -> None:
     ranks = [lane(0, (("F", 0, 0, 0, each), ("B", 0, 0, each, 2 * each)), 8, replica) for replica, each in enumerate((2, 2, 3, 2))]
     step = segmented_step(ranks, origin="measured")

@@ -218,12 +218,9 @@ UNRUN: list[tuple[Keys, str]] = [
         "pipe does not run parallel.scatter=true: set parallel.scatter=false or parallel.scatter=false parallel.sequence=true"),
     ({"parallel.pp": 2, "parallel.zero": 1, "parallel.offload.optimizer": True, "engine": "pipe"},
         "pipe does not run parallel.offload.optimizer=true: set parallel.offload.optimizer=false or engine=auto"),
-    ({"parallel.zero": 3, "parallel.offload.optimizer": True, "engine": "native"},
-        ("native does not run parallel.offload.optimizer=true with parallel.zero=3: "
-         "set parallel.zero=2 or parallel.offload.optimizer=false")),
     ({"parallel.zero": 3, "parallel.offload": Offload(optimizer=True, parameters=True), "engine": "native"},
         ("native does not run parallel.offload.parameters=true: "
-         "set parallel.offload.optimizer=false parallel.offload.parameters=false or engine=auto")),
+         "set parallel.offload.parameters=false or parallel.offload.optimizer=false parallel.offload.parameters=false")),
     ({"engine": "zero", "optim.moments": "bf16"},
         "zero does not run optim.moments=bf16: set engine=auto or engine=native"),
     ({"parallel.zero": 1, "parallel.offload.optimizer": True, "engine": "native", "optim.name": "sgd"},

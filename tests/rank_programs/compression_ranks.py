@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from distrain.tests.rank_programs.forked_ranks import fork_ranks
 from distrain.trainer.engines.native.data_parallel.gradient_compression import BucketCompression
-from distrain.trainer.layers.group import Group
+from distrain.trainer.layers.rank_group import Group
 from distrain.trainer.plan.axes.weight_slices import WeightShard
 
 RANKS, RANK, SEED = 3, 2, 5

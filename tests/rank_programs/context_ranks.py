@@ -18,7 +18,7 @@ from torch import Tensor
 from distrain.tests.rank_programs.tensor_ranks import Comparisons, main
 from distrain.trainer.layers.counter_rng import dropout_keys, dropout_mask
 from distrain.trainer.layers.cross_entropy import IGNORED
-from distrain.trainer.layers.group import Group
+from distrain.trainer.layers.rank_group import Group
 from distrain.trainer.layers.transformer.context_parallel import AttentionCore, ContextParallel, context_attention
 from distrain.trainer.layers.transformer.core_attention import (
     FlashCore,
@@ -73,6 +73,18 @@ BY_BOUNDS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("hybrid", "none", {}),
     ("llama", "selective", {"model__kv_heads": 3}),
     ("llama", "full", {"model__kv_heads": 3, "model__window": 10}),
+)
+
+
+# Of models whose ranks gather the keys of a window that is shorter than the sequence: family, kernel, recomputation, dropout, whether
+# documents are kept apart by a mask, further keys. Three ranks have chunks of 8 tokens.
+GATHERED: tuple[tuple[str, str, str, float, bool, dict[str, object]], ...] = (
+    ("llama", "flash", "none", 0.0, False, {"model__window": 10}),
+    ("llama", "flash", "selective", 0.0, False, {"model__window": 3, "model__kv_heads": 3}),
+    ("mla", "flash", "full", 0.0, False, {"model__window": 21}),
+    ("gpt", "flash", "none", 0.0, True, {"model__window": 10}),
+    ("llama", "math", "none", P, False, {"model__window": 10}),
+    ("gpt", "math", "selective", 0.0, True, {"model__window": 3}),
 )
 
 
@@ -155,7 +167,14 @@ def run_of(name: str, **changes: object) -> Run:
 
 
 def whole_model(
-    context: ContextParallel, name: str, kernel: str, recompute: str, p: float, apart_by_bounds: bool, **changes: object
+    context: ContextParallel,
+    name: str,
+    kernel: str,
+    recompute: str,
+    p: float,
+    apart_by_bounds: bool,
+    has_documents: bool,
+    **changes: object,
 ) -> Comparisons:
     """Compare the sum of losses and the gradient of every weight, of which each rank computes a part, with those of one rank's mask."""
     run = run_of(name, train__attention=kernel, parallel__recompute=recompute, model__dropout=p, **changes)
@@ -163,7 +182,7 @@ def whole_model(
     with torch.no_grad():
         for number, sinks in enumerate(each for key, each in module.named_parameters() if key.endswith(".sinks")):
             sinks.copy_(torch.arange(A) / 4 + number - 1)
-    tokens, labels, documents = *torch.randint(101, (2, B, S)), random_documents()
+    tokens, labels, documents = *torch.randint(101, (2, B, S)), random_documents() if has_documents else None
     labels[:, 3:7] = IGNORED
     theirs = gradients(module, tokens, labels, documents, p)
     other = build_module(dict(module.named_parameters()), run, cp=context)
@@ -174,12 +193,12 @@ def whole_model(
 
 
 def gradients(
-    module: Transformer, tokens: Tensor, labels: Tensor, documents: Tensor, p: float, *, apart_by_bounds: bool = False
+    module: Transformer, tokens: Tensor, labels: Tensor, documents: Tensor | None, p: float, *, apart_by_bounds: bool = False
 ) -> dict[str, Tensor]:
     """Return the sum of losses, the number of labels that are not ignored, and the gradient of the sum by each weight. Documents are kept
     apart by a mask, or by their bounds."""
     keyed = dropout_keys(1, 0, torch.arange(B), torch.arange(S)) if p else None
-    bounds = document_bounds(documents) if apart_by_bounds else None
+    bounds = document_bounds(documents) if apart_by_bounds and documents is not None else None
     loss, counted = module(tokens, labels, documents=documents, bounds=bounds, keys=keyed)
     held = dict(module.named_parameters())
     found = dict(zip(held, torch.autograd.grad(loss / B / S, list(held.values())), strict=True))
@@ -203,20 +222,27 @@ def differences(group: Group) -> dict[str, float]:
     }
     models = product(MODELS, (("flash", 0.0), ("math", P)), ("none", "selective", "full"))
     checks |= {
-        f"{name} {kernel} {recompute} {p} model": partial(whole_model, context, name, kernel, recompute, p, False)
+        f"{name} {kernel} {recompute} {p} model": partial(whole_model, context, name, kernel, recompute, p, False, True)
         for name, (kernel, p), recompute in models
     }
     swapped = replace(context, exchanges_heads=True)
     checks |= {
         f"{name} {recompute} {changes} model by bounds{', exchanged' * group.exchanges_heads}": partial(
-            whole_model, group, name, "flash", recompute, 0.0, True, **changes
+            whole_model, group, name, "flash", recompute, 0.0, True, True, **changes
         )
         for (name, recompute, changes), group in product(BY_BOUNDS, (context, swapped))
-        if group.exchanges_heads or "model__window" not in changes
     }
     checks |= {
-        f"{name} {kernel} {recompute} {p} {changes} exchanged": partial(whole_model, swapped, name, kernel, recompute, p, False, **changes)
+        f"{name} {kernel} {recompute} {p} {changes} exchanged": partial(
+            whole_model, swapped, name, kernel, recompute, p, False, True, **changes
+        )
         for name, kernel, recompute, p, changes in EXCHANGED
+    }
+    checks |= {
+        f"{name} {kernel} {recompute} {p} {has_documents} {changes} gathered": partial(
+            whole_model, context, name, kernel, recompute, p, False, has_documents, **changes
+        )
+        for name, kernel, recompute, p, has_documents, changes in GATHERED
     }
     checks["gathered"] = partial(compare_gathered, context)
     found: dict[str, float] = {}

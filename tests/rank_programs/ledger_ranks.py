@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from distrain.tests.rank_programs.tensor_ranks import main
-from distrain.trainer.layers.group import Group
+from distrain.trainer.layers.rank_group import Group
 from distrain.trainer.parallel.ledger import Ledger
 from distrain.trainer.parallel.process_groups import Grid
 from distrain.trainer.parallel.world import World

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from distrain.tests.rank_programs.forked_ranks import fork_ranks
 from distrain.trainer.layers.counter_rng import DropoutKeys, dropout_keys, normal
 from distrain.trainer.layers.cross_entropy import IGNORED
-from distrain.trainer.layers.group import Group, GroupName
+from distrain.trainer.layers.rank_group import Group, GroupName
 from distrain.trainer.layers.tensor_parallel import TensorParallel
 from distrain.trainer.models.build import build_model, build_module, named_constants, named_weights
 from distrain.trainer.models.families import op_table

@@ -9,7 +9,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from distrain.tests.rank_programs import added_rows_ranks, device_ranks, fit_ranks, pipe_ranks, spoiled_ranks, together_ranks, trace_ranks
+from distrain.tests.rank_programs import (
+    added_rows_ranks,
+    device_ranks,
+    fit_ranks,
+    piece_ranks,
+    pipe_ranks,
+    spoiled_ranks,
+    together_ranks,
+    trace_ranks,
+)
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
@@ -18,6 +27,7 @@ PROGRAMS: dict[str, Callable[..., int]] = {
     "added": added_rows_ranks.run_added_rank,
     "device": device_ranks.run_faulty_rank,
     "fit": fit_ranks.run_faulty_rank,
+    "pieces": piece_ranks.run_rank_in_pieces,
     "pipe": pipe_ranks.work,
     "spoiled": spoiled_ranks.run_faulty_rank,
     "together": together_ranks.run_rank_together,

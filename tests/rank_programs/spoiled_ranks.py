@@ -28,8 +28,8 @@ from distrain.trainer.loop.checkpoint import host_copy as copy_module
 from distrain.trainer.loop.checkpoint import save as save_module
 from distrain.trainer.loop.checkpoint import shard_file as file_module
 from distrain.trainer.loop.rank import run_rank
-from distrain.trainer.plan.layout.delay import Delay
 from distrain.trainer.plan.layout.schedules import gpipe
+from distrain.trainer.plan.layout.update_delay import Delay
 from distrain.trainer.prove.locate_departure import TRACED_SUFFIX
 
 train: Any = loop  # the module whose functions the faults replace

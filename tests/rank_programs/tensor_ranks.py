@@ -21,7 +21,7 @@ from distrain.tests.rank_programs.forked_ranks import fork_ranks
 from distrain.trainer.layers import loss_kernels
 from distrain.trainer.layers.chunked_loss import chunked_token_losses
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy
-from distrain.trainer.layers.group import Group
+from distrain.trainer.layers.rank_group import Group
 from distrain.trainer.layers.tensor_parallel import (
     ColumnLinear,
     RowLinear,

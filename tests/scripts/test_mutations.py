@@ -15,40 +15,47 @@ from distrain.scripts.mutations.__main__ import read_arguments
 from distrain.scripts.mutations.campaign import IMPORTED, ExecutedLines, MutationCampaign, TriedMutation, counts
 from distrain.scripts.mutations.copies import ROOT, Copy
 from distrain.scripts.mutations.equivalents import Equivalents, read_equivalents
-from distrain.scripts.mutations.kinds import KINDS
+from distrain.scripts.mutations.mutated_files import FILE_LISTS, PLAN, TRAINING, FileList
 from distrain.scripts.mutations.recorded_tests import RecordedTest, choose_recorded
 from distrain.scripts.mutations.results import read_found, write_results
 from distrain.scripts.mutations.sites import LEAST_OF_A_KIND, Mutation, all_mutations, draw, mutated_source
 
 
+@pytest.fixture(scope="module", params=FILE_LISTS)
+def files(request: pytest.FixtureRequest) -> FileList:
+    return FILE_LISTS[request.param]
+
+
 @pytest.fixture(scope="module")
-def mutations() -> list[Mutation]:
-    return all_mutations(ROOT)
+def mutations(files: FileList) -> list[Mutation]:
+    return all_mutations(ROOT, files)
 
 
-def test_a_seed_draws_the_same_mutations_of_every_kind(mutations: list[Mutation]) -> None:
-    drawn = draw(mutations, 1, 100)
-    assert [each.name for each in drawn] == [each.name for each in draw(mutations, 1, 100)]
+def test_a_seed_draws_the_same_mutations_of_every_kind(files: FileList, mutations: list[Mutation]) -> None:
+    kinds = tuple(files.kinds)
+    drawn = draw(mutations, 1, 100, kinds)
+    assert [each.name for each in drawn] == [each.name for each in draw(mutations, 1, 100, kinds)]
     assert len({each.name for each in drawn}) == 100
-    assert min(Counter(each.kind for each in drawn)[kind] for kind in KINDS) >= LEAST_OF_A_KIND
-    assert {each.name for each in draw(mutations, 2, 100)} != {each.name for each in drawn}
-    assert {each.kind for each in draw(mutations, 1, 20, ("sign", "dim"))} == {"sign", "dim"}
+    assert min(Counter(each.kind for each in drawn)[kind] for kind in kinds) >= LEAST_OF_A_KIND
+    assert {each.name for each in draw(mutations, 2, 100, kinds)} != {each.name for each in drawn}
+    assert {each.kind for each in draw(mutations, 1, 20, kinds[-2:])} == set(kinds[-2:])
 
 
 def test_every_mutation_has_a_name_of_its_own(mutations: list[Mutation]) -> None:
     assert len({each.name for each in mutations}) == len(mutations)
 
 
-def test_a_mutation_changes_the_one_line_that_it_names(mutations: list[Mutation]) -> None:
-    for mutation in draw(mutations, 3, 28):
+def test_a_mutation_changes_the_one_line_that_it_names(files: FileList, mutations: list[Mutation]) -> None:
+    for mutation in draw(mutations, 3, 28, tuple(files.kinds)):
         before = ast.unparse(ast.parse((ROOT / mutation.path).read_text())).splitlines()
-        changes = list(unified_diff(before, mutated_source(ROOT, mutation).splitlines(), n=0, lineterm=""))[3:]
+        changes = list(unified_diff(before, mutated_source(ROOT, mutation, files).splitlines(), n=0, lineterm=""))[3:]
         assert [line[0] for line in changes] == ["-", "+"], mutation.name
         expression = mutation.expression.removeprefix("(").removesuffix(")")  # an index that is a tuple has no brackets of its own
         assert " ".join(expression.split()) in " ".join(changes[0].split()), mutation.name
 
 
-def test_every_equivalent_mutation_still_exists(mutations: list[Mutation]) -> None:
+def test_every_equivalent_mutation_still_exists() -> None:
+    mutations = [each for files in FILE_LISTS.values() for each in all_mutations(ROOT, files)]
     named = {(f"{each.module}:{each.function}", each.expression, each.replacement) for each in mutations}
     assert set(read_equivalents().reasons) <= named
 
@@ -65,9 +72,42 @@ def test_a_campaign_goes_on_from_its_file_but_for_what_survived(tmp_path: Path) 
     file.write_text("{}")
     with pytest.raises(ValueError, match=r"errors\.json is not what --json writes"):
         read_found(file, 2)
+    write_results(file, 2, rows, "plan")
+    assert read_found(file, 2, "plan") == rows[:1]
+    with pytest.raises(ValueError, match="holds files=plan, not training"):
+        read_found(file, 2)
     assert read_arguments(["seed=2", "--json", "errors.json", "--resume"]).resume
     with pytest.raises(ValueError, match="--json FILE --resume"):
         read_arguments(["--resume"])
+
+
+def test_the_kinds_of_errors_are_those_of_the_files() -> None:
+    assert read_arguments([]).kinds == tuple(TRAINING.kinds)
+    assert read_arguments(["files=plan"]).kinds == tuple(PLAN.kinds)
+    assert read_arguments(["axis", "files=plan", "term"]).kinds == ("axis", "term")
+    for words in (["axis"], ["sign", "files=plan"], ["files=loop"]):
+        with pytest.raises(ValueError, match=rf"{words[0]} is neither files=training\|plan, seed=N"):
+            read_arguments(words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "found"),
+    [
+        ("axis", "mesh.tp > 1", ["mesh.dp > 1"]),
+        ("term", "a + b * c", ["a", "b * c", "a + b", "a + c"]),
+        ("term", "a and b and c", ["b and c", "a and c", "a and b"]),
+        ("rounding", "a // b", ["-(-a // b)"]),
+        ("rounding", "-(-a // b)", ["-(-(a // b * b) // b)"]),
+        ("rounding", "ceil(a)", ["floor(a)"]),
+    ],
+)
+def test_an_error_of_a_plan_is_another_axis_a_part_left_out_or_the_other_rounding(kind: str, text: str, found: list[str]) -> None:
+    """What replaces an expression computes what `found` does, of some numbers."""
+    tree = ast.parse(text, mode="eval")
+    nodes = [(node, [tree]) for node in ast.walk(tree.body)]
+    made = [(node, each) for node, parents in nodes for each in PLAN.kinds[kind](node, parents)]
+    texts = [text.replace(ast.unparse(node), ast.unparse(each), 1) for node, each in made]
+    assert sorted(texts) == sorted(found)
 
 
 def test_a_layout_that_runs_none_of_a_mutations_lines_is_not_proved() -> None:
@@ -99,8 +139,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
         yield made
 
 
-def test_a_planted_error_is_found_by_a_test_and_leaves_nothing(copy: Copy, mutations: list[Mutation]) -> None:
-    mutation = next(each for each in mutations if each.name.endswith("learning_rate: step + 1 => step - 1"))
+def test_a_planted_error_is_found_by_a_test_and_leaves_nothing(copy: Copy) -> None:
+    mutation = next(each for each in all_mutations(ROOT) if each.name.endswith("learning_rate: step + 1 => step - 1"))
     file = "tests/spec/test_lr_schedule.py"
     recorded = copy.ask("record_tests", seconds=120.0, file=file)["tests"]
     rows = {name: {path: frozenset(numbers) for path, numbers in row["lines"].items()} for name, row in recorded.items()}
@@ -111,6 +151,17 @@ def test_a_planted_error_is_found_by_a_test_and_leaves_nothing(copy: Copy, mutat
     assert (copy.root / mutation.path).read_bytes() == (ROOT / mutation.path).read_bytes()
     assert copy.ask("prove", seconds=300.0, layouts=["dp2"])["found"] == "", "what was recorded is not in the way of a proof"
     assert counts([tried], "arithmetic") == {"drawn": 1, "prove": 0, "tests": 1, "equivalent": 0, "survived": 0}
+
+
+def test_an_error_in_a_plan_is_found_by_a_test_without_a_proof(copy: Copy) -> None:
+    mutation = next(each for each in all_mutations(ROOT, PLAN) if each.path.endswith("axes/collectives.py") and each.kind == "term")
+    file = "tests/plan/test_collectives.py"
+    recorded = copy.ask("record_tests", seconds=120.0, file=file, files="plan")["tests"]
+    rows = {name: {path: frozenset(numbers) for path, numbers in row["lines"].items()} for name, row in recorded.items()}
+    tests = [RecordedTest(name=name, seconds=0.1, lines=lines) for name, lines in rows.items()]
+    tried = MutationCampaign(copy, None, tests, Equivalents({}), PLAN).try_mutation(mutation)
+    assert (tried.verdict, tried.says.partition("::")[0]) == ("tests", file)
+    assert (copy.root / mutation.path).read_bytes() == (ROOT / mutation.path).read_bytes()
 
 
 def test_a_process_that_does_not_end_is_killed_with_all_that_it_started(copy: Copy, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -144,7 +145,9 @@ OLMO = (  # norms after each half, and of all heads together; a window in three 
     "model.head_dim=128", "model.ffn=3584", "model.vocab=8192", "train.precision=bf16",
 )
 # fmt: on
-OLMO_JOBS = [TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *OLMO, *LAYOUTS["sequence"], "parallel.recompute=none"))]
+OLMO_JOBS = [
+    TraceJob(recipe="llama3_8b", words=(*GPU, *PLAIN, *OLMO, *LAYOUTS[layout], "parallel.recompute=none")) for layout in ("sequence", "cp")
+]
 # fmt: off
 GEMMA = (  # five of six layers have a window, which the sequence is longer than; norms on both sides
     "model=gemma3_27b", "model.layers=6", "train.seq=2048", "model.hidden=1024", "model.heads=8", "model.kv_heads=4", "model.ffn=3584",
@@ -203,7 +206,7 @@ DOCUMENT_JOBS = [  # kept apart by the kernel, in each family: with windows, exp
         ("gpt", LAYOUTS["one rank"], ("train.compile=true",)),
         ("moe", LAYOUTS["pp"], ("parallel.recompute=full",)),
         ("llama", LAYOUTS["sequence"], ("train.compile=true", "parallel.recompute=none")),
-        ("llama", LAYOUTS["cp"], ("parallel.recompute=selective", "train.microbatch=2")),
+        ("llama", LAYOUTS["cp"], ("parallel.recompute=selective", "train.microbatch=2", "model.window=512")),
         ("llama", LAYOUTS["cp"], ("train.compile=true",)),  # outside their graphs
         ("llama", EXCHANGE, ("train.compile=true", "model.window=512")),
     )
@@ -217,7 +220,15 @@ FP8_JOBS = [
     for model, layout, words in (
         ("llama", "sequence", ("train.compile=true",)),
         ("gpt", "one rank", ("train.compile=true",)),
-        ("moe", "tp", ("parallel.recompute=selective",)),
+        ("moe", "tp", ("parallel.recompute=selective", "model.window=512", "model.layer_types=[sliding_attention,full_attention]")),
+    )
+]
+FP8_JOBS += [  # of linear attention some products are in bf16
+    TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN[:-1], *HYBRID, *LAYOUTS[layout], "model.dropout=0", *words, "train.precision=fp8"))
+    for layout, words in (
+        ("one rank", ("parallel.recompute=none", "train.compile=true")),
+        ("sequence", ("parallel.recompute=none",)),
+        ("tp", ("parallel.recompute=selective",)),
     )
 ]
 FURTHER_JOBS = (
@@ -240,7 +251,10 @@ LORA_JOBS = [  # of experts: of all linear layers, or where no expert needs what
     TraceJob(recipe="mixtral_8x7b", words=(*GPU, *PLAIN, *sizes, *LAYOUTS[layout], *LORA, *words))
     for sizes, layout, words in (
         (MODELS["moe"][1:], "sequence", ("parallel.recompute=none",)),
-        (GLM, "tp", ("parallel.recompute=none", "model.lora.targets=[query,value]")),
+        (GLM, "tp", ("parallel.recompute=none", "model.lora.targets=[query,value]", "train.batch=1")),
+        (HYBRID, "one rank", ("parallel.recompute=none",)),
+        (HYBRID, "sequence", ("parallel.recompute=none", "model.lora.targets=[k_proj,o_proj,shared_expert_gate]")),
+        (HYBRID, "cp", ("parallel.recompute=none", "parallel.cp_comm=all_to_all", "model.lora.targets=[q_proj,in_proj_qkvz]")),
     )
 ]
 # fmt: off
@@ -423,3 +437,28 @@ def test_a_step_holds_and_moves_the_bytes_that_the_plan_counts(
     assert max(measured["passes"], measured["step"]) == pytest.approx(states + step_bytes(setting, 10**6, flat) / 1e6, rel=0.02)
     work = step_work(zero, weight=weight, gradient=gradient)
     assert (measured["moved"], measured["kernels"]) == pytest.approx((work.moved, work.kernels), rel=0.001)
+
+
+# fmt: off
+HOST_STEPS = [
+    ("llama3_8b_1node",),
+    ("llama3_2_1b_1node", "parallel.tp=2", "parallel.sequence=true", "optim.moments=bf16"),
+    ("llama3_8b_1node", "model.lora.rank=16"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("words", HOST_STEPS)
+def test_a_rank_whose_host_steps_its_rows_holds_and_copies_the_bytes_that_are_planned(words: tuple[str, ...]) -> None:
+    """At ZeRO 3 of engine native: its weights and gradients on the device, nothing in addition in the step, and copies both ways."""
+    try:
+        device_guard()
+    except NoGuard as error:
+        pytest.skip(str(error))
+    layout = ("engine=native", "parallel.zero=3", "parallel.offload.optimizer=true", "train.compile=false")
+    command = [sys.executable, "-m", "distrain.scripts.trace_cuda.host_step", *words, *layout]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True, env=environment)
+    answer = json.loads(ended.stdout.splitlines()[-1])
+    assert answer["traced"] == pytest.approx(answer["planned"], rel=1e-4, abs=0)
+    assert answer["traced"]["gradients"] == answer["traced"]["to_host"] == 2 * answer["traced"]["to_device"] > 0

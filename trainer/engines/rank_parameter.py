@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.group import GroupName
+from ..layers.rank_group import GroupName
 from ..plan.axes.weight_slices import WeightShard
 from ..plan.layout.checkpoint_kinds import AVERAGE
 from ..plan.layout.workers import OUTER_MOMENTUM

@@ -86,10 +86,11 @@ def weight_problems(run: Run) -> Iterator[Problem]:
     """Yield why a run can't start from the weights it names. A run that resumes from a checkpoint needs none, unless LoRA adds to them, or
     preferences are relative to them and what they need of them is not kept."""
     from ..rundir.checkpoints import has_checkpoints
-    from ..rundir.files import REFERENCE_FILE, run_folder
+    from ..rundir.files import run_folder
+    from ..rundir.reference_header import has_whole_reference
 
     folder = run_folder(run)
-    is_kept = not run.model.lora.rank and (folder / REFERENCE_FILE).exists()
+    is_kept = not run.model.lora.rank and has_whole_reference(folder)
     resumes = has_checkpoints(folder) and (is_kept or not run.reads_start_weights_again)
     if run.model.weights is None or resumes:
         return

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .compiled_outputs import as_output
-from .group import Group
 from .group_messages import all_reduce
 from .parameters_by_prefix import Parameters, sub_parameters
+from .rank_group import Group
 from .tensor_parallel import TensorParallel
 from .weight_gradients import open_weight_gradients
 

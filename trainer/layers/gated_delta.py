@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from .causal_conv import causal_conv, conv_gradients
 from .chunk_starts import ChunkStarts, chunk_starts
 from .dtypes import at_least_float32
-from .group import Group
+from .rank_group import Group
 
 CHUNK = 64  # tokens; of flash-linear-attention and transformers
 ACTIVATIONS = 5  # of the inputs; the others are weights
@@ -236,6 +236,7 @@ def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
         state_grad = state_grad * ends[:, :, :, at] + query[:, :, :, at].mT @ own - parts.old_key[:, :, :, at].mT @ new
     del grad, states, written, state, own, new  # views hold what they are of
     key_side = (key_grad * key).sum(-1)
+    key_side[..., -1] = 0  # what is written last does not decay: here and below terms that cancel are left out, not rounded
     total_grad = (query_grad * query).sum(-1).sub_(key_side)
     total_grad[..., -1] += key_side.sum(-1) + ends_grad * ends[..., 0, 0]
     del query, key
@@ -246,7 +247,7 @@ def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
     weights = system_grad * parts.system
     total_grad += weights.sum(-1) - weights.sum(-2)
     del weights
-    weights = reads_grad * parts.reads
+    weights = (reads_grad * parts.reads).tril_(-1)
     total_grad += weights.sum(-1) - weights.sum(-2)
     del weights
     pairs, read_pairs = system_grad.mul_(parts.between), reads_grad.mul_(parts.between)  # of beta_i k_i k_j, and of q_i k_j

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import Group
+from .rank_group import Group
 
 # B batch, S sequence, T ranks of the group, s = S / T
 

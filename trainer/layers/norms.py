@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 from ..spec.run import Model
 from .compiled_outputs import as_output
 from .dtypes import at_least_float32
-from .group import Group
 from .group_messages import all_reduce
 from .parameters_by_prefix import Parameters
+from .rank_group import Group
 from .tensor_parallel import TensorParallel, gather_inputs
 
 # B batch, S sequence, H hidden, A heads, N key and value heads, D head_dim

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from ..spec.derived.answer_room import answer_room
 from ..spec.sections.preference import Preference
-from .group import Group
 from .group_messages import all_reduce
+from .rank_group import Group
 
 # P pairs of a micro-batch [B, S], of whose answers the chosen comes first; R = B s tokens, of which a rank of the context axis has s a row
 

@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from .compiled_outputs import as_output
 from .fp8 import BACKWARD, FORWARD, OUTPUT, Scaled, cast, fp8_affine, fp8_input_gradient, fp8_product, scaled_product
-from .group import Group
 from .group_messages import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter, all_reduce
 from .joined_products import joined_products
 from .parameters_by_prefix import Parameters, sub_parameters
+from .rank_group import Group
 from .weight_gradients import open_weight_gradients, product
 
 # B batch, S sequence, T ranks of the group, s = S / T, H hidden, I inner, O outer: this rank's columns
@@ -121,8 +121,10 @@ class Linear(nn.Module):
     """x W + b. Autograd saves the parameter, never a view of it: ZeRO-3 frees the parameter's memory before backward.
 
     With LoRA parameters it adds scale x A B, of A [I, R] and B [R, O], with `lora_dropout` of that x. `in_fp8`: it multiplies inputs in
-    bf16 as 8-bit floats; a saved model, which is read in float32, does not.
+    bf16 as 8-bit floats; a saved model, which is read in float32, does not. `stays_wide`: it never does, having few columns.
     """
+
+    stays_wide = False
 
     def __init__(self, parameters: Parameters, lora_scale: float = 0.0) -> None:
         super().__init__()
@@ -215,7 +217,9 @@ def column_linears(x: Tensor, *layers: ColumnLinear, joined: Tensor | None = Non
         shared = cast_for(x, *layers)
         return tuple(layer(x, shared) for layer in layers)  # by their own forward, where ZeRO-3 gathers their weights
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    outputs = column_products(x, tp, weights, biases, transposed=False, in_fp8=layers[0].casts(x))
+    cast_layers = [layer.casts(x) for layer in layers]
+    assert cast_layers == sorted(cast_layers, reverse=True), "layers in 8-bit floats come first"
+    outputs = column_products(x, tp, weights, biases, transposed=False, in_fp8=sum(cast_layers))
     return tuple(layer.add_lora(x, output) for layer, output in zip(layers, outputs, strict=True))
 
 
@@ -231,26 +235,27 @@ def column_products(
     biases: list[nn.Parameter | None],
     *,
     transposed: bool,
-    in_fp8: bool = False,
+    in_fp8: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Return f(x) W + b for each weight [I, O] (transposed: [O, I]); `in_fp8`: in 8-bit floats. Backward sends the input's gradient while
-    it computes the weights' gradients."""
+    """Return f(x) W + b for each weight [I, O] (transposed: [O, I]); the first `in_fp8` in 8-bit floats. Backward sends the input's
+    gradient while it computes the weights' gradients."""
     if not torch.is_grad_enabled():  # a compiled evaluation can't trace the function
-        return _whole_products(_whole_input(x, tp, in_fp8), transposed, weights, biases)
+        whole = _whole_input(x, tp)
+        return _whole_products(whole, cast(whole, FORWARD) if in_fp8 else None, transposed, in_fp8, weights, biases)
     outputs: tuple[Tensor, ...] = _ColumnProducts.apply(x, tp, transposed, in_fp8, *weights, *biases)  # type: ignore[no-untyped-call]
     return outputs
 
 
-def _whole_input(x: Tensor, tp: TensorParallel, in_fp8: bool) -> Tensor | Scaled:
-    whole = AsyncAllGather(x, tp.group).wait() if tp.sequence else x
-    return cast(whole, FORWARD) if in_fp8 else whole
+def _whole_input(x: Tensor, tp: TensorParallel) -> Tensor:
+    return AsyncAllGather(x, tp.group).wait() if tp.sequence else x
 
 
-def _whole_products(x: Tensor | Scaled, transposed: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    pairs = zip(weights, biases, strict=True)
-    if isinstance(x, Scaled):
-        return tuple(fp8_affine(x, weight, bias) for weight, bias in pairs)
-    return tuple(product(x, weight, bias, transposed=transposed) for weight, bias in pairs)
+def _whole_products(
+    x: Tensor, scaled: Scaled | None, transposed: bool, in_fp8: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    pairs = [*zip(weights, biases, strict=True)]
+    in_bytes = [fp8_affine(scaled, weight, bias) for weight, bias in pairs[:in_fp8]] if scaled else []
+    return *in_bytes, *(product(x, weight, bias, transposed=transposed) for weight, bias in pairs[in_fp8:])
 
 
 def _after(x: Tensor, grad: Tensor) -> Tensor:
@@ -261,43 +266,45 @@ def _after(x: Tensor, grad: Tensor) -> Tensor:
 
 
 class _ColumnProducts(torch.autograd.Function):
-    """Saves the input as it came: under sequence parallelism this rank's part, which backward all-gathers again; else in 8-bit floats as
-    they were multiplied; with frozen weights no input."""
+    """Saves the input as it came: under sequence parallelism this rank's part, which backward all-gathers again. Else it is saved in each
+    form in which it was multiplied, as 8-bit floats and as it came; with frozen weights in none."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel, transposed: bool, in_fp8: bool, *parameters: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, transposed: bool, in_fp8: int, *parameters: Any) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        whole = _whole_input(x, tp, in_fp8)
-        kept = whole if isinstance(whole, Scaled) and not tp.sequence else (x, None)
-        ctx.save_for_backward(*(kept if any(weight.requires_grad for weight in weights) else (None, None)), *weights)
+        whole = _whole_input(x, tp)
+        scaled = cast(whole, FORWARD) if in_fp8 else None
+        kept = [x if tp.sequence or in_fp8 < len(weights) else None, *(scaled if scaled and not tp.sequence else (None, None))]
+        ctx.save_for_backward(*(kept if any(weight.requires_grad for weight in weights) else (None, None, None)), *weights)
         ctx.tp, ctx.transposed, ctx.in_fp8, ctx.has_bias = tp, transposed, in_fp8, [bias is not None for bias in biases]
         ctx.gradients, ctx.parameters = open_weight_gradients(*weights), weights
-        return _whole_products(whole, transposed, weights, biases)
+        return _whole_products(whole, scaled, transposed, in_fp8, weights, biases)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, *weights = ctx.saved_tensors
+        x, values, scale, *weights = ctx.saved_tensors
         tp, rows = ctx.tp, [grad.flatten(0, -2) for grad in grads]  # [B S, O]
-        output_grads: Sequence[Tensor | Scaled] = [cast(grad, BACKWARD) for grad in rows] if ctx.in_fp8 else rows
-        kept = x if scale is None else Scaled(x, scale)
+        output_grads: Sequence[Tensor | Scaled] = [*(cast(grad, BACKWARD) for grad in rows[: ctx.in_fp8]), *rows[ctx.in_fp8 :]]
+        scaled = None if values is None else Scaled(values, scale)
         if ctx.gradients is not None:
-            kept = x.detach() if scale is None else kept  # without the graph behind it
-            held = [each for some in (kept, *output_grads) for each in (some if isinstance(some, Scaled) else (some,))]
-            ctx.gradients.defer(ctx.parameters, partial(_weight_gradients, kept, output_grads, tp, ctx.transposed), held)
-            kept = x = None
+            x = None if x is None else x.detach()  # without the graph behind it
+            some = [each for each in (x, scaled, *output_grads) if each is not None]
+            held = [tensor for each in some for tensor in (each if isinstance(each, Scaled) else (each,))]
+            ctx.gradients.defer(ctx.parameters, partial(_weight_gradients, x, scaled, output_grads, tp, ctx.transposed), held)
+            x = scaled = None
         gather = AsyncAllGather(_after(x, grads[0]), tp.group) if tp.sequence and x is not None else None
         x_grad = _input_gradient(output_grads, weights, ctx.transposed)
         x_grad = x_grad.view(*grads[0].shape[:-1], -1)  # [B, S, I]: this rank's terms
-        whole = kept if gather is None else gather.wait()
+        whole = x if gather is None else gather.wait()
         del gather  # what it received, in the order of ranks, is whole too
         reduction = AsyncReduceScatter(x_grad, tp.group) if tp.sequence else AsyncAllReduce(x_grad, tp.group)
         del x_grad
         weight_grads: list[Tensor | None] = [None] * len(weights)
         bias_grads: list[Tensor | None] = [None] * len(weights)
-        if whole is not None:
-            weight_grads = [*_products_with(whole, output_grads, ctx.transposed)]
-        if whole is not None or ctx.gradients is not None:
+        if whole is not None or scaled is not None:
+            weight_grads = [*_products_with(whole, scaled, output_grads, ctx.transposed)]
+        if whole is not None or scaled is not None or ctx.gradients is not None:
             bias_grads = [grad.sum(0) if has_bias else None for grad, has_bias in zip(rows, ctx.has_bias, strict=True)]
         return reduction.wait(), None, None, None, *weight_grads, *bias_grads
 
@@ -312,17 +319,23 @@ def _input_gradient(output_grads: Sequence[Tensor | Scaled], weights: Sequence[T
     return total
 
 
-def _weight_gradients(x: Tensor | Scaled, output_grads: Sequence[Tensor | Scaled], tp: TensorParallel, transposed: bool) -> list[Tensor]:
-    """Return the gradients of weights that share an input, x [B, S or s, I], from those of their outputs [B S, O]."""
-    whole = AsyncAllGather(x, tp.group).wait() if tp.sequence and not isinstance(x, Scaled) else x
-    return _products_with(whole, output_grads, transposed)
+def _weight_gradients(
+    x: Tensor | None, scaled: Scaled | None, output_grads: Sequence[Tensor | Scaled], tp: TensorParallel, transposed: bool
+) -> list[Tensor]:
+    """Return the gradients of weights that share an input, x [B, S or s, I] or `scaled`, from those of their outputs [B S, O]."""
+    return _products_with(None if x is None else _whole_input(x, tp), scaled, output_grads, transposed)
 
 
-def _products_with(whole: Tensor | Scaled, output_grads: Sequence[Tensor | Scaled], transposed: bool) -> list[Tensor]:
-    first = output_grads[0]
-    if isinstance(first, Scaled):
-        inputs = (whole if isinstance(whole, Scaled) else cast(whole, FORWARD)).rows  # [B S, I]
-        return [scaled_product(inputs.mT, grad) for grad in output_grads if isinstance(grad, Scaled)]
-    assert isinstance(whole, Tensor)
-    rows, grads = whole.flatten(0, -2), [grad for grad in output_grads if isinstance(grad, Tensor)]
-    return [grad.mT @ rows if transposed else rows.mT @ grad for grad in grads]
+def _products_with(whole: Tensor | None, scaled: Scaled | None, output_grads: Sequence[Tensor | Scaled], transposed: bool) -> list[Tensor]:
+    if scaled is None and whole is not None and any(isinstance(grad, Scaled) for grad in output_grads):
+        scaled = cast(whole, FORWARD)
+    rows, inputs = None if whole is None else whole.flatten(0, -2), None if scaled is None else scaled.rows.mT
+    gradients = []
+    for grad in output_grads:
+        if isinstance(grad, Scaled):
+            assert inputs is not None
+            gradients.append(scaled_product(inputs, grad))
+        else:
+            assert rows is not None
+            gradients.append(grad.mT @ rows if transposed else rows.mT @ grad)
+    return gradients

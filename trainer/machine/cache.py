@@ -45,11 +45,13 @@ class LayerRates(TypedDict):
 
 
 class CpuRates(TypedDict):
-    """One core while all are busy: FLOP/s by precision, of one product and in a layer's training; bytes/s of a copy."""
+    """One core while all are busy: FLOP/s by precision, of one product and in a layer's training; bytes/s of a copy; seconds in which the
+    host dispatches an operator."""
 
     cores: Count
     flops: dict[str, Positive]
     bandwidth: Positive
+    dispatch: Positive
     layer: dict[str, LayerRates]
     link: LinkRates
 

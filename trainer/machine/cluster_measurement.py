@@ -80,6 +80,7 @@ class ClusterMeasurement:
             products=tuple(min(found, key=partial(_product_rate, at=at)).products[at] for at in range(len(first.products))),
             copies=min(found, key=lambda each: each.copy).copies,
             launches=max(found, key=lambda each: each.launch).launches,
+            dispatches=max(found, key=lambda each: each.dispatch or 0.0).dispatches,
             layer_rates=min(found, key=lambda each: each.layer["products"] if each.layer else 0.0).layer_rates,
             all_reduce=min((each.all_reduce for each in found if each.all_reduce), key=lambda link: link.bandwidth, default=None),
             load=max(each.load for each in found),

@@ -26,7 +26,7 @@ from .all_reduce import SHORT_BYTES, AllReduceSeconds, link_rates, measure_all_r
 from .device_rates import context_bytes, copy_rate, launch_seconds, product_rate
 from .device_seconds import fastest_call, mean_of_calls, mean_seconds, median_call
 from .facts import cpu_model, load_per_core
-from .layer_rates import layer_rates
+from .layer_rates import dispatch_seconds, layer_rates
 from .probe import ALL_REDUCE_BYTES, COPY_BYTES, MATRIX_SIDE, list_gpus
 from .process_pool import PoolProcess, run_processes, start_method
 
@@ -119,10 +119,10 @@ def measure_device(process: PoolProcess, sizes: ProbeSizes, precisions: tuple[st
         copies.append(copy_rate(device, sizes.copied, seconds_of))
         process.wait_and_show("launches")
         launches.append(launch_seconds(device, seconds_of))
-    layer = None
+    layer, dispatch = None, None
     if sizes.device == "cpu":
         process.wait_and_show("a layer's kernels in turn")
-        layer = layer_rates(torch.float32, sizes.seconds)
+        layer, dispatch = layer_rates(torch.float32, sizes.seconds), dispatch_seconds(sizes.seconds)
     all_reduce = None
     if process.ranks > 1:
         process.wait_and_show(f"{sizes.library}'s all-reduce")
@@ -136,6 +136,7 @@ def measure_device(process: PoolProcess, sizes: ProbeSizes, precisions: tuple[st
         "copy": max(copies),
         "launch": min(launches),
         "layer": layer,
+        "dispatch": dispatch,
         "all_reduce": all_reduce,
         "context": context,
     }
@@ -163,6 +164,7 @@ def _measurement(
         "copies": [row["copy"] for row in rows],
         "launches": [row["launch"] for row in rows],
         "layer_rates": [row["layer"] for row in rows if row["layer"]],
+        "dispatches": [row["dispatch"] for row in rows if row["dispatch"]],
         "all_reduce": _all_reduce_times(sizes, rows[0]["all_reduce"], len(rows)),
         "versions": {"torch": version("torch"), "Python": platform.python_version(), **versions},
         "seconds": perf_counter() - began,

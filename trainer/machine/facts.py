@@ -35,7 +35,7 @@ DEVICE_OPTIONS = {
     "NVIDIA GeForce RTX 4090": "rtx_4090",
 }
 CPU_RANKS_PER_CORE = 8  # ranks on a CPU that one core can still serve, slowly
-PROBE = 3  # version of the probe; raise it when what is measured, or how, changes
+PROBE = 4  # version of the probe; raise it when what is measured, or how, changes
 PATIENCE = 120.0  # seconds that a probe may take
 BUSY = 0.5  # processes per core that wait or run before the probe, from which on its result is measured again later
 MEASURING = "measuring this machine once, for a few seconds"
@@ -114,7 +114,10 @@ def better_of(before: MachineFacts, now: MachineFacts) -> MachineFacts:
     flops = {kind: max(rate, old["flops"].get(kind, rate)) for kind, rate in new["flops"].items()}
     layer = {kind: _better_layer(rates, old["layer"].get(kind, rates)) for kind, rates in new["layer"].items()}
     bandwidth = max(old["bandwidth"], new["bandwidth"])
-    rates: CpuRates = {"cores": new["cores"], "flops": flops, "bandwidth": bandwidth, "layer": layer, "link": link}
+    dispatch = min(old["dispatch"], new["dispatch"])
+    rates: CpuRates = {
+        "cores": new["cores"], "flops": flops, "bandwidth": bandwidth, "dispatch": dispatch, "layer": layer, "link": link
+    }  # fmt: skip
     return {"cuda": now["cuda"], "cpu": rates}
 
 

@@ -45,7 +45,8 @@ class DeviceMeasurement:
     """Devices of one machine, all measured at the same time: GPUs, or equal shares of a CPU. It may stand for `hosts` machines.
 
     `memory` is what a program can use of one device, `context` what the driver and torch's libraries hold of a GPU, in bytes. `copies` are
-    bytes/s read and written, `launches` seconds of an op on 8 elements; one for each device, as the rates of products are.
+    bytes/s read and written, `launches` seconds of an op on 8 elements, `dispatches` those in which the host dispatches one of a layer; one
+    for each device, as the rates of products are.
     """
 
     kind: Kind
@@ -67,6 +68,7 @@ class DeviceMeasurement:
     seconds: float
     date: str
     hosts: int = 1
+    dispatches: tuple[float, ...] = ()  # of a CPU's processes; () of GPUs
 
     @property
     def all_devices(self) -> int:
@@ -92,6 +94,11 @@ class DeviceMeasurement:
     def launch(self) -> float:
         """Seconds of an op on 8 elements, one of many in a row."""
         return 1 / self.rate(tuple(1 / each for each in self.launches))
+
+    @property
+    def dispatch(self) -> float | None:
+        """Seconds in which the host dispatches an operator of a layer, the mean of all processes; None of a GPU."""
+        return mean(self.dispatches) / self.share if self.dispatches else None
 
     @property
     def layer(self) -> LayerRates | None:

@@ -5,8 +5,8 @@ Run it as `python -m distrain.trainer.machine.probe`. Where there are GPUs, the 
 `cpu.flops` and `cpu.bandwidth` are of one core while all are busy, as with the ranks of a local run: FLOP/s of a large matrix
 product by precision, and bytes/s of a copy, read and written. `cpu.link` is gloo's all-reduce between two processes.
 Rates are those of the fastest of many calls, because other work on the machine slows some of them; the link's, which depends on both
-processes and on gloo's threads, is that of the median. `cpu.layer` is what a layer's training reaches
-(`layer_rates.py`), the mean of all cores: ranks wait for each other.
+processes and on gloo's threads, is that of the median. `cpu.layer` is what a layer's training reaches, and `cpu.dispatch` the seconds
+in which Python and autograd dispatch an operator (`layer_rates.py`), the mean of all cores: ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..system.cpu import cpu_count
 from .all_reduce import link_rates, measure_all_reduce
 from .device_rates import copy_rate, product_rate
 from .device_seconds import fastest_call, median_call
-from .layer_rates import layer_rates
+from .layer_rates import dispatch_seconds, layer_rates
 from .process_pool import PoolProcess, run_processes, start_method
 
 MOST_PROCESSES = 16  # that measure at once
@@ -62,6 +62,7 @@ def _measure_cpu(start: str) -> dict[str, Any]:
         "cores": cores,
         "flops": {kind: max(row["flops"][kind] for row in rates) for kind in rates[0]["flops"]},
         "bandwidth": max(row["bandwidth"] for row in rates),
+        "dispatch": mean(row["dispatch"] for row in rates),
         "layer": {
             precision: {kind: mean(row["layer"][precision][kind] for row in rates) for kind in found}
             for precision, found in rates[0]["layer"].items()
@@ -85,6 +86,8 @@ def _measure_process(process: PoolProcess, busy: int) -> dict[str, Any]:
             found["flops"][name] = product_rate(cpu, dtype, MATRIX_SIDE, fastest)
     process.barrier.wait()
     found["bandwidth"] = copy_rate(cpu, COPY_BYTES, fastest) if measures else None
+    process.barrier.wait()
+    found["dispatch"] = dispatch_seconds(RATE_SECONDS) if measures else None
     for name, dtype in dtypes.items():
         process.barrier.wait()
         if measures:

@@ -19,7 +19,7 @@ from .families import FAMILIES, family_of, op_table
 from .ops.op_table import OpTable, Parameter, model_constants, model_parameters, round_up
 
 if TYPE_CHECKING:
-    from ..layers.group import Group
+    from ..layers.rank_group import Group
     from ..layers.tensor_parallel import TensorParallel
     from ..layers.transformer.context_parallel import ContextParallel
     from ..layers.transformer.transformer import Transformer

@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 import torch.distributed as dist
 
-from ..layers.group import Group, GroupName
+from ..layers.rank_group import Group, GroupName
 from ..plan.axes import AXES
 from ..plan.layout.mesh import Mesh, mesh_order
 from ..plan.mesh_position import MeshPosition

@@ -75,7 +75,7 @@ def compare_rank_messages(run: Run, rank: int, rows: Iterable[Mapping[str, Any]]
     if there are several."""
     position = mesh_position(run, rank)
     engine, _ = engine_for(run, run.parallel)
-    costs, shards = cost_model(engine.name if engine else None), _rank_shards(run, position)
+    costs, shards = cost_model(engine.name if engine else None), rank_shards(run, position)
     terms = costs.traffic_terms(run, position.mesh, shards, position.mesh.data_rank(position.coordinates))
     mixtures = run.model.layers_in_group * sum(layer >= run.model.dense_layers for part in position.parts for layer in part.layers)
     mixtures += run.model.mtp.layers * any(part.last for part in position.parts)
@@ -84,7 +84,7 @@ def compare_rank_messages(run: Run, rank: int, rows: Iterable[Mapping[str, Any]]
     return compare_with_plan(message_rows(rows), planned, (each for each in terms if averages or each.every == 1), control)
 
 
-def _rank_shards(run: Run, position: MeshPosition) -> list[WeightShard]:
+def rank_shards(run: Run, position: MeshPosition) -> list[WeightShard]:
     """Each weight that a rank holds, once: a tied one may be in two of its parts."""
     return list({shard.name: shard for part in position.parts for shard in position.weight_shards(run, part)}.values())
 

@@ -19,13 +19,15 @@ from .stage_cost import StageCost, defers_products, stage_costs
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of a step by cause; they add up to `step`. `fill` is the bubble's share of the pipeline's time."""
+    """Seconds of a step by cause; they add up to `step`. `host` is what the host does once a step while devices wait, `fill` the bubble's
+    share of the pipeline's time."""
 
     step: float
     compute: float
     exposed: float
     bubble: float
     optimizer: float
+    host: float
     fill: float
 
 
@@ -203,7 +205,8 @@ def step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds
         compute=compute + waited,
         exposed=messages + slowest.exposed + apart,
         bubble=bubble,
-        optimizer=slowest.step + context.step_overhead,
+        optimizer=slowest.step,
+        host=context.step_overhead,
         fill=bubble / pipeline,
     )
 

@@ -137,6 +137,7 @@ def _step_time(seconds: StepSeconds) -> StepTime:
         exposed=seconds.exposed,
         bubble=seconds.bubble,
         optimizer=seconds.optimizer,
+        host=seconds.host,
     )
 
 

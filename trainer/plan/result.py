@@ -105,13 +105,14 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one step by cause; they add up to `step`."""
+    """Seconds of one step by cause; they add up to `step`. `host` is what the host does once a step while devices wait."""
 
     step: float
     compute: float
     exposed: float
     bubble: float
     optimizer: float
+    host: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,7 +225,7 @@ def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
         version=context.widths.weight * elements.trained_parameters,
         fixed=states.weights + states.gradients + states.optimizer + states.buffers + context.device_context,
         sums=sum([row.exposed for row in (*sums, *engine.matrix_rows(context, layout, kind, None, 0))]),
-        step=layout.gradient_sync.updates * engine.step_seconds(context, layout, elements, _tensors(context, kind))
+        step=layout.gradient_sync.updates * engine.optimizer_seconds(context, layout, elements, _tensors(context, kind))
         + engine.compression_seconds(context, layout, kind)
         + engine.matrix_seconds(context, layout, kind, elements),
     )

@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 from .costs.block_costs import OpCosts, SplitCosts
 from .costs.block_messages import block_messages, recomputed_ops
 from .costs.cost_context import CostContext
-from .costs.op_seconds import OpSeconds, computes_narrow, op_flops
+from .costs.op_seconds import OpParts, OpSeconds, computes_narrow, op_flops
 from .costs.operator_kinds import OPERATOR_KINDS, operator_kind
 from .costs.pass_seconds import RankOp, dispatched_passes, messages_sent
 from .costs.precision import COMPUTES
+from .costs.roofline import KERNEL_GAP
 from .layout.layout import Layout, StageKind
 from .layout_cost import LayoutCost, busiest_kind, layout_split
 from .result import OperatorSeconds
+
+AGAIN = OpParts._fields.index("again")
 
 
 @dataclass
@@ -92,7 +95,8 @@ def _add_block(
     for op_number, each in enumerate(ranked):
         _add_op(sums, costs, row, op_number, each, times, context)
     messages = tuple(block_messages(row.messages, recomputed_ops(row.ops, recompute), row.local.form))
-    passes = dispatched_passes(ranked, costs.device.dispatch * messages_sent(messages, costs.split))
+    sent = costs.device.dispatch * messages_sent(messages, costs.split)
+    passes = dispatched_passes(ranked, sent, in_turn=costs.device.is_cpu)
     forward, backward, again = [each.seconds() - each.computing for each in passes]
     sums["host"].add(OpSeconds(forward, backward, 0.0), again, times)
 
@@ -101,13 +105,20 @@ def _add_op(
     sums: dict[str, _Sums], costs: SplitCosts, row: OpCosts, number: int, ranked: RankOp, times: int, context: CostContext
 ) -> None:  # fmt: skip
     """Add the seconds of an op to its own kind and to those of what surrounds its kernels."""
-    device, op, parts = costs.device, row.ops[number], row.parts[number]
-    assert device
+    assert costs.device
+    op, whole = row.ops[number], row.parts[number]
+    device = replace(costs.device, launch=max(0.0, costs.device.launch - KERNEL_GAP))
+    parts = costs.op_parts(op, row.local, device)
     core_again = ranked.seconds.input_gradients - row.seconds[number].input_gradients
     own = sums[operator_kind(op)]
     own.add(parts.own, parts.again.input_gradients + core_again + ranked.repeats * parts.own.forward, times)
     for kind, part in (("casts", parts.casts), ("gradient_sums", parts.sums), ("copies", parts.copies)):
         sums[kind].add(part, ranked.repeats * part.forward, times)
+    gaps = [OpSeconds(*(one - other for one, other in zip(*both, strict=True))) for both in zip(whole, parts, strict=True)]
+    again = gaps.pop(AGAIN).input_gradients
+    for gap in gaps:
+        sums["gaps"].add(gap, ranked.repeats * gap.forward, times)
+    sums["gaps"].again += times * again
     forward, backward = op_flops(op, row.local)
     if not forward:
         return

@@ -10,8 +10,8 @@ from typing import Literal
 from ..spec.problem import Problem, suggest_name
 from ..spec.run import Run
 from .absolute_paths import with_absolute_paths
-from .changes import Changes, acceptable_keys, compare_runs
 from .checkpoints import SavedStep, checkpoints_folder, newest_saved
+from .resume_changes import Changes, acceptable_keys, compare_runs
 from .run_in_manifest import CONFIG_KEY, read_hf_config, read_run_file, run_from_record
 
 Mode = Literal["auto", "must", "never"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ....trainer.prove.trials.plan_proof import Proof, shortened_run
 from ....trainer.prove.trials.trial import Trial
 from ..check_context import CheckContext
 from ..finding import Finding
+from ..fit_runs import UNTIMED
 from .staged_messages import STAGED
 
 SERVER = (sys.executable, "-m", "distrain.scripts.gpu.two_ranks.staged_ranks")
@@ -34,19 +36,42 @@ HALF_PRECISION_LAYOUTS = (
     ProveLayout(cp=2, all_to_all=True),
     ProveLayout(tp=2, sequence=True),
 )  # attention across ranks calls another kernel than in float32
+COMPILED_LAYOUTS = (
+    ProveLayout(cp=2, engine="native"),  # it attends outside the graphs, and its products are joined
+    ProveLayout(cp=2, all_to_all=True),
+    ProveLayout(tp=2, sequence=True),
+)
 WORDS = ("model=tiny_llama", "data=synthetic", "train.seq=64", "train.batch=8", "train.microbatch=2")
 
 
-def prove_two_ranks(context: CheckContext, precision: str = "fp32") -> Finding:
-    """Train one process and two ranks in each layout, in float32 or bf16; figures are the largest differences by layout."""
+@dataclass(frozen=True, kw_only=True)
+class LayersProof:
+    """Overrides of how layers compute, and the layouts that are proved so; a rehearsal has those of some places."""
+
+    words: tuple[str, ...]
+    layouts: tuple[ProveLayout, ...]
+    rehearsed: tuple[int, ...] = (0,)
+
+
+PROOFS = {
+    "fp32": LayersProof(words=("train.precision=fp32",), layouts=LAYOUTS, rehearsed=(0, 4)),
+    "bf16": LayersProof(words=("train.precision=bf16",), layouts=HALF_PRECISION_LAYOUTS),
+    "compiled": LayersProof(  # on a CPU attention across context ranks is in the graphs, which takes minutes to compile
+        words=("train.precision=bf16", "train.compile=true"), layouts=COMPILED_LAYOUTS, rehearsed=(2,)
+    ),
+}
+
+
+def prove_two_ranks(context: CheckContext, layers: str = "fp32") -> Finding:
+    """Train one process and two ranks in each layout, with layers of a row of PROOFS; figures are the largest differences by layout."""
+    proved = PROOFS[layers]
 
     def trial(layout: ProveLayout) -> Trial:
-        overrides = (*context.words(layout.ranks), *WORDS, f"train.precision={precision}", f"log.dir={context.folder}")
-        run = run_in_layout(shortened_run(load_recipe("tiny_2x2x2", overrides), STEPS, "two_ranks"), layout)
+        overrides = (*context.words(layout.ranks), *WORDS, *proved.words, f"log.dir={context.folder}")
+        run = run_in_layout(shortened_run(load_recipe("tiny_2x2x2", overrides), STEPS, f"two_ranks.{layers}"), layout)
         return Trial(layout=layout, run=run, plan=make_plan(run))
 
-    layouts = LAYOUTS if precision == "fp32" else HALF_PRECISION_LAYOUTS
-    trials = tuple(trial(each) for each in (layouts if context.on_gpu else layouts[:1] + layouts[4:5]))
+    trials = tuple(trial(each) for at, each in enumerate(proved.layouts) if context.on_gpu or at in proved.rehearsed)
     reference = trial(ONE_PROCESS)
     proof = Proof(
         recipe=reference.run, reference=reference, trials=trials, control=None, saver=None, resume=None, unchosen=0, skipped=()
@@ -65,7 +90,7 @@ def prove_two_ranks(context: CheckContext, precision: str = "fp32") -> Finding:
 
 
 def _start_server(log: Path, environment: Mapping[str, str]) -> ForkServer:
-    return ForkServer(log, environment, command=SERVER)
+    return ForkServer(log, {**environment, **UNTIMED}, command=SERVER)
 
 
 def _figures(result: LayoutResult) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..held_bytes import tensors_in
 from ..torch_optimizer import optimizer_of_groups
 from .adamw_kernel import has_kernel, step_weight
 from .data_parallel.sharded_weights import ShardedWeight
-from .data_parallel.weight_buckets import WeightBucket
+from .data_parallel.weight_buckets import MASTER_DTYPE, WeightBucket
 from .host_optimizer import HostOptimizer
 from .muon import MuonStep
 from .rounded_moments import TAKEN, MomentRounding, step_adamw, step_sgd
@@ -63,8 +63,9 @@ class BucketOptimizer:
         self._buckets, self._is_adamw = others, run.optim.name in ("adamw", MUON)
         self._matrices = [each for each in buckets if each.kind.matrices]
         self._muon = MuonStep(run, grid, self._matrices, self.optimizer, rounding) if self._matrices else None
-        on_host = [each for each in others if isinstance(each, WeightBucket) and each.on_host]
-        self.host = HostOptimizer(self.optimizer, on_host, device, types, rounding) if on_host else None
+        on_host = [each for each in others if each.on_host]
+        gradient = MASTER_DTYPE if any(isinstance(each, ShardedWeight) for each in on_host) else types[1]
+        self.host = HostOptimizer(self.optimizer, on_host, device, (types[0], gradient), rounding) if on_host else None
         self._average = WeightAverage(run, buckets, self.optimizer) if run.optim.ema else None
         self.steps_in_one_kernel = self._is_adamw and self.host is None and has_kernel(device, *types, rounding, warn)
 

@@ -14,3 +14,9 @@ def compute_types(run: Run) -> tuple[torch.dtype, torch.dtype]:
     """Return the types that a run computes in, and sums gradients in."""
     compute = PRECISION_DTYPES[run.train.precision]
     return compute, MASTER_DTYPE if widths(run).gradient == MASTER_DTYPE.itemsize else compute
+
+
+def row_type(run: Run) -> torch.dtype:
+    """Return the type of the rows of weights that a rank has on its device at ZeRO 3: float32 where they are stepped there, else that of
+    forward."""
+    return compute_types(run)[0] if run.parallel.offload.optimizer else MASTER_DTYPE

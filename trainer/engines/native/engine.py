@@ -29,7 +29,7 @@ from ..held_bytes import ByteCounter
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..shared_embedding import further_uses, share_embedding
 from .bucket_optimizer import BucketOptimizer
-from .compute_types import compute_types
+from .compute_types import compute_types, row_type
 from .data_parallel.bucket_reducer import BucketReducer
 from .data_parallel.gradient_squares import counted_squares
 from .data_parallel.hierarchical_sum import HierarchicalSum
@@ -89,7 +89,7 @@ class NativeEngine(Engine):
     @classmethod
     def parameter_partitioner(cls, run: Run, grid: Grid) -> ParameterPartitioner | None:
         groups = row_groups(run, grid)
-        return partial(keep_own_rows, groups=groups) if groups else None
+        return partial(keep_own_rows, groups=groups, dtype=row_type(run)) if groups else None
 
     @property
     def peak_in_flight(self) -> float:
@@ -273,7 +273,7 @@ class NativeEngine(Engine):
         for row in self._owned:
             if self._sharding is None:
                 yield row, 0, row.parameter.data.view(-1)
-            elif not row.parameter.requires_grad:
+            elif not row.parameter.requires_grad or self.run.parallel.offload.optimizer:
                 yield row, first_element(row, self._sharding), local_rows(row.parameter).view(-1)
 
     @property
@@ -318,7 +318,7 @@ class NativeEngine(Engine):
 
     def _shard_fully(self, groups: RowGroups) -> tuple[list[ShardedWeight], ShardedReducer]:
         buckets = gradient_buckets(self.run, self.grid.position.mesh, [row.shard for row in self._owned])
-        weights = sharded_weights(self._owned, {name: each.kind for each in buckets for name in each.names}, groups)
+        weights = sharded_weights(self._owned, buckets, groups, on_host=self.run.parallel.offload.optimizer)
         from .data_parallel.fully_sharded import sum_gradients
 
         apart = sum_gradients if self._defers_weight_gradients else None

@@ -2,12 +2,13 @@
 
 A rank's shard of each bucket is stepped in pieces: its summed gradients are copied to the host, stepped with there, and the new weights are
 copied back in the type that forward uses. While the host steps one piece, the gradients of the next and the weights of the one before are
-being copied.
+being copied. At ZeRO 3 a piece holds this rank's rows of several weights, most of which are small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from ...plan.native.optimizer_step import AT_HAND, PIECE, stepped_at_once
 from ..rank_parameter import optimizer_state
+from .data_parallel.sharded_weights import ShardedWeight
 from .data_parallel.weight_buckets import WeightBucket
 from .rounded_moments import MomentPart, MomentRounding, adamw_of_part, step_adamw
 
 PART = 2**20  # elements that are cast, stepped and cast again at once: they stay in a processor's cache (scripts/bench_host_step.py)
+CUT = 64  # a shard is cut at multiples of it: the same elements are left over from a processor's vectors as of a whole shard
 
 
 class CopyStream:
@@ -35,25 +38,34 @@ class CopyStream:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def begin(self, into: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Begin a copy. Return its end; None: it is done."""
-        self.bytes += source.nbytes
-        if self._stream is None:
-            into.copy_(source)
-            return None
-        with torch.cuda.stream(self._stream):
-            into.copy_(source, non_blocking=True)
-            end: torch.cuda.Event = self._stream.record_event()
+    def begin(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+        """Begin copies, each given as where to and where from. Return their end; None: they are done."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for into, source in pairs:
+                self.bytes += source.nbytes
+                into.copy_(source, non_blocking=self._stream is not None)
+                if source.is_cuda:  # the device may free it before the copy has ended
+                    source.record_stream(self._stream)
+            end: torch.cuda.Event | None = self._stream.record_event() if self._stream is not None else None
         return end
 
 
-class HostPiece(NamedTuple):
-    """Elements [start, stop) of a rank's shard of a bucket; `is_last` of them."""
+class PiecePart(NamedTuple):
+    """Elements [start, stop) of a rank's shard of a bucket, of which the first is element `at` of a piece; `is_last` of the shard."""
 
-    bucket: WeightBucket
+    bucket: WeightBucket | ShardedWeight
     start: int
     stop: int
+    at: int
     is_last: bool
+
+    @property
+    def place(self) -> slice:
+        """Where it is in its piece."""
+        return slice(self.at, self.at + self.stop - self.start)
+
+
+HostPiece = tuple[PiecePart, ...]  # what is copied, stepped and copied back at once
 
 
 class HostOptimizer:
@@ -62,16 +74,16 @@ class HostOptimizer:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        buckets: Sequence[WeightBucket],
+        buckets: Sequence[WeightBucket | ShardedWeight],
         device: torch.device,
         types: tuple[torch.dtype, torch.dtype],
         rounding: MomentRounding | None,
     ) -> None:
-        """`types` are those of forward's weights and of gradients."""
+        """`types` are those of forward's weights and of the gradients that are stepped with."""
         weight, gradient = types
         self._optimizer, self._device, self._rounding = optimizer, device, rounding
         self._group_of = {master: group for group in optimizer.param_groups for master in group["params"]}
-        self._pieces = [piece for bucket in buckets for piece in _pieces(bucket)]
+        self._pieces = list(_pieces(buckets))
         self.to_host, self.to_device = CopyStream(device), CopyStream(device)
         held = min(PIECE, sum(each.master.numel() for each in buckets))
         self._gradients, self._weights = (
@@ -91,13 +103,13 @@ class HostOptimizer:
             arrival = self._fetch(at + 1) if at + 1 < len(self._pieces) else None
             _wait(arrived)
             _wait(sent[turn])  # the weights of the piece that had this memory have left
-            self._step_piece(piece, self._gradients[turn], self._weights[turn], on_host)
-            own = piece.bucket.own_weights[piece.start : piece.stop]
-            sent[turn] = end = self.to_device.begin(own, self._weights[turn][: own.numel()])
-            if piece.is_last:
-                if end is not None:
-                    torch.cuda.current_stream(self._device).wait_event(end)
-                gathers.append(piece.bucket.gather())
+            for part in piece:
+                self._step_part(part, self._gradients[turn][part.place], self._weights[turn][part.place], on_host)
+            weights = ((each.bucket.own_weights[each.start : each.stop], self._weights[turn][each.place]) for each in piece)
+            sent[turn] = end = self.to_device.begin(weights)
+            if end is not None:
+                torch.cuda.current_stream(self._device).wait_event(end)
+            gathers += [each.bucket.gather() for each in piece if each.is_last]
         for work in filter(None, gathers):
             work.wait()
         for each in sent:
@@ -108,12 +120,12 @@ class HostOptimizer:
         yield from (*self._gradients, *self._weights)
 
     def _fetch(self, at: int) -> torch.cuda.Event | None:
-        bucket, start, stop, _ = self._pieces[at]
-        return self.to_host.begin(self._gradients[at % AT_HAND][: stop - start], bucket.shard_gradient[start:stop])
+        held = self._gradients[at % AT_HAND]
+        return self.to_host.begin((held[each.place], each.bucket.shard_gradient[each.start : each.stop]) for each in self._pieces[at])
 
-    def _step_piece(self, piece: HostPiece, gradients: Tensor, copy: Tensor, divisor: Tensor) -> None:
-        """Step the weights of a piece with `gradients`, and leave them in `copy` as wide as forward's."""
-        bucket, start, stop, is_last = piece
+    def _step_part(self, piece: PiecePart, gradients: Tensor, copy: Tensor, divisor: Tensor) -> None:
+        """Step the weights of a part of a piece with its `gradients`, and leave them in its `copy` as wide as forward's."""
+        bucket, start, stop, _, is_last = piece
         group: dict[str, Any] = self._group_of[bucket.master]
         weights, state = bucket.master.data, optimizer_state(self._optimizer, bucket.master)
         covered = start
@@ -131,7 +143,7 @@ class HostOptimizer:
         if is_last:
             state["step"] += 1
 
-    def _parts(self, bucket: WeightBucket, state: dict[str, Tensor], start: int, stop: int) -> Iterator[MomentPart]:
+    def _parts(self, bucket: WeightBucket | ShardedWeight, state: dict[str, Tensor], start: int, stop: int) -> Iterator[MomentPart]:
         """Yield elements [start, stop) of a rank's shard of a bucket in parts that stay in a processor's cache."""
         if self._rounding:
             yield from self._rounding.parts(bucket, state["step"] + 1, stepped_at_once("cpu"), start, stop)
@@ -140,12 +152,25 @@ class HostOptimizer:
             yield MomentPart(slice(first, min(first + PART, stop)), None)
 
 
-def _pieces(bucket: WeightBucket) -> Iterator[HostPiece]:
-    """Yield the pieces of this rank's shard of a bucket; one without elements where it has none, since its others are gathered."""
-    elements = bucket.master.numel()
-    for start in range(0, max(elements, 1), PIECE):
-        stop = min(start + PIECE, elements)
-        yield HostPiece(bucket, start, stop, stop == elements)
+def _pieces(buckets: Sequence[WeightBucket | ShardedWeight]) -> Iterator[HostPiece]:
+    """Yield the pieces of this rank's shards of buckets. A bucket that the step gathers ends its piece: one without elements where this
+    rank has none of it, since its others are gathered."""
+    parts, filled = list[PiecePart](), 0
+    for bucket in buckets:
+        elements, start, is_last = bucket.master.numel(), 0, False
+        while not is_last:
+            stop = min(start + PIECE - filled, elements)
+            is_last = stop == elements
+            if not is_last:
+                stop -= (stop - start) % CUT
+            if is_last or stop > start:
+                parts.append(PiecePart(bucket, start, stop, filled, is_last))
+            start, filled = stop, filled + stop - start
+            if not is_last or isinstance(bucket, WeightBucket):
+                yield tuple(parts)
+                parts, filled = [], 0
+    if parts:
+        yield tuple(parts)
 
 
 def _wait(event: torch.cuda.Event | None) -> None:

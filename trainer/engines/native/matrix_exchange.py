@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...layers.group import Group
+from ...layers.rank_group import Group
 from ...plan.axes.muon_matrices import matrix_order, owner
 from ...plan.axes.weight_slices import WeightShard
 from .data_parallel.sharded_weights import ShardedWeight

@@ -34,6 +34,7 @@ from .document_attention import DocumentCore, document_attention
 from .document_bounds import DocumentBounds
 from .head_exchange import exchange_for_heads, exchange_for_tokens
 from .rotary import rotate
+from .windowed_core import WindowedCore
 
 # B batch, S sequence, H hidden, A heads, N key and value heads, D head_dim; A and N as this rank has them
 
@@ -185,15 +186,19 @@ class Attention(JoinedWeights):
         """As `core`, where ranks share the sequence; the core's own backward does the selective recomputation."""
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         core: AttentionCore
+        window = self.window if self.window and self.window < query.shape[2] * cp.group.size else None
+        is_fused = self.kernel == "flash" and not self.dropout.is_active(states)
         if bounds is not None:
-            core = DocumentCore(cp, bounds, self.scale)
-        elif self.kernel == "flash" and not self.dropout.is_active(states):
+            core = DocumentCore(cp, bounds, self.window, self.scale)
+        elif is_fused and window is None:
             core = FlashCore(cp, self.scale) if is_for_flash(query, value, mask) else FusedCore(cp, self.scale)
+        elif is_fused and window is not None and mask is None and is_for_flash(query, value, mask):
+            core = WindowedCore(cp, window, self.scale)
         else:
             draw_mask = (
                 None if states is None or not self.dropout.p else partial(self.dropout.mask, states, _head_numbers(query, self.first_head))
             )
-            core = ScoresCore(cp, self.dropout.p, draw_mask, self.scale)
+            core = ScoresCore(cp, self.dropout.p, draw_mask, window, self.scale)
         attend = context_attention
         if query.is_cuda and torch.compiler.is_compiling() and not isinstance(core, ScoresCore):
             from .uncompiled_attention import uncompiled_context_attention as attend

@@ -19,11 +19,9 @@ from ..compiled_outputs import as_output
 from ..dtypes import at_least_float32
 from . import core_attention
 from .core_attention import KeyBlock, attention_scores
+from .windowed_core import gpu_window_gradients, gpu_window_values
 
 # B batch, S sequence, A heads, N key and value heads, D head_dim, W window
-
-_GPU_FORWARD = torch.ops.aten._flash_attention_forward
-_GPU_BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 class HeadSinks(NamedTuple):
@@ -82,7 +80,10 @@ class _SinkAttention(torch.autograd.Function):
         scale: float | None,
     ) -> Tensor:
         band = None if window is None or query.is_cuda else band
-        values, log_sums = (_gpu_values if query.is_cuda else _cpu_values)(query, key, value, mask, band, window, scale)
+        if query.is_cuda:
+            values, log_sums = gpu_window_values(query, key, value, window, scale)
+        else:
+            values, log_sums = _cpu_values(query, key, value, mask, band, scale)
         wide = _wide_sinks(sinks, first, query.shape[1])
         values.mul_(torch.sigmoid(log_sums - wide).mT.unsqueeze(-1))
         log_sums = torch.logaddexp(log_sums, wide)
@@ -98,8 +99,9 @@ class _SinkAttention(torch.autograd.Function):
         shares = torch.exp(_wide_sinks(sinks, ctx.first, query.shape[1]) - log_sums).mT  # of the sinks, [B, S, A]
         sinks_grad = _gradient_of_all(-(shares * products).sum((0, 1)), ctx.first, sinks)
         inputs = grad, query, key, value, values, log_sums
-        grads = _gpu_gradients(*inputs, ctx.window, ctx.scale) if query.is_cuda else _cpu_gradients(*inputs, mask, band, ctx.scale)
-        return *grads, sinks_grad, None, None, None, None, None
+        if query.is_cuda:
+            return *gpu_window_gradients(*inputs, ctx.window, ctx.scale), sinks_grad, None, None, None, None, None
+        return *_cpu_gradients(*inputs, mask, band, ctx.scale), sinks_grad, None, None, None, None, None
 
 
 def _wide_sinks(sinks: Tensor, first: int, heads: int) -> Tensor:
@@ -115,7 +117,7 @@ def _gradient_of_all(grad: Tensor, first: int, sinks: Tensor) -> Tensor:
 
 
 def _cpu_values(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, band: Tensor | None, window: int | None, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, band: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return (values [B, S, A, D] without sinks, log-sum-exps [B, A, S]), block by block of the window."""
     B, A, S, _ = query.shape
@@ -153,35 +155,6 @@ def _blocks(size: int, mask: Tensor | None, band: Tensor | None) -> Iterator[Key
             hidden = mask[:, :, begin:end, first:end]
             seen = hidden if seen is None else hidden + seen
         yield KeyBlock(slice(begin, end), slice(first, end), seen is None, seen)
-
-
-def _gpu_values(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, band: Tensor | None, window: int | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """As `_cpu_values`, by FlashAttention-2, which has windows and grouped heads of its own."""
-    size, scale = query.shape[2], core_attention.score_scale(query, scale)
-    padded = (each.transpose(1, 2) for each in core_attention.padded_heads(query, key, value))
-    left, right = (None, None) if window is None else (window - 1, 0)
-    values, log_sums = _GPU_FORWARD(
-        *padded, None, None, size, size, 0.0, True, False, scale=scale, window_size_left=left, window_size_right=right
-    )[:2]
-    return values[..., : value.shape[-1]].contiguous(), log_sums
-
-
-def _gpu_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, values: Tensor, log_sums: Tensor, window: int | None, scale: float | None
-) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value, by FlashAttention-2."""
-    size, scale = query.shape[2], core_attention.score_scale(query, scale)
-    of_heads = tuple(each.transpose(1, 2) for each in (query, key, value))
-    padded = core_attention.padded_heads(grad.contiguous(), *of_heads, values)
-    left, right = (None, None) if window is None else (window - 1, 0)
-    undrawn = query.new_empty(0, dtype=torch.int64)  # the state of dropout, which is not read
-    sizes = None, None, size, size  # no sequences apart
-    grads = _GPU_BACKWARD(
-        *padded, log_sums, *sizes, 0.0, True, undrawn, undrawn, scale=scale, window_size_left=left, window_size_right=right
-    )
-    return tuple(each[..., : query.shape[-1]].transpose(1, 2) for each in grads)
 
 
 def sink_weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None, sinks: HeadSinks) -> Tensor:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..group import Group
+from ..rank_group import Group
 
 # B batch, S sequence, C ranks of the group, s = S / C, A heads, N key and value heads, D head_dim, which values may have another of
 

@@ -280,13 +280,20 @@ class ScoresCore:
 
     saves = True
 
-    def __init__(self, cp: ContextParallel, p: float, draw_mask: Callable[[int], Tensor] | None, scale: float | None = None) -> None:
-        self.cp, self.draw_mask, self.scale = cp, draw_mask, scale
+    def __init__(
+        self,
+        cp: ContextParallel,
+        p: float,
+        draw_mask: Callable[[int], Tensor] | None,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> None:
+        self.cp, self.draw_mask, self.window, self.scale = cp, draw_mask, window, scale
         self.kept_scale = 1.0 / (1.0 - p)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensors]:
         """See `AttentionCore`."""
-        mask = self._causal_mask(query, key) if mask is None else mask
+        mask = self._seen(query, key, mask)
         weights = attention_weights(query, key, mask, self.scale)  # [B, A, s, S]
         if self.draw_mask is None:
             return weighted_values(weights, value).transpose(1, 2), (weights,)
@@ -307,8 +314,11 @@ class ScoresCore:
         scores_grad = group_rows(scores_grad, key)  # [B, N, G s, S]
         return (scores_grad @ key).view(query.shape), scores_grad.mT @ group_rows(query, key), value_grad
 
-    def _causal_mask(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return the causal mask [s, S], without documents."""
+    def _seen(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the mask of documents [B, 1, s, S], or the causal one [s, S], without the keys before a query's window."""
+        if mask is not None and self.window is None:
+            return mask
         seq, device = key.shape[2], query.device
-        later = self.cp.positions(seq, device)[:, None] < torch.arange(seq, device=device)
-        return query.new_zeros(later.shape).masked_fill_(later, -torch.inf)
+        queries, keys = self.cp.positions(seq, device)[:, None], torch.arange(seq, device=device)
+        hidden = queries < keys if self.window is None else (queries < keys) | (keys <= queries - self.window)
+        return (query.new_zeros(hidden.shape) if mask is None else mask).masked_fill(hidden, -torch.inf)

@@ -46,8 +46,8 @@ class DocumentCore:
 
     saves = True
 
-    def __init__(self, cp: ContextParallel, bounds: DocumentBounds, scale: float | None = None) -> None:
-        self.cp, self.bounds, self.scale = cp, bounds, scale
+    def __init__(self, cp: ContextParallel, bounds: DocumentBounds, window: int | None = None, scale: float | None = None) -> None:
+        self.cp, self.bounds, self.window, self.scale = cp, bounds, window, scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensors]:
         """See `AttentionCore`."""
@@ -62,7 +62,7 @@ class DocumentCore:
     def _further(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, list[int], int, float]:
         """Return the operator's further arguments."""
         spans = [span.start for _, span in self.cp.chunks(key.shape[2])]
-        return self.bounds.starts, self.bounds.host, spans, 0, score_scale(query, self.scale)
+        return self.bounds.starts, self.bounds.host, spans, self.window or 0, score_scale(query, self.scale)
 
 
 @torch.library.custom_op("distrain::document_attention", mutates_args=())

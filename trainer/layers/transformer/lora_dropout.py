@@ -8,6 +8,7 @@ from ...spec.run import Model
 from ..counter_rng import dropout
 from ..dropout import Dropout
 from ..tensor_parallel import InputDropout, Linear, RowLinear, TensorParallel
+from .attention import Attention
 from .layer_inputs import LayerInputs
 
 # B batch, S sequence, I inner: this rank's rows of A
@@ -37,14 +38,16 @@ def add_lora_dropouts(layer: nn.Module, model: Model, number: int, tp: TensorPar
     for name, each in list(layer.named_modules()):
         if isinstance(each, Linear) and each.lora_a is not None:
             is_row = isinstance(each, RowLinear)
-            first = _first_row(name, each, model, tp) if is_row and tp else 0
+            has_heads = name == "attention.out" and isinstance(layer.attention, Attention)
+            first = _first_row(each, model, tp, has_heads=has_heads) if is_row and tp else 0
             each.lora_dropout = LoraDropout(model.lora.dropout, number, f"lora.{name}", first=first, has_all_tokens=is_row)
             made.append(each.lora_dropout)
     return made
 
 
-def _first_row(name: str, product: Linear, model: Model, tp: TensorParallel) -> int:
-    """Return the number, in the whole matrix, of this rank's first row of a product whose rows are split."""
-    if name == "attention.out":
+def _first_row(product: Linear, model: Model, tp: TensorParallel, *, has_heads: bool) -> int:
+    """Return the number, in the whole matrix, of this rank's first row of a product whose rows are split; `has_heads`: they are those of
+    heads, shared out as `TensorParallel` says."""
+    if has_heads:
         return tp.first_head * (model.v_head_dim or model.head_dim or model.hidden // model.heads)
     return tp.group.rank * product.weight.shape[0]

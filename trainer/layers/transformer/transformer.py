@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import sqrt
 from typing import Any
 
@@ -16,10 +16,10 @@ from ..counter_rng import DropoutKeys
 from ..cross_entropy import IGNORED, token_losses
 from ..dropout import Dropout
 from ..dtypes import rounded
-from ..group import Group
 from ..norms import make_norm
 from ..parameters_by_prefix import Parameters, sub_parameters
 from ..preference_loss import PairInputs, PairResults, preference_loss
+from ..rank_group import Group
 from ..recompute import recompute
 from ..tensor_parallel import Linear, TensorParallel
 from .attention import Attention
@@ -62,12 +62,16 @@ class AttentionHalf(nn.Module):
 
     def attend(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [B, S, H] -> x + post_norm1(attention(norm1(x)))."""
-        for each in self.lora_dropouts:
-            each.take_states(inputs)
+        self.take_dropout_states(inputs)
         normed = x if self.norm1 is None else self.norm1(x)
         angles = inputs.local_angles if self.is_windowed and inputs.local_angles is not None else inputs.angles
         output = self.attention(normed, angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band, inputs.bounds)
         return self.add(x, output, self.post_norm1, self.dropout1, inputs)
+
+    def take_dropout_states(self, inputs: LayerInputs) -> None:
+        """Give the dropouts of LoRA's products the states of the micro-batch that the layer begins to compute."""
+        for each in self.lora_dropouts:
+            each.take_states(inputs)
 
     def add(self, x: Tensor, output: Tensor, post_norm: nn.Module | None, dropout: Dropout, inputs: LayerInputs) -> Tensor:
         """Return the hidden states x [B, S, H] with a half's output."""
@@ -135,8 +139,8 @@ class Transformer(nn.Module):
             }
         )
         if model.lora.dropout:
-            for index, layer in self.layers.items():
-                layer.lora_dropouts = add_lora_dropouts(layer, model, int(index), tp)  # type: ignore[assignment]
+            for index, layer in self.numbered_layers():
+                layer.lora_dropouts = add_lora_dropouts(layer, model, index, tp)  # type: ignore[assignment]
         if last:
             if model.shares_embedding and not first:  # this part's own copy of the embedding, by the embedding's name
                 self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
@@ -150,12 +154,16 @@ class Transformer(nn.Module):
             further: list[Any] = list(self.mtp.values()) if last else []
             within = [*self.layers.values(), *(each.layer for each in further)]
             for linear in (each for layer in within for each in layer.modules() if isinstance(each, Linear)):
-                linear.in_fp8 = True
+                linear.in_fp8 = not linear.stays_wide
 
     def _make_module(self, parameters: Parameters, run: Run, index: int) -> FurtherTokenModule:
         """Make the module that predicts the token index + 2 further on; dropout knows its layer by the number behind those of the model."""
         own = sub_parameters(parameters, f"mtp.{index}")
         return FurtherTokenModule(own, run.model, self.make_layer(sub_parameters(own, "layer"), run, run.model.layers + index))
+
+    def numbered_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield each layer with its number in the whole model."""
+        yield from ((int(index), layer) for index, layer in self.layers.items())
 
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
         """Make layer number `index`; a family overrides this to have layers of its own."""
@@ -288,7 +296,8 @@ class Transformer(nn.Module):
             if bounds is None:
                 mask = document_mask(every_start[:, attending], attending, documents.shape[1], dtype)
         band = None
-        has_blocks = is_fused and bounds is None and not (model.sinks and tokens.is_cuda)
+        gathers_keys = self.cp is not None and not self.cp.exchanges_heads  # whose core has windows of its own
+        has_blocks = is_fused and bounds is None and not gathers_keys and not (model.sinks and tokens.is_cuda)
         if has_blocks and (window := model.effective_window(len(attending))):
             band = window_band(window, dtype, tokens.device)
         states = own_states = None if keys is None else keys.states

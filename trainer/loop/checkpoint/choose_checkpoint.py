@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...launch.rank.channel import OnProgress, ignore_text
-from ...rundir.changes import Changes
 from ...rundir.resume import Mode, resume_mode_problem
+from ...rundir.resume_changes import Changes
 from ...spec.problem import Problem, Unreadable
 from .find import CheckpointSearch, SavedCheckpoint, find_newest
 from .load import shape_text

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...spec.derived.data_blends import blends, has_sources
 from ...spec.run import Data
-from .check import CheckedData, check_data
+from .check_data import CheckedData, check_data
 from .file_hashes import NotCached
 from .files.data_error import data_error
 from .samples.corpus import Corpus, Source, validation_ranges, windows

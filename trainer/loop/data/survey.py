@@ -24,7 +24,7 @@ from typing import Any
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Data
-from .check import CheckedData, check_data
+from .check_data import CheckedData, check_data
 from .files.data_error import data_problem
 from .prepare import cache_folder, cached_corpus, prepare_corpus
 from .samples.corpus import shortage, source_name, windows

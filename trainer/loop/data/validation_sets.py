@@ -10,7 +10,7 @@ import numpy as np
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Data
-from .check import CheckedData, check_data
+from .check_data import CheckedData, check_data
 from .files.data_error import data_error
 from .files.find import DataFile, Remark
 from .prepare import read_corpus

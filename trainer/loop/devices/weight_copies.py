@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...engines.engine import Engine
 from ...layers.counter_rng import hash64
-from ...layers.group import GroupName
+from ...layers.rank_group import GroupName
 from ...plan.layout.schedule_of_run import delay_of
 from ...spec.run import Run
 from .checksum import checksum

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from ...rundir.files import REFERENCE_FILE
+from ...rundir.reference_header import WHOLE_KEY
 from ...spec.run import Run
 from ...system.atomic_file import write_atomically
 from ..data.samples.corpus import Corpus
@@ -75,10 +76,10 @@ def _files_identity(folder: Path) -> str | None:
     return found.hexdigest() if files else None
 
 
-def write_reference(folder: Path, references: References, identity: Identity) -> None:
-    """Write the file; raises OSError, and then it is as it was."""
+def write_reference(folder: Path, references: References, identity: Identity, *, is_whole: bool = True) -> None:
+    """Write the file; `is_whole` if it has all pairs that the run reads. Raises OSError, and then it is as it was."""
     tensors = {f"{key}/{index}": each for key, reference in references.items() for index, each in enumerate(reference)}
-    words = {"identity": json.dumps(identity), "hash": _hash(tensors)}
+    words = {"identity": json.dumps(identity), "hash": _hash(tensors), WHOLE_KEY: json.dumps(is_whole)}
     write_atomically(folder / REFERENCE_FILE, save(tensors, metadata=words))
 
 

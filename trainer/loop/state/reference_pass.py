@@ -148,13 +148,13 @@ class _PassProgress:
                 self._channel.say(f"reference: {100 * share:.0f} % of {self._pairs:,} pairs{left}")
             self.write()
 
-    def write(self) -> bool:
+    def write(self, *, is_whole: bool = False) -> bool:
         """Write the file; return whether that went well, on ranks that write none True."""
         if not self._is_shown:
             return True
         self._written = time.monotonic()
         try:
-            write_reference(self._folder, self._known.values, self._known.identity)
+            write_reference(self._folder, self._known.values, self._known.identity, is_whole=is_whole)
         except OSError as error:
             says = f"the reference could not be written ({error.strerror or error}): a resume computes it again"
             self._channel.say(f"warning: {says}")
@@ -173,7 +173,7 @@ class _PassProgress:
             self._channel.report_status("")
             says = f"log probabilities of the answers of {self._pairs:,} pairs, under the weights that the run begins with"
             self._channel.say(f"reference: {says}")
-            self.write()
+            self.write(is_whole=True)
 
 
 def _compute_round(

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ...engines.engine import Engine
 from ...launch.rank.channel import Channel, ignore_text
 from ...parallel.process_groups import Grid
-from ...rundir.changes import Changes, compare_runs
 from ...rundir.checkpoints import checkpoints_folder
+from ...rundir.resume_changes import Changes, compare_runs
 from ...rundir.run_in_manifest import CONFIG_KEY, read_hf_config, run_from_record
 from ...spec.derived.data_blends import blends
 from ...spec.run import Run

@@ -183,7 +183,7 @@ def _target_problems(
         has_own = bool(mine) and found.rank == len(mine) * wanted  # rows of A for each
         words += mine if has_own else place.beside
         others += [] if has_own or found.rank == wanted else [name]
-    theirs, targets = target_words(words), target_words(ours)
+    theirs, targets = target_words(words, run.model), target_words(ours, run.model)
     if set(theirs) != set(targets):
         says = f"{folder} changes {', '.join(theirs) or 'no layer'}, and model.lora.targets {', '.join(targets)}"
         yield Problem(rule="weights", says=says, mend=f"set model.lora.targets=[{','.join(theirs)}]" if theirs else "name another folder")

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
 
-from ...spec.run import Run
-from ...spec.sections.lora import PEFT_TARGETS, Lora
+from ...spec.run import Model, Run
+from ...spec.sections.lora import HYBRID_TARGETS, PEFT_TARGETS, Lora, target_of_layer
 from ..families import op_table
 from ..ops.op_table import model_parameters
 from .tensor_names import Columns, HfTensor, columns_in_tensor, hf_tensor, tensors_of
@@ -47,18 +47,19 @@ def adapter_place(weight: str, run: Run, shapes: Mapping[str, tuple[int, ...]]) 
     """Return the place of a weight, by logical name. The tensors of experts, and of every feed-forward in models with experts, are
     parameters: PEFT takes their names for experts' wherever they are."""
     tensor, heads = hf_tensor(weight, tensors_of(run)), run.model.heads
-    layers, layer, half, part, kind = weight.split(".")
+    layers, index, name = weight.removesuffix(".weight").split(".", 2)
+    half, _, part = name.lstrip("0123456789.").partition(".")  # a hybrid's names begin with a number in the group
     if half != "experts":
-        is_parameter = run.model.experts > 0 and half != "attention"
+        is_parameter = run.model.experts > 0 and half in ("mlp", "shared")
         module = tensor.name.removesuffix(".weight")
-        beside = tuple(f"{layers}.{layer}.{each}.{kind}" for each in tensor.beside) or (weight,)
+        beside = tuple(f"{layers}.{index}.{each}.weight" for each in tensor.beside) or (weight,)
         return AdapterPlace(module, "weight" if is_parameter else None, columns_in_tensor(weight, tensor, shapes, heads), beside)
-    module = f"model.layers.{layer}.mlp.experts"
+    module = f"model.layers.{int(index) * tensor.every + tensor.first}.mlp.experts"
     if part not in FUSED_EXPERTS:
         return AdapterPlace(module, "down_proj", None, (weight,))
-    names = tuple(f"experts.{each}" for each in FUSED_EXPERTS)
+    names = tuple(f"{name.removesuffix(part)}{each}" for each in FUSED_EXPERTS)
     both = HfTensor("", beside=names, interleaved=tensor.interleaved, place=FUSED_EXPERTS.index(part))
-    beside = tuple(f"{layers}.{layer}.{each}.{kind}" for each in names)
+    beside = tuple(f"{layers}.{index}.{each}.weight" for each in names)
     return AdapterPlace(module, "gate_up_proj", columns_in_tensor(weight, both, shapes, heads), beside)
 
 
@@ -75,14 +76,9 @@ def changed_weights(names: Iterable[str]) -> Iterator[str]:
             yield name.replace(".lora_a.weight", ".weight")
 
 
-def target_words(weights: Iterable[str]) -> list[str]:
+def target_words(weights: Iterable[str], model: Model) -> list[str]:
     """Return the values of model.lora.targets that name these weights, each once."""
-    plain = {word for words in HF_WORDS.values() for word in words}
-    found = dict[str, None]()
-    for weight in weights:
-        word = weight.removesuffix(".weight").rpartition(".")[2]
-        found[word if word in plain else next(name for name, words in PEFT_TARGETS.items() if word in words)] = None
-    return list(found)
+    return list(dict.fromkeys(target_of_layer(model.layer_word(weight), model.family) for weight in weights))
 
 
 def lora_of_config(config: Mapping[str, object]) -> dict[str, object]:
@@ -102,7 +98,7 @@ def _targets_of_config(config: Mapping[str, object]) -> list[str] | None:
     found = dict[str, None]()
     for name in (*modules, *(str(each).removesuffix(".weight") for each in parameters)):
         *_, before, last = ("", *str(name).split("."))
-        words = (last,) if last in PEFT_TARGETS else HF_WORDS.get(f"{before}.{last}") or HF_WORDS.get(last)
+        words = (last,) if last in PEFT_TARGETS | HYBRID_TARGETS else HF_WORDS.get(f"{before}.{last}") or HF_WORDS.get(last)
         if words is None:
             return None
         found |= dict.fromkeys(words)

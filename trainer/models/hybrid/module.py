@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 
 from ...layers.counter_rng import DropoutKeys
 from ...layers.gated_delta import DeltaInputs, gated_delta
-from ...layers.group import Group
 from ...layers.output_gates import GatedNorm
 from ...layers.parameters_by_prefix import Parameters, sub_parameters
+from ...layers.rank_group import Group
 from ...layers.tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_linears
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.context_parallel import ContextParallel
@@ -47,14 +48,16 @@ class GatedDeltaNet(nn.Module):
         assert model.linear_value_head_dim is not None
         self.key_dim, self.value_dim = model.linear_key_head_dim, model.linear_value_head_dim
         self.query, self.key, self.value, self.gate, self.beta, self.decay = (
-            ColumnLinear(sub_parameters(parameters, part), tp) for part in ("query", "key", "value", "gate", "beta", "decay")
+            ColumnLinear(sub_parameters(parameters, part), tp, model.lora.scale)
+            for part in ("query", "key", "value", "gate", "beta", "decay")
         )
+        self.beta.stays_wide = self.decay.stays_wide = True
         self.query_conv, self.key_conv, self.value_conv = (
             nn.ParameterDict({"weight": parameters[f"{part}_conv.weight"]}) for part in ("query", "key", "value")
         )
         self.a_log, self.dt_bias = parameters["a_log"], parameters["dt_bias"]  # [K R]
         self.gated_norm = GatedNorm(sub_parameters(parameters, "gated_norm"), model.norm_eps, tp)
-        self.out = RowLinear(sub_parameters(parameters, "out"), tp)
+        self.out = RowLinear(sub_parameters(parameters, "out"), tp, model.lora.scale)
 
     def forward(self, x: Tensor, cp: ContextParallel | None = None, starts: Tensor | None = None) -> Tensor:
         """x [B, S, H] -> [B, S, H]; under context parallelism S are this rank's tokens. `starts` [B, whole sequence] are where documents
@@ -89,6 +92,7 @@ class LinearLayer(MoELayer):
     """A layer whose attention is linear."""
 
     def attend(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        self.take_dropout_states(inputs)
         normed = x if self.norm1 is None else self.norm1(x)
         return self.add(x, self.attention(normed, inputs.cp, inputs.document_starts), self.post_norm1, self.dropout1, inputs)
 
@@ -120,6 +124,11 @@ class HybridTransformer(MoETransformer):
 
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
         return LayerGroup(parameters, run, index, self.tp, self.ep)
+
+    def numbered_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        many = self.model.layers_in_group
+        for name, group in self.layers.items():
+            yield from enumerate(group.children(), int(name) * many)
 
     def _layer_inputs(
         self, tokens: Tensor, documents: Tensor | None, bounds: DocumentBounds | None, keys: DropoutKeys | None

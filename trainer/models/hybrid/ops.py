@@ -157,7 +157,7 @@ def _gated_mixture(model: Model) -> tuple[Op, ...]:
     logit = Tensor((*TOKENS, "one"))
     return (
         *mixture(model),
-        linear("shared_gate", ("hidden",), (("", ("one",)),), bias=False),
+        replace(linear("shared_gate", ("hidden",), (("", ("one",)),), bias=False), shares_input=True),
         Op(
             name="shared_gate.sum",
             moves=(STREAM, STREAM, STREAM, logit),

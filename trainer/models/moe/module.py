@@ -13,10 +13,10 @@ from ...layers.counter_rng import DropoutKeys
 from ...layers.cross_entropy import IGNORED
 from ...layers.dtypes import at_least_float32
 from ...layers.experts import LoraExpertLinear, combine_rows, copy_rows, dispatch_rows, plan_exchange, return_rows
-from ...layers.group import Group
 from ...layers.output_gates import add_gated
 from ...layers.parameters_by_prefix import Parameters, sub_parameters
 from ...layers.preference_loss import PairInputs
+from ...layers.rank_group import Group
 from ...layers.tensor_parallel import Linear, TensorParallel, gather_inputs, reduce_outputs
 from ...layers.transformer.attention import Attention
 from ...layers.transformer.context_parallel import ContextParallel
@@ -111,7 +111,11 @@ class MoELayer(AttentionHalf):
         self.experts = Experts(sub_parameters(parameters, "experts"), model, ep, tp)
         self.shared = FeedForward(sub_parameters(parameters, "shared"), model, tp) if model.shared_experts else None
         self.tp, self.top_k, self.rule, self.aux_loss = tp, model.top_k, model.router, model.aux_loss
-        self.shared_gate = Linear(sub_parameters(parameters, "shared_gate")) if "shared_gate.weight" in parameters else None
+        self.shared_gate = (
+            Linear(sub_parameters(parameters, "shared_gate"), model.lora.scale) if "shared_gate.weight" in parameters else None
+        )
+        if self.shared_gate is not None:
+            self.shared_gate.stays_wide = True
         # tokens of each sequence that an expert takes
         self.capacity = None if model.capacity is None else int(model.capacity * model.top_k * run.train.seq / model.experts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...spec.derived.document_kernel import has_document_kernel
+from ...spec.derived.document_kernel import has_document_kernel, has_whole_windows
 from ...spec.run import Run
 from .op_table import Op, OpTable, Tensor
 from .shared_ops import KEY, QUERY, TOKENS, has_fused_core
@@ -14,22 +14,20 @@ def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
     """Return a table in which fused attention saves what it saves of documents, and learned positions are each sequence's.
 
     A kernel that takes the bounds of documents saves no mask (trainer/layers/transformer/document_attention.py), and computes a layer with
-    a window whole. Elsewhere there is a mask of documents, once for all layers.
+    a window whole, as do ranks that gather keys (windowed_core.py). Elsewhere there is a mask of documents, once for all layers.
     Of CUDA's fused kernels the one that takes a mask, or float32, takes no grouped heads: keys and values are copied for each query head
     (trainer/layers/transformer/core_attention.py). So are those of a window's blocks, all of which but the first have a mask.
     """
     model = run.model
+    has_flash, windowed = has_fused_core(model, run.train), model.effective_window(run.train.seq)
     if has_document_kernel(run):
-        return _without_masks(table, run)
-    has_flash = has_fused_core(model, run.train)
+        table = _with_whole_windows(table, run)
+        return replace(table, embedding=tuple(_with_mask(op, fused=False) for op in table.embedding))
+    if has_flash and windowed and not model.sinks and has_whole_windows(run):
+        return _with_whole_windows(table, run)
     if has_flash and model.sinks and run.cluster.device.kind != "cpu":
         return replace(table, embedding=tuple(_without_window_mask(op) for op in table.embedding))
-    if (
-        has_flash
-        and model.effective_window(run.train.seq)
-        and run.cluster.device.kind != "cpu"
-        and model.kv_heads not in (None, model.heads)
-    ):
+    if has_flash and windowed and run.cluster.device.kind != "cpu" and model.kv_heads not in (None, model.heads):
         table = table.replace_ops(lambda op: (_with_copied_blocks(op),))
     fused = has_flash and (model.sinks or not model.window)
     if run.data.documents:
@@ -41,8 +39,8 @@ def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
     return table
 
 
-def _without_masks(table: OpTable, run: Run) -> OpTable:
-    """Return the table of a kernel that takes the bounds of documents, and a window, which on a GPU costs what its queries see."""
+def _with_whole_windows(table: OpTable, run: Run) -> OpTable:
+    """Return the table of kernels that keep one result of a layer with a window, which on a GPU costs what its queries see, and no mask."""
     sees = run.cluster.device.kind != "cpu"
 
     def whole(op: Op) -> Op:
@@ -52,8 +50,7 @@ def _without_masks(table: OpTable, run: Run) -> OpTable:
         saves = tuple(each for each in op.saves_torch if "windowed_tokens" not in each.dims)
         return replace(op, product=replace(op.product, computed=computed), saves_torch=saves)
 
-    ends = (replace(op, saves_torch=tuple(each for each in op.saves_torch if "window" not in each.dims)) for op in table.embedding)
-    table = replace(table, embedding=tuple(_with_mask(op, fused=False) for op in ends))
+    table = replace(table, embedding=tuple(_without_window_mask(op) for op in table.embedding))
     return table.replace_ops(lambda op: (whole(op),))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...spec.derived.document_kernel import has_document_kernel
+from ...spec.derived.document_kernel import has_whole_windows
 from ...spec.run import Run
 from .op_table import Dims, Op, OpTable, Product, Tensor
 from .shared_ops import QUERY, TOKENS
@@ -49,10 +49,10 @@ def _values_of_kernel(op: Op, run: Run) -> tuple[Tensor, ...]:
     window's blocks, and what our products in fp8 cast, are saved apart in any case; a frozen product saves no input."""
     model, values = run.model, Tensor(TOKENS + QUERY)
     is_fused = op.product is not None and op.product.fused and not model.dropout
-    if not is_fused or values in op.saves_torch or (model.lora.rank and ("out" not in model.lora_layers or model.lora.dropout)):
+    has_frozen_output = model.lora.rank > 0 and ("out" not in model.lora_layers or model.lora.dropout > 0)
+    if not is_fused or values in op.saves_torch or (has_frozen_output and model.family != "hybrid"):  # whose gate saves its input
         return ()
-    is_whole = model.sinks or has_document_kernel(run)  # these kernels compute a window's layers whole
-    return (Tensor(("core_tokens" if is_whole else "unwindowed_tokens", "batch", *_dims_in_core(QUERY))),)
+    return (Tensor(("core_tokens" if has_whole_windows(run) else "unwindowed_tokens", "batch", *_dims_in_core(QUERY))),)
 
 
 def _product_in_core(product: Product) -> Product:

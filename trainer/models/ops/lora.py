@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...spec.derived.document_kernel import has_document_kernel
 from ...spec.run import Model, Run
 from ...spec.sections.lora import Lora
 from .op_table import Dims, Op, OpTable, Product, Tensor, Weight
-from .shared_ops import MASK, QUERY, TOKENS, has_fused_core, linear
+from .shared_ops import MASK, QUERY, TOKENS, fused_core_result, has_fused_core, linear
 
-INPUT_SAVED_BY_ROUTER, ROWS_SAVED_BY_DISPATCH = "shared", "experts"  # ops whose input another op of the layer saves, which is frozen
+# Ops whose input another op of the layer saves, which is frozen
+INPUT_SAVED_BY_ROUTER, ROWS_SAVED_BY_DISPATCH = ("shared", "shared_gate"), "experts"
 LATENTS = {"query_down", "key_down", "rope_key"}  # products of the same input as queries without a latent of their own
 
 
@@ -31,10 +31,12 @@ def without_lora(run: Run) -> Run:
 def _layer_ops(op: Op, run: Run) -> Iterator[Op]:
     """Yield a layer's op, frozen, and the products of A and of B for each of its weights that is a target."""
     product, model = op.product, run.model
-    weights = [each for each in op.weights if product and each.name.endswith(".weight") and _last_word(each) in model.lora_layers]
+    weights = [
+        each for each in op.weights if product and each.name.endswith(".weight") and model.layer_word(each.name) in model.lora_layers
+    ]
     drops = model.lora.dropout > 0
     yield _core_that_saves_its_result(op, run) if op.core else _frozen_op(op, model, is_target=bool(weights) and not drops)
-    shares = _is_query_of_shared_input(op, model)
+    shares = _is_query_of_shared_input(op, model) or _is_gate_of_shared_input(op, model)
     for weight in weights:
         assert product is not None
         a, b = _added_ops(weight, product)
@@ -72,21 +74,15 @@ def _added_ops(weight: Weight, product: Product) -> tuple[Op, Op]:
     return a, b
 
 
-def _last_word(weight: Weight) -> str:
-    """Return the last word of a weight's name before `.weight`: attention.query.weight is `query`."""
-    return weight.name.removesuffix(".weight").rpartition(".")[2]
-
-
 def _core_that_saves_its_result(op: Op, run: Run) -> Op:
     """Return an op of attention's core. A fused kernel saves what it returns, which is the input of a frozen output product; of a window's
-    blocks it is another tensor."""
+    blocks it is another tensor. The gate of a hybrid's attention saves it as its own input."""
     op = replace(op, weights=tuple(replace(each, frozen=True) for each in op.weights))
     is_saved_by_a = "out" in run.model.lora_layers and not run.model.lora.dropout
-    if is_saved_by_a or not (op.product and op.product.fused and has_fused_core(run.model, run.train)):
+    if is_saved_by_a or run.model.family == "hybrid" or not (op.product and op.product.fused and has_fused_core(run.model, run.train)):
         return op
-    is_whole = run.model.sinks or has_document_kernel(run) or not run.model.effective_window(run.train.seq)
-    result = Tensor((*(TOKENS if is_whole else ("unwindowed_tokens", "batch")), *QUERY))
-    op = replace(op, saves_megatron=(*op.saves_megatron, Tensor(TOKENS + QUERY)), saves_torch=(*op.saves_torch, result))
+    saves = *op.saves_torch, fused_core_result(run)
+    op = replace(op, saves_megatron=(*op.saves_megatron, Tensor(TOKENS + QUERY)), saves_torch=saves)
     return replace(op, saves_padded=())  # which is beside the input that an output product saves
 
 
@@ -120,6 +116,11 @@ def _is_query_of_shared_input(op: Op, model: Model) -> bool:
     return op.name == "attention.query" and bool(LATENTS & model.lora_layers) and not model.q_lora_rank
 
 
+def _is_gate_of_shared_input(op: Op, model: Model) -> bool:
+    """Whether an op is the gate of shared experts, and a target among these has the same input."""
+    return op.name == "shared_gate" and bool({"gate", "up"} & model.lora_layers)
+
+
 def _keeps_result(op: Op, model: Model) -> bool:
     """Whether the activation before a product saves its result alone: a ReLU without a gate."""
     return model.act == "relu" and "experts" not in op.product.groups if op.product else False
@@ -131,7 +132,7 @@ def _with_input(op: Op, product: Product, model: Model) -> Op:
         rows = tuple("tokens" if dim == "seq" else dim for dim in product.rows)
         return replace(op, saves_torch=(Tensor((*rows, *product.inner)), *op.saves_torch))
     own = Tensor(product.rows + product.inner)
-    if own in op.saves_torch or _is_query_of_shared_input(op, model) or op.in_fp8:
+    if own in op.saves_torch or _is_query_of_shared_input(op, model) or _is_gate_of_shared_input(op, model) or op.in_fp8:
         return op
-    assert op.name in (INPUT_SAVED_BY_ROUTER, "attention.query"), op.name
+    assert op.name in (*INPUT_SAVED_BY_ROUTER, "attention.query"), op.name
     return replace(op, saves_megatron=(own, *op.saves_megatron), saves_torch=(own, *op.saves_torch))

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...spec.run import Model, Train
+from ...spec.derived.document_kernel import has_whole_windows
+from ...spec.run import Model, Run, Train
 from .op_table import Dims, Op, OpTable, Product, Tensor, Weight, logical_sizes
 
 TOKENS: Dims = ("seq", "batch")
@@ -162,6 +163,12 @@ def _flash_core(model: Model, train: Train, causal: bool, mean_dim: str) -> tupl
 def has_fused_core(model: Model, train: Train) -> bool:
     """Whether our modules compute attention by a fused kernel."""
     return train.attention == "flash" and not model.dropout
+
+
+def fused_core_result(run: Run) -> Tensor:
+    """Return what fused cores of attention return, on average over layers, less a window's blocks, which are saved apart."""
+    is_whole = has_whole_windows(run) or not run.model.effective_window(run.train.seq)
+    return Tensor((*(TOKENS if is_whole else ("unwindowed_tokens", "batch")), *QUERY))
 
 
 def _softmax_saves(model: Model) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...models.ops.op_table import Op
-from ...models.ops.shared_ops import LOG_SUMS
+from ...models.ops.shared_ops import LOG_SUMS, windowed_share
 from ...spec.derived.document_kernel import has_document_kernel
 from ...spec.derived.document_pairs import DocumentLengths, document_lengths
 from ...spec.run import Run
@@ -15,7 +15,7 @@ from .number_or_array import is_number
 from .op_seconds import OpSeconds
 from .pass_seconds import RankOp
 from .roofline import DeviceRates
-from .uneven_documents import slowest_part
+from .uneven_documents import SeenKeys, slowest_part
 
 
 def is_fused_core(op: Op) -> bool:
@@ -51,18 +51,18 @@ def wasted_keys(device: DeviceRates) -> float:
 
 
 def uneven_parts(run: Run, split: BlockSplit, device: DeviceRates | None) -> float:
-    """How much longer the core takes on the slowest of the ranks that share a sequence, each with all heads of its queries; of several
-    sequences, what one differs by evens out."""
-    lengths = kernel_documents(run)
-    if lengths is None or device is None or run.parallel.cp_comm != "all_gather":
+    """How much longer the core takes on the slowest of the ranks that share a sequence, each with all heads of its queries: documents
+    differ, which several sequences even out, and under a window the first tokens see fewer keys."""
+    lengths, windowed = kernel_documents(run), windowed_share(run.model, run.train.seq)
+    if (lengths is None and not windowed) or device is None or run.parallel.cp_comm != "all_gather":
         return 1.0
-    wasted, degree = wasted_keys(device), split.degree("cp")
+    degree, seen = split.degree("cp"), SeenKeys(wasted_keys(device), run.model.window or 0, windowed)
     if is_number(degree):
-        longer: Any = slowest_part(lengths, run.train.seq, degree, wasted)
+        longer: Any = slowest_part(lengths, run.train.seq, degree, seen)
     else:
         import numpy
 
         numbers, places = numpy.unique(degree, return_inverse=True)
-        longer = numpy.array([slowest_part(lengths, run.train.seq, int(each), wasted) for each in numbers])[places]
-    share: float = 1 + (longer - 1) / split.microbatch**0.5
+        longer = numpy.array([slowest_part(lengths, run.train.seq, int(each), seen) for each in numbers])[places]
+    share: float = 1 + (longer - 1) / (split.microbatch**0.5 if lengths else 1)
     return share

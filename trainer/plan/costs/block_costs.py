@@ -247,7 +247,8 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> 
     # arXiv:2205.05198 table 2; of a layer that is recomputed its input is saved
     saved = stream if recompute == "full" else sum([each.saved for each, is_again in zip(row.bytes, repeats, strict=True) if not is_again])
     messages, ranked = tuple(block_messages(row.messages, again, local.form)), costs.ranked_ops(row, recompute, hooks)
-    seconds = block_seconds(ranked, messages, costs.split, costs.wires, costs.device.dispatch if costs.device else 0.0)
+    dispatch, in_turn = (costs.device.dispatch, costs.device.is_cpu) if costs.device else (0.0, False)
+    seconds = block_seconds(ranked, messages, costs.split, costs.wires, dispatch, in_turn=in_turn)
     elements = row.elements
     return BlockCost(
         dense=elements.dense,

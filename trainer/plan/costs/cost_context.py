@@ -32,7 +32,9 @@ from .roofline import rates
 
 SLOWEST_RANK = 0.004  # share of a step that a doubling of the nodes adds: it ends with the slowest rank
 CONSTANT_BYTES = 4  # float32
-STEP_DISPATCHES = 200  # operators that the host dispatches once a step and nothing hides: the batch, the loss, the norm, the schedule
+# Operators that the host dispatches once a step and nothing hides: the batch, the loss, the norm, the schedule; on a CPU without those of
+# the optimizer's step, which its engine counts (cost_model.py).
+STEP_DISPATCHES, CPU_STEP_DISPATCHES = 200, 30
 
 
 class CostContext:
@@ -52,7 +54,8 @@ class CostContext:
         self.capacity = 0 if run.cluster.device.memory == "auto" else int(run.cluster.device.memory)
         self.device_context = int(run.cluster.device.context)
         self.tail = SLOWEST_RANK * log2(run.cluster.nodes) if run.cluster.device.kind == "cuda" else 0.0
-        self.step_overhead = STEP_DISPATCHES * run.cluster.device.dispatch
+        once = CPU_STEP_DISPATCHES if run.cluster.device.kind == "cpu" else STEP_DISPATCHES
+        self.step_overhead = once * run.cluster.device.dispatch_seconds
         self.parameters = parameter_count(self.table, run.model.layer_groups)
         constants = (each for op in self.table.layer for each in op.constants)
         self.layer_constants = CONSTANT_BYTES * sum([element_count(each.dims, self.table.sizes) for each in constants])
@@ -144,13 +147,12 @@ class CostContext:
             return whole, None
         cluster = self.run.cluster
         near, far = (ranks_in_node(strides, cluster.gpus) or 1 for strides in split_group(mesh.strides(group), shard))
-        links = cluster.inside, cluster.between
-        return group_wire(shard, near, *links), group_wire(size // shard, far, *links)
+        return group_wire(shard, near, cluster), group_wire(size // shard, far, cluster)
 
     def single_link(self, whole: Wire) -> Wire:
         """The wire of the same ranks, where each message takes one rank's link alone."""
         cluster = self.run.cluster
-        return group_wire(whole.size, whole.size if whole.link == "inside" else 1, cluster.inside, cluster.between)
+        return group_wire(whole.size, whole.size if whole.link == "inside" else 1, cluster)
 
     def layers_of_stage(self, layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
         """(first, last + 1) of the layers of each part of a stage."""
@@ -180,7 +182,7 @@ class CostContext:
         """The wire of the tensor-parallel ranks that hold the same key and value heads."""
         sizes, cluster = self.table.sizes, self.run.cluster
         copies = HeadShards(sizes["heads"], sizes["kv_heads"], mesh.tp).copies
-        return group_wire(copies, ranks_in_node(((copies, 1),), cluster.gpus) or 1, cluster.inside, cluster.between)
+        return group_wire(copies, ranks_in_node(((copies, 1),), cluster.gpus) or 1, cluster)
 
     def _flops(self, counts: Callable[[Op], bool], *, ends: bool = True) -> int:
         """FLOPs of one sequence's forward pass through those ops of the model that count, of its layers alone without its ends."""

@@ -183,6 +183,19 @@ class CostModel:
         moved = 2 * ((width.master or width.weight) + context.states) + width.gradient + width.weight
         return elements_to_step(layout, held) * moved / context.rates.memory
 
+    def optimizer_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
+        """Return `step_seconds`, and on a CPU what the host does beside them; 0 where the device's rates aren't known."""
+        seconds = self.step_seconds(context, layout, held, tensors)
+        if context.rates is None or not context.rates.is_cpu:
+            return seconds
+        once, each = self.step_operators(layout)
+        return seconds + (once + each * tensors) * context.rates.dispatch
+
+    def step_operators(self, layout: Layout) -> tuple[float, float]:
+        """Return what the host of a CPU does in the optimizer's step beside what it moves, in operators: once, and for each tensor. Here
+        that of torch's own optimizer over flat tensors, by the processor's seconds of models of two sizes that compute next to nothing."""
+        return 25, 0.3
+
     def host_seconds(self, context: CostContext, layout: Layout, held: StageElements) -> float:
         """Return the seconds of the optimizer's step on the host; 0 where the host's rates aren't known."""
         return self.host_step(context, layout, held).seconds(context.host_rates) if context.host_rates else 0.0

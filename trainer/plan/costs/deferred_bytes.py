@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...models.ops.fp8 import is_cast_output
 from ...models.ops.op_table import Op, Product
 from ..axes import tp
 from .local_tensors import LocalTensors
@@ -19,12 +20,14 @@ def deferred_bytes(op: Op, local: LocalTensors) -> int:
     style = tp.split_style(op)
     if "experts" in product.groups:
         return _experts_bytes(op, product, local)
-    rows, outer = local.count(product.rows, without="tp" if style else ""), sum(map(local.count, product.outers))
-    width = 1 if op.in_fp8 else local.activation
+    rows, wide = local.count(product.rows, without="tp" if style else ""), local.activation
+    width = 1 if op.in_fp8 else wide
+    outputs = [(width if is_cast_output(outer) else wide) * local.count(outer) for outer in product.outers]
+    is_mixed = op.in_fp8 and not all(map(is_cast_output, product.outers))  # which holds its input in both forms
     is_shard = local.sequence and style == "column"  # of the input, which is gathered again, and cast then
-    inputs = 0 if op.shares_input else local.count((*product.rows, *product.inner)) * (local.activation if is_shard else width)
-    inputs *= "one" not in product.outers[0]  # of a gate of shared experts it is theirs, which their products hold
-    return inputs + width * rows * outer
+    shares = op.shares_input or ("one" in product.outers[0] and local.sequence)  # a gate of shared experts; in fp8 they hold their shard
+    inputs = 0 if shares else local.count((*product.rows, *product.inner)) * (wide if is_shard else width + wide * is_mixed)
+    return inputs + rows * sum(outputs)
 
 
 def _experts_bytes(op: Op, product: Product, local: LocalTensors) -> int:

@@ -128,7 +128,8 @@ def _saved_tensors(op: Op, local: LocalTensors) -> Iterable[Tensor]:
             saves = [tensor for tensor in op.saves_torch if "vocab" not in tensor.dims]
             if op.in_fp8 and local.sequence and tp.split_style(op) == "column":  # what came, this rank's part, which backward gathers again
                 kept, *others = saves  # that of shared experts is the router's
-                return others if op.name == "shared" else [replace(kept, width=None), *others]
+                kept = replace(kept, width=None)
+                return others if op.name == "shared" else [kept, *(each for each in others if each != kept)]
             return _saves_of_graphs(op, saves, local) if local.fused else saves
         case "megatron":
             return op.saves_megatron

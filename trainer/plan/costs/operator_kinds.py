@@ -26,6 +26,7 @@ OPERATOR_KINDS = {
     "casts":                  "casts to 8 or 4 bits",
     "copies":                 "copies round exchanges",
     "gradient_sums":          "gradient sums",
+    "gaps":                   "gaps between kernels",
     "host":                   "waiting for the host",
     "slowest_rank":           "waiting for slow ranks",
     "others":                 "other operators",

@@ -53,40 +53,44 @@ class Passes(NamedTuple):
 
 
 class DispatchedOps(NamedTuple):
-    """Ops that the device runs as the host dispatches them: seconds of both in all, seconds in which op by op the slower of both works, and
-    the host's seconds for messages beside the ops."""
+    """Ops that the device runs as the host dispatches them: seconds of both in all, seconds in which op by op the slower of both works, the
+    host's seconds for messages beside the ops, and whether both are one processor, which does one after the other."""
 
     computing: float
     dispatching: float
     alternating: float
     messages: float
+    in_turn: bool = False
 
     def seconds(self, waited: float = 0.0) -> float:
         """Seconds of the ops, among which the device waits so long for messages, and the host does not.
 
         At best the larger of the device's sum and the host's: under long kernels the host gets ahead, and short ones do not wait for it.
-        The closer the sums, the less it gets ahead.
+        The closer the sums, the less it gets ahead. On one processor nothing overlaps.
         """
         computing = self.computing + waited
+        if self.in_turn:
+            return computing + self.dispatching
         longer = larger(computing, self.dispatching)
         waits = self.alternating + larger(self.messages, waited) - longer
         evenness = (computing + self.dispatching - longer) / larger(longer, INSTANT)  # 1: both sums are equal; 0: one of them is nothing
         return longer + HOST_WAITS * waits * evenness
 
 
-def dispatched_ops(device: Sequence[float], host: Sequence[float], messages: float = 0.0) -> DispatchedOps:
-    """Return ops that take the device and the host so long each, and the host `messages` beside them; ops that do not run send none."""
+def dispatched_ops(device: Sequence[float], host: Sequence[float], messages: float = 0.0, *, in_turn: bool = False) -> DispatchedOps:
+    """Return ops that take the device and the host so long each, and the host `messages` beside them, `in_turn` where both are one
+    processor; ops that do not run send none."""
     if not device:
         return DispatchedOps(0.0, 0.0, 0.0, 0.0)
     alternating = sum([larger(*both) for both in zip(device, host, strict=True)])
-    return DispatchedOps(sum(device), sum(host) + messages, alternating, messages)
+    return DispatchedOps(sum(device), sum(host) + messages, alternating, messages, in_turn)
 
 
 def block_seconds(
-    ops: Sequence[RankOp], messages: Sequence[BlockMessage], split: BlockSplit, wires: Wires, dispatch: float
+    ops: Sequence[RankOp], messages: Sequence[BlockMessage], split: BlockSplit, wires: Wires, dispatch: float, *, in_turn: bool = False
 ) -> BlockSeconds:
     """Return the seconds of a block's ops, none where the device's rates aren't known, and of its messages, each of which takes the host
-    `dispatch` seconds.
+    `dispatch` seconds; `in_turn` where the host is the device.
 
     The device waits for a message that nothing overlaps, and the host goes on: where the host is the slower, the device would have waited
     for it anyway. Overlapped messages travel in as many pieces as the axis has ranks: one piece is always exposed, and what is hidden
@@ -96,7 +100,7 @@ def block_seconds(
     if not ops:
         apart = _sum_passes([waited, *hidden.values()])
         return BlockSeconds(None, None, 0.0, apart.forward, apart.backward + apart.again)
-    forward, backward, again = dispatched_passes(ops, dispatch * messages_sent(messages, split))
+    forward, backward, again = dispatched_passes(ops, dispatch * messages_sent(messages, split), in_turn=in_turn)
     computing = Passes(forward.seconds(), backward.seconds(), again.seconds())
     message_forward = forward.seconds(waited.forward) - computing.forward
     message_backward = backward.seconds(waited.backward) + again.seconds(waited.again) - computing.backward - computing.again
@@ -117,18 +121,16 @@ def messages_sent(messages: Sequence[BlockMessage], split: BlockSplit) -> int:
     return sum([message.forward * (split.degree(message.axis) > 1) for message, _ in messages])
 
 
-def dispatched_passes(ops: Sequence[RankOp], sent: float) -> tuple[DispatchedOps, DispatchedOps, DispatchedOps]:
+def dispatched_passes(ops: Sequence[RankOp], sent: float, *, in_turn: bool) -> tuple[DispatchedOps, DispatchedOps, DispatchedOps]:
     """Return a block's ops in forward, in backward and in the forward that recomputation runs again; the host takes `sent` seconds for
-    the messages of a forward."""
+    the messages of a forward, and all of its seconds `in_turn` with the device's where it is the device."""
     repeated = [op for op in ops if op.repeats]
-    forward = dispatched_ops([op.seconds.forward for op in ops], [op.host for op in ops], sent)
-    backward = dispatched_ops(
-        [op.seconds.input_gradients + op.seconds.weight_gradients for op in ops], [2 * op.host for op in ops], 2 * sent
-    )  # fmt: skip
-    again = dispatched_ops(
-        [op.seconds.forward for op in repeated], [op.host for op in repeated], sent if len(repeated) == len(ops) else 0.0
-    )  # fmt: skip
-    return forward, backward, again
+    gradients, sent_again = [op.seconds.input_gradients + op.seconds.weight_gradients for op in ops], len(repeated) == len(ops)
+    return (
+        dispatched_ops([op.seconds.forward for op in ops], [op.host for op in ops], sent, in_turn=in_turn),
+        dispatched_ops(gradients, [2 * op.host for op in ops], 2 * sent, in_turn=in_turn),
+        dispatched_ops([op.seconds.forward for op in repeated], [op.host for op in repeated], sent * sent_again, in_turn=in_turn),
+    )
 
 
 def _message_passes(messages: Sequence[BlockMessage], split: BlockSplit, wires: Wires) -> tuple[Passes, dict[str, Passes]]:

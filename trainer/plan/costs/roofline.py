@@ -24,6 +24,9 @@ OWN_STREAMING = 0.86  # share of bandwidth
 OWN_FLASH, OWN_FLASH_BACKWARD = 0.60, 0.55  # shares of peak, of long sequences
 FLASH_TOKENS, FLASH_BACKWARD_TOKENS = 650, 1000  # keys that a causal kernel wastes: tiles that the mask cuts, its start and its end
 OWN_LAUNCH = 2e-6  # seconds a kernel
+# Of these, those in which the device is idle between two kernels that follow each other: 3.8e-6 a kernel of 2.9e-6, on a V100
+# (developer.nvidia.com/blog/cuda-graphs). A profiler does not count them as the kernel's.
+KERNEL_GAP = 0.9e-6
 
 # Of torch 2.13's fused attention on a CPU, in float32, of 16 to 4,096 tokens on a core of a Xeon with AVX-512: the keys that it wastes,
 # those at which its rate is measured (trainer/machine/layer_rates.py), and seconds of the call for a document.
@@ -93,7 +96,7 @@ def rates(device: Device, precision: Precision, *, fused: bool, own: bool = Fals
         units=device.units or 1,
         is_hopper=device.peak.get("fp8", 0.0) > HOPPER_FP8,
         launch=min(OWN_LAUNCH, device.launch) if own else device.launch,
-        dispatch=device.dispatch,
+        dispatch=device.dispatch_seconds,
         fused=fused,
         is_cpu=is_cpu,
         fills_tiles=is_cpu,

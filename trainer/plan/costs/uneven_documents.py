@@ -71,28 +71,33 @@ def slowest_replica(lengths: DocumentLengths, seq: int, sequences: int, ranks: i
 
 
 @cache
-def slowest_part(lengths: DocumentLengths, seq: int, parts: int, wasted: float) -> float:
-    """Return the expected attention of the busiest of `parts` ranks that share each sequence over that of the mean one; `wasted` are the
-    keys that a kernel wastes for each query. Rank r has the queries of chunks r and 2 parts - 1 - r (context_parallel.py of the layers)."""
+def slowest_part(lengths: DocumentLengths | None, seq: int, parts: int, seen: SeenKeys) -> float:
+    """Return the expected attention of the busiest of `parts` ranks that share each sequence over that of the mean one. Rank r has the
+    queries of chunks r and 2 parts - 1 - r (context_parallel.py of the layers). Without lengths each sequence is one document."""
     if parts == 1:
         return 1.0
     most = whole = 0.0
-    for window in drawn_windows(lengths, seq):
-        chunks = _chunk_pairs(window, seq, 2 * parts)
-        ranks = [chunks[rank] + chunks[-1 - rank] + wasted * seq / parts for rank in range(parts)]
+    for window in drawn_windows(lengths, seq) if lengths else ((0, seq),):
+        chunks = _chunk_pairs(window, seq, 2 * parts, seen)
+        ranks = [chunks[rank] + chunks[-1 - rank] + seen.wasted * seq / parts for rank in range(parts)]
         most, whole = most + max(ranks), whole + sum(ranks)
     return most * parts / whole
 
 
-def _chunk_pairs(window: Window, seq: int, chunks: int) -> list[int]:
-    """Return twice the pairs of query and key of the queries in each chunk, less the queries."""
-    found = [0] * chunks
+def _chunk_pairs(window: Window, seq: int, chunks: int, seen: SeenKeys) -> list[float]:
+    """Return twice the pairs of query and key of the queries in each chunk, less the queries, on average over layers."""
+
+    def pairs(tokens: int) -> float:
+        """Return those of the first tokens of a document."""
+        return (1 - seen.windowed) * tokens**2 + seen.windowed * seen_pairs(tokens, min(tokens, seen.window))
+
+    found = [0.0] * chunks
     for begin, end in pairwise(window):
         at = begin
         while at < end:
             chunk = at * chunks // seq
             stop = min(end, -(-(chunk + 1) * seq // chunks))
-            found[chunk] += (stop - begin) ** 2 - (at - begin) ** 2
+            found[chunk] += pairs(stop - begin) - pairs(at - begin)
             at = stop
     return found
 

@@ -28,6 +28,9 @@ from .offload import gradient_copies, gradients_on_device, host_bytes, host_step
 # ZeRO stage -> host time of DeepSpeed's hooks for each weight in a forward pass, in operators; in backward it is twice that. Measured on
 # machines with an H200 (docs/gpu_acceptance.md).
 HOOKS = {0: 0, 1: 1, 2: 1, 3: 6}
+# ZeRO stage -> the operators of DeepSpeed's step, once and for each tensor, and those of its messages. Measured on a CPU, as in CostModel.
+_STEP_OPERATORS = {0: (15, 0.5), 1: (55, 0.8), 2: (55, 0.8), 3: (50, 2.4)}
+STEP_MESSAGES = 40
 
 
 class DeepSpeedCosts(CostModel):
@@ -46,7 +49,7 @@ class DeepSpeedCosts(CostModel):
         half = context.widths.weight < MASTER_BYTES
         path = super().gradient_path(context, parallel, micros)
         return path._replace(
-            zero=effective_stage(parallel.zero, half=half),
+            zero=effective_stage(parallel.zero, half=half, ep=parallel.ep),
             gradient=context.widths.weight,
             scatters=False,
             reused=REUSED // 2,
@@ -100,6 +103,12 @@ class DeepSpeedCosts(CostModel):
         width = context.widths
         work = step_work(layout.gradient_sync.zero, weight=width.weight, gradient=width.gradient)
         return elements_to_step(layout, held) * work.moved / context.own_rates.memory + tensors * work.kernels * context.own_rates.launch
+
+    def step_operators(self, layout: Layout) -> tuple[float, float]:
+        """The norm, flat copies and the new weights are taken tensor by tensor, in Python; ranks agree on the norm and on overflows."""
+        zero = layout.gradient_sync.zero
+        once, each = _STEP_OPERATORS[zero]
+        return once + STEP_MESSAGES * (zero > 0 and layout.shard_ranks > 1), each
 
     def host_step(self, context: CostContext, layout: Layout, held: StageElements) -> HostWork:
         """As DeepSpeed does it (offload.py)."""

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from ...models.families import is_made_by_transformers
 from ...spec.changed_run import Change
 from ...spec.run import Parallel, Run
-from ..layout.delay import Delay
 from ..layout.schedule_of_run import legal_schedule
 from ..layout.schedules import Schedule
+from ..layout.update_delay import Delay
 from .engine_limit import EngineLimit
 from .engine_row import EngineRow
 

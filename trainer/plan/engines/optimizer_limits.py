@@ -88,7 +88,6 @@ def offload_limits(asked: AskedLayout) -> Iterator[EngineLimit]:
         yield asked.limit(key, True, only, keep, asked.any_engine, asked.no_stages if parallel.pp > 1 else ())
     elif not row.offloads_gradients:
         conflicts = (
-            Conflict(parallel.zero == 3, "parallel.zero", 3, (("parallel.zero", 2),)),
             Conflict(run.optim.name != "adamw", "optim.name", run.optim.name, (("optim.name", "adamw"),)),
             asked.late_weights,
             asked.late_sums,

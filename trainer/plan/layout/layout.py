@@ -12,9 +12,9 @@ from ...spec.run import Parallel
 from ..axes import AXES
 from ..axes.axis import ActivationForm
 from ..axes.dp import GradientSync
-from .delay import Delay
 from .mesh import Mesh, Wires, replica_size
 from .schedules import Schedule
+from .update_delay import Delay
 
 ONE_BY_ONE = 20_000  # layers up to which all are assigned one at a time
 LAST_LAYERS = 2  # of a stage, which are assigned one at a time in larger models

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from math import gcd, inf, prod
 
-from ...spec.run import Cluster, Link, Parallel
+from ...spec.run import Cluster, Parallel
 from ..axes import AXES, Axis
 from ..axes.collectives import Wire
 
@@ -252,10 +252,10 @@ class Wires:
 
 def mesh_wires(mesh: Mesh, cluster: Cluster) -> Wires:
     """The wires of a mesh on a cluster."""
-    links, gpus = (cluster.inside, cluster.between), cluster.gpus
+    gpus = cluster.gpus
 
     def wire(group: str) -> Wire:
-        return group_wire(mesh.size(group), mesh.in_node(group, gpus), *links)
+        return group_wire(mesh.size(group), mesh.in_node(group, gpus), cluster)
 
     stages = min(2, mesh.pp)
     share_node = mesh.in_node("pp", gpus) == mesh.pp
@@ -263,19 +263,20 @@ def mesh_wires(mesh: Mesh, cluster: Cluster) -> Wires:
         axes={name: wire(name) for name, axis in AXES.items() if axis.messages},
         data=wire("data"),
         expert_copies=wire("expert_copies"),
-        pair=group_wire(stages, stages if share_node else 1, *links),
+        pair=group_wire(stages, stages if share_node else 1, cluster),
     )
 
 
-def group_wire(size: int, in_node: int, inside: Link | None, between: Link | None) -> Wire:
+def group_wire(size: int, in_node: int, cluster: Cluster) -> Wire:
     """The wire of a group of `size` ranks, `in_node` of them in each node (arXiv:2104.04473 section 5.9 counts rails the same way)."""
+    inside, between, by_gloo = cluster.inside, cluster.between, cluster.device.kind == "cpu"
     if size == 1:
         return Wire(size, in_node, inf, 0.0)
     if size <= in_node:
-        return Wire(size, in_node, inside.rate, inside.latency) if inside else Wire(size, in_node, inf, 0.0, known=False)
+        return Wire(size, in_node, inside.rate, inside.latency, by_gloo=by_gloo) if inside else Wire(size, in_node, inf, 0.0, known=False)
     if between is None or (in_node > 1 and inside is None):
         return Wire(size, in_node, inf, 0.0, known=False)
     rate, hop = between.rate * in_node, between.latency
     if inside is not None and in_node > 1:
         rate, hop = min(inside.rate, rate), (between.latency + (in_node - 1) * inside.latency) / in_node
-    return Wire(size, in_node, rate, hop)
+    return Wire(size, in_node, rate, hop, by_gloo=by_gloo)

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from ...spec.run import Parallel
 from .action_csv import ActionLists, read_action_csv
-from .delay import Delay
 from .schedules import SCHEDULES, Schedule
+from .update_delay import Delay
 
 SUFFIX = ".csv"
 PIPEDREAM = "pipedream"

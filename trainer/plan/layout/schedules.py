@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, cast
 
-from .delay import Delay
+from .update_delay import Delay
 
 Kind = Literal["F", "B", "I", "W"]
 

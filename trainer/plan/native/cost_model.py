@@ -30,16 +30,15 @@ from ..layout.gradient_routes import inner_ranks, server_count, server_ranks
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import delay_of
-from ..layout.workers import outer_state_bytes, worker_count
+from ..layout.workers import worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
-from .dim0_shards import gathers_once, padded_elements, rows_of_size, stage_rows
+from .dim0_shards import elements_on_rank, gathers_once, rows_of_size, stage_rows
 from .moment_blocks import scale_bytes
 from .optimizer_step import bucket_host_bytes, bucket_work, cast_bytes, rounded_step_moves, step_moves, steps_in_one_kernel
 from .posted_receives import receives_ahead
+from .stage3 import AVERAGED, COPIED_SHARD, is_sharded, outer_bytes, stage3_bytes, stage3_terms, stepped_width, steps_alone
 
-COPIED_SHARD = "gradients of the shard, which other ranks own too"
-AVERAGED = "the weights that workers average"
 FLOAT64_BYTES, INT64_BYTES = 8, 8
 
 
@@ -67,14 +66,14 @@ class NativeCosts(CostModel):
         parallel, width = layout.parallel, context.widths
         zero = parallel.zero if layout.shard_ranks > 1 else 0
         if zero == 3:
-            return self._stage3_bytes(context, layout, blocks, kind, held)
+            return stage3_bytes(context, layout, blocks, kind, held)
         whole, stepped = held.trained_parameters, elements_to_step(layout, held)
         often, master = zero == 2, MASTER_BYTES if width.weight < MASTER_BYTES else 0
         bucket = min(parallel.bucket, whole)
         late = self._late_elements(context, layout, blocks, kind) if often else 0
         scattered = _scattered_elements(layout, held) if zero == 1 else 0
         on_host = parallel.offload.optimizer
-        optimizer = (MASTER_BYTES if on_host else master) + context.states + _outer_bytes(layout)
+        optimizer = (MASTER_BYTES if on_host else master) + context.states + outer_bytes(layout)
         optimizer = optimizer * stepped - context.spared * matrices_to_step(layout, held) + scale_bytes(context, layout, kind)
         aside = layout.gradient_sync.staleness * (whole + scattered)
         return StateBytes(
@@ -86,38 +85,7 @@ class NativeCosts(CostModel):
             step=scattered * width.gradient
             + (0 if on_host else cast_bytes(context.run, bucket, stepped, casts=width.gradient < MASTER_BYTES))
             + step_bytes(context, layout, kind, width.gradient),
-            host=bucket_host_bytes(context, optimizer, stepped) if on_host else HostBytes(),
-        )
-
-    def _stage3_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
-        """fully_shard keeps float32 weights and gradients of this rank's rows. Gathered are the ends of the model and two layers, with the
-        gradients of one, or, where weights are gathered once a step, all weights and all gradients."""
-        width = context.widths
-        rows = [
-            (each, many * each.on_rank(layout.expert_shard_ranks if each.expert else layout.shard_ranks, None))
-            for each, many in stage_rows(context, kind, layout.mesh)
-        ]
-        stepped, matrices = sum(own for _, own in rows), sum(own for each, own in rows if each.hidden_matrix)
-        own = stepped + sharded_elements(layout, held.frozen, held.frozen_experts)
-        if gathers_once(layout.parallel):
-            gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained_parameters
-        else:
-            layer, dense = blocks.layer.dense + blocks.layer.experts, blocks.dense_layer.dense * kind.first if blocks.dense_layer else 0
-            modules = kind.last * context.table.modules
-            ends = held.dense + held.experts - kind.layers * layer - context.dense_layers * dense - modules * blocks.module
-            layer = max(layer, dense, kind.last * blocks.module)
-            gathered = (ends + 2 * layer) * width.weight + max(ends, layer) * (width.weight + width.gradient)
-        offload, weights = layout.parallel.offload, MASTER_BYTES * own
-        optimizer = (context.states + _outer_bytes(layout)) * stepped - context.spared * matrices + scale_bytes(context, layout, kind)
-        return StateBytes(
-            weights=0 if offload.parameters else weights,
-            gradients=MASTER_BYTES * stepped,
-            optimizer=0 if offload.optimizer else optimizer,
-            buffers=gathered,
-            step=(min(layout.parallel.bucket, stepped) * MASTER_BYTES if _steps_alone(layout) else 0)
-            + cast_bytes(context.run, 0, stepped, casts=False)
-            + step_bytes(context, layout, kind, MASTER_BYTES),
-            host=HostBytes(weights=weights if offload.parameters else 0, optimizer=optimizer if offload.optimizer else 0),
+            host=bucket_host_bytes(context, optimizer, stepped, width.gradient) if on_host else HostBytes(),
         )
 
     def factors(self, context: CostContext, layout: Layout, kind: StageKind, *, expert: bool) -> FactorElements:
@@ -139,18 +107,16 @@ class NativeCosts(CostModel):
         self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
     ) -> int:
         """Whole gradients, which the data axis sums later; at ZeRO 3 those of this rank's rows."""
-        if not _is_sharded(layout):
+        if not is_sharded(layout):
             return super().summed_elements(context, layout, blocks, kind, copies, data)
-        place = None if data is None else layout.mesh.shard_rank(data, layout.shard_ranks)
-        return sum(
-            many * each.on_rank(layout.shard_ranks, place) for each, many in stage_rows(context, kind, layout.mesh) if each.copies == copies
-        )
+        rows = stage_rows(context, kind, layout.mesh)
+        return sum(many * elements_on_rank(each, layout, data) for each, many in rows if each.copies == copies)
 
     def summed_width(self, context: CostContext, layout: Layout) -> int:
-        return MASTER_BYTES if _is_sharded(layout) else super().summed_width(context, layout)
+        return stepped_width(context, layout)
 
     def tied_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, data: int | None) -> int:
-        if not _is_sharded(layout):
+        if not is_sharded(layout):
             return blocks.tied_gradient
         hidden = context.table.sizes["hidden"]
         place = None if data is None else layout.mesh.shard_rank(data, layout.shard_ranks)
@@ -170,17 +136,17 @@ class NativeCosts(CostModel):
         width = context.widths
         copied = 2 * width.weight * held.trained_parameters if layout.delay else 0
         if layout.parallel.offload.optimizer:
-            normed = elements_to_step(layout, held) * width.gradient / context.own_rates.memory
+            normed = elements_to_step(layout, held) * stepped_width(context, layout) / context.own_rates.memory
             return normed + self.host_seconds(context, layout, held)
         one_kernel = steps_in_one_kernel(context.run)
         # fully_shard's weights are float32, and cast when they are gathered
-        weight, gradient = (MASTER_BYTES, MASTER_BYTES) if _is_sharded(layout) else (width.weight, width.gradient)
+        weight, gradient = (MASTER_BYTES, MASTER_BYTES) if is_sharded(layout) else (width.weight, width.gradient)
         rounded = rounded_step_moves(context.run) if has_moments(context.run.optim) else None
         average, scales = average_bytes(context.run.optim), scale_share(context.run.optim)
         each: float = rounded or step_moves(weight, gradient, context.states - average + scales, one_kernel=one_kernel)
         each += 3 * average  # the stepped weight and the average are read, and this is written
-        if _steps_alone(layout):  # the mean and the narrow copy, and what the step together reads and writes beside them
-            each += (2 * MASTER_BYTES + weight + 3 * _outer_bytes(layout)) / layout.gradient_sync.every
+        if steps_alone(layout):  # the mean and the narrow copy, and what the step together reads and writes beside them
+            each += (2 * MASTER_BYTES + weight + 3 * outer_bytes(layout)) / layout.gradient_sync.every
         moved = elements_to_step(layout, held) * each
         if context.spared:  # of Adam's two states the second isn't there; an update is written, sent and read instead
             moved += matrices_to_step(layout, held) * 2 * (element_bytes(context.run) - context.spared)
@@ -188,7 +154,7 @@ class NativeCosts(CostModel):
 
     def host_step(self, context: CostContext, layout: Layout, held: StageElements) -> HostWork:
         """Pieces of buckets are copied, stepped and copied back in turn."""
-        return bucket_work(context, elements_to_step(layout, held))
+        return bucket_work(context, elements_to_step(layout, held), stepped_width(context, layout))
 
     def gradient_copies(self, context: CostContext, layout: Layout) -> Iterator[GradientCopies]:
         """None: the step copies the sums of gradients."""
@@ -202,7 +168,7 @@ class NativeCosts(CostModel):
         updates = _updates(run, micros)
         workers, every = worker_count(run.parallel, mesh, run.cluster.gpus), run.parallel.sync.every
         if run.parallel.zero == 3 and sharing_ranks(run, mesh, expert=False)[0] > 1:
-            yield from _stage3_terms(run, mesh, shards, 1 if gathers_once(run.parallel) else micros, averages=workers > 1)
+            yield from stage3_terms(run, mesh, shards, 1 if gathers_once(run.parallel) else micros, averages=workers > 1)
             return
         inner, servers = inner_ranks(run.parallel, mesh, run.cluster.gpus), server_count(run.parallel, mesh)
         for bucket in gradient_buckets(run, mesh, shards):
@@ -293,15 +259,6 @@ def _updates(run: Run, micros: int) -> int:
     return delay.updates(micros) if delay else 1
 
 
-def _steps_alone(layout: Layout) -> bool:
-    """Whether several workers step alone."""
-    return layout.worker_ranks < layout.mesh.size("data")
-
-
-def _outer_bytes(layout: Layout) -> int:
-    return outer_state_bytes(layout.parallel) if _steps_alone(layout) else 0
-
-
 def _scattered_elements(layout: Layout, held: StageElements) -> int:
     """Return the elements of a rank's shard of gradients that it sums with other ranks; no other has some experts."""
     experts = held.trained_experts if layout.expert_shard_ranks > 1 else 0
@@ -316,35 +273,3 @@ def _route_elements(layout: Layout, whole: int, stepped: int) -> int:
         part = (1 + sync.staleness) * stepped if sync.staleness else -(-min(sync.bucket, whole) // sync.servers)
         return (layout.mesh.size("data") - 1) * part
     return -(-whole // sync.inner) if sync.inner > 1 else 0
-
-
-def _is_sharded(layout: Layout) -> bool:
-    return layout.parallel.zero == 3 and layout.shard_ranks > 1
-
-
-def _stage3_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], rounds: int, *, averages: bool) -> Iterator[TrafficTerm]:
-    """fully_shard gathers each layer for forward and for backward, the ends of the model once for both; it pads each weight's rows. Owners
-    of the same rows sum them after the last micro-batch."""
-    width = widths(run)
-    often = f"at each of {rounds} micro-batches" if rounds > 1 else "once a step"
-    for expert in sorted({each.expert for each in shards}):
-        ranks, copies = sharing_ranks(run, mesh, expert=expert)
-        some = [each for each in shards if each.expert == expert]
-        sizes = [
-            (padded_elements(each.size, ranks), each.name.startswith(("layers.", "mtp.")), run.model.is_trained(each.name)) for each in some
-        ]
-        layers, whole = sum(size for size, layer, _ in sizes if layer), sum(size for size, *_ in sizes)
-        trained = sum(size for size, _, is_trained in sizes if is_trained)
-        again = 0 if gathers_once(run.parallel) else layers
-        kind = "experts" if expert else "weights"
-        if ranks > 1:
-            says = f"{kind}, {often}" + ", those of layers again in backward" * bool(again)
-            yield TrafficTerm(verb="all_gather", bytes=rounds * (whole + again) * width.weight, says=says)
-            says = f"gradients of {kind}, {often}, each padded to equal rows"
-            yield TrafficTerm(verb="reduce_scatter", bytes=rounds * trained * width.gradient, says=says)
-        if copies > 1:
-            yield TrafficTerm(verb="all_reduce", bytes=trained // ranks * width.gradient, says=f"{COPIED_SHARD}, once a step")
-        if averages:  # a rank may have fewer rows than the first
-            yield TrafficTerm(
-                verb="all_reduce", bytes=0, most=trained // ranks * MASTER_BYTES, every=run.parallel.sync.every, says=AVERAGED
-            )

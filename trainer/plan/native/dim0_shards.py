@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...spec.run import Parallel
 from ..axes.weight_slices import TensorCopies, WeightShard, weight_shard
 from ..costs.cost_context import CostContext
-from ..layout.layout import StageKind
+from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 
 
@@ -53,6 +53,15 @@ def stage_rows(context: CostContext, kind: StageKind, mesh: Mesh) -> tuple[tuple
         context.memo[key] = tuple((row, many) for some, many in (ends, layer) for row in _rows(context, some, mesh))
     found: tuple[tuple[WeightRows, int], ...] = context.memo[key]
     return found
+
+
+def elements_on_rank(weight: WeightRows, layout: Layout, data: int | None) -> int:
+    """Return the elements of a weight that the data-parallel rank `data` has at ZeRO 3; None: the rank with most. Experts are sharded over
+    those of its ranks that hold the same ones."""
+    mesh, group = layout.mesh, "expert_copies" if weight.expert else "data"
+    ranks = layout.expert_shard_ranks if weight.expert else layout.shard_ranks
+    number = data if data is None or not weight.expert else data // mesh.ep
+    return weight.on_rank(ranks, None if number is None else mesh.shard_rank(number, ranks, group))
 
 
 def _rows(context: CostContext, kind: StageKind, mesh: Mesh) -> Iterator[WeightRows]:

@@ -86,17 +86,18 @@ def step_moves(weight: int, gradient: int, states: float, *, one_kernel: bool) -
     return gradient + cast + 2 * (MASTER_BYTES + MASTER_BYTES + states) + copied
 
 
-def bucket_work(context: CostContext, stepped: int) -> HostWork:
-    """Return the step of a rank's `stepped` elements. Pieces of buckets are copied, stepped and copied back in turn; parts of them are cast
-    in a processor's cache. An average of the weights reads these once more."""
+def bucket_work(context: CostContext, stepped: int, gradient: int) -> HostWork:
+    """Return the step of a rank's `stepped` elements with gradients of so many bytes. Pieces of buckets are copied, stepped and copied back
+    in turn; parts of them are cast in a processor's cache. An average of the weights reads these once more."""
     width, average = context.widths, average_bytes(context.run.optim)
-    each = width.gradient + width.weight
+    each = gradient + width.weight
     moved = 2 * (MASTER_BYTES + context.states) + average + each
-    return HostWork(stepped * moved, stepped * width.gradient, stepped * width.weight, exposed=min(PIECE, stepped) * each)
+    return HostWork(stepped * moved, stepped * gradient, stepped * width.weight, exposed=min(PIECE, stepped) * each)
 
 
-def bucket_host_bytes(context: CostContext, optimizer: int, stepped: int) -> HostBytes:
-    """Return what is on the host beside `optimizer` bytes of states of `stepped` elements: gradients and weights of the pieces at hand."""
+def bucket_host_bytes(context: CostContext, optimizer: int, stepped: int, gradient: int) -> HostBytes:
+    """Return what is on the host beside `optimizer` bytes of states of `stepped` elements: gradients, of so many bytes, and weights of the
+    pieces at hand."""
     size = pinned_bytes if context.run.cluster.device.kind == "cuda" else int
-    width, piece = context.widths, min(PIECE, stepped)
-    return HostBytes(optimizer=optimizer, buffers=AT_HAND * sum(size(piece * each) for each in (width.gradient, width.weight)))
+    piece = min(PIECE, stepped)
+    return HostBytes(optimizer=optimizer, buffers=AT_HAND * sum(size(piece * each) for each in (gradient, context.widths.weight)))

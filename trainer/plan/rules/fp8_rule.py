@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...models.families import FAMILIES, is_made_by_transformers, op_table
+from ...models.ops.fp8 import is_cast_output
 from ...spec.run import PAPERS_NAME, Parallel, Run
 from ..axes import tp
 from ..costs.local_tensors import LocalTensors, block_split
@@ -23,7 +24,10 @@ def fp8_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRu
         if not op.in_fp8 or op.product is None:
             continue
         rows = local.count(op.product.rows, without="tp" if tp.split_style(op) else "")
-        sides = [("rows", rows), *(("columns", local.count(dims)) for dims in (op.product.inner, *op.product.outers))]
+        sides = [
+            ("rows", rows),
+            *(("columns", local.count(dims)) for dims in (op.product.inner, *filter(is_cast_output, op.product.outers))),
+        ]
         for noun, size in sides:
             if size % MULTIPLE:
                 says = f"train.precision=fp8 multiplies in blocks of {MULTIPLE}: {op.name} has {size} {noun} on a rank"

@@ -19,7 +19,6 @@ NONE_OF = {
     "expert_bias": False,
     "window": None,
     "dense_layers": 0,
-    "lora.rank": 0,
     "mtp.layers": 0,
 }
 
@@ -48,8 +47,6 @@ def hybrid_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
     if run.optim.mup is not None:
         says = f"optim.mup={run.optim.mup}: the rates of linear attention are not known to it"
         yield BrokenRule("hybrid", says, ((("optim.mup", None),),))
-    if run.train.precision == "fp8":
-        yield BrokenRule("hybrid", "train.precision=fp8: family hybrid has none", ((("train.precision", "bf16"),),))
 
 
 def hybrid_layout_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...models.families import is_made_by_transformers
 from ...spec.run import Model, Parallel, Run
-from ...spec.sections.lora import PEFT_TARGETS
+from ...spec.sections.lora import layers_of_target, target_of_layer
 from .broken_rule import BrokenRule
 
 NONE = (("model.lora.rank", 0),)
@@ -43,7 +43,12 @@ def _dropout_rule(run: Run) -> Iterator[BrokenRule]:
     model, none = run.model, (("model.lora.dropout", 0.0),)
     says = f"model.lora.dropout={model.lora.dropout:g} does not go with "
     if model.experts and (routed := sorted(model.lora_layers & {"gate", "up", "down"})):
-        rest = tuple(sorted(model.lora_layers - {"gate", "up", "down"})) or ("query", "value")
+        family, targets = model.family, model.lora.targets or ()
+        others = {target_of_layer(each, family) for each in model.lora_layers - set(routed)}
+        rest = tuple(sorted(each for each in targets or others if not {*layers_of_target(each, family)} & set(routed))) or (
+            "query",
+            "value",
+        )
         says += f"{', '.join(routed)} of routed experts, whose rows are sent without their tokens (PEFT refuses it too)"
         yield BrokenRule("lora", says, ((("model.lora.targets", rest),), none))
     elif run.train.compile:
@@ -63,4 +68,5 @@ def _is_there(target: str, model: Model) -> bool:
         case "k_proj" | "v_proj":
             return not is_latent
         case _:
-            return set(PEFT_TARGETS.get(target, (target,))) <= model.linear_layers
+            words = set(layers_of_target(target, model.family))
+            return bool(words & model.linear_layers) if model.family == "hybrid" else words <= model.linear_layers

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from math import gcd
 
 from ...models.families import is_made_by_transformers
+from ...models.ops.shared_ops import has_fused_core
+from ...spec.derived.document_kernel import takes_flash_attention_2, widest_head
 from ...spec.numbers.as_text import plural
 from ...spec.run import Parallel, Run
 from ...spec.sections.rope import ROPE_KEYS
@@ -64,11 +66,15 @@ def window_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 
 
 def window_layout_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """Ranks that gather keys compute whole attention only."""
-    if parallel.cp > 1 and parallel.cp_comm == "all_gather" and run.model.effective_window(run.train.seq):
-        says = f"parallel.cp={parallel.cp} does not compute model.window={run.model.window}, shorter than train.seq={run.train.seq}"
-        exchanged = (("parallel.cp_comm", "all_to_all"),)
-        yield BrokenRule("window", says, (exchanged, (("parallel.cp", 1),)))
+    """On a GPU ranks that gather keys compute a window by FlashAttention-2, or by separate kernels."""
+    model, device = run.model, run.cluster.device
+    if parallel.cp == 1 or parallel.cp_comm != "all_gather" or not model.effective_window(run.train.seq):
+        return
+    if device.kind == "cpu" or not has_fused_core(model, run.train) or takes_flash_attention_2(run):
+        return
+    size = f"heads of {widest_head(model)} elements in {run.train.precision}"
+    says = f"parallel.cp={parallel.cp} needs FlashAttention-2 for model.window={model.window}, and {device.name} does not run it on {size}"
+    yield BrokenRule("window", says, ((("parallel.cp_comm", "all_to_all"),), (("parallel.cp", 1),), (("train.attention", "math"),)))
 
 
 def exchanged_heads_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:

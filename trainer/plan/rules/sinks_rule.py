@@ -16,7 +16,7 @@ def sinks_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken
     model = run.model
     if not model.sinks or is_made_by_transformers(model):
         return
-    if parallel.cp > 1 and parallel.cp_comm == "all_gather" and not model.effective_window(run.train.seq):
+    if parallel.cp > 1 and parallel.cp_comm == "all_gather":
         says = f"parallel.cp={parallel.cp}: ranks that gather keys have no model.sinks"
         yield BrokenRule("sinks", says, ((("parallel.cp_comm", "all_to_all"),), (("parallel.cp", 1),)))
     if run.cluster.device.kind == "cpu" or not has_fused_core(model, run.train):

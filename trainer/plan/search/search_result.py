@@ -28,7 +28,7 @@ from .stage_boundaries import best_stages, with_stages
 
 LAYOUT_KEYS = ("cp_comm", "zero", "shard", "schedule", "chunks", "stages", "sequence", "recompute")
 OVERTAKERS = 3  # times the rows of an answer: the meshes whose best layout may be among them with better stages
-TERMS = ("compute", "exposed", "bubble", "optimizer")
+TERMS = ("compute", "exposed", "bubble", "optimizer", "host")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,6 @@ def merged_wire(wires: Sequence[Wire]) -> Wire:
     """The wires as one whose fields are arrays."""
     import numpy as np
 
-    known = all(wire.known for wire in wires)
+    known, by_gloo = all(wire.known for wire in wires), any(wire.by_gloo for wire in wires)
     numbers: dict[str, Any] = {name: np.array([getattr(wire, name) for wire in wires]) for name in ("size", "in_node", "rate", "hop")}
-    return Wire(**numbers, known=known)
+    return Wire(**numbers, by_gloo=by_gloo, known=known)

@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..layout.actions_without_flush import flush_actions, step_actions
-from ..layout.delay import Delay
 from ..layout.layout import Layout
 from ..layout.schedules import SCHEDULES, Schedule, part_of, stage_and_chunk
 from ..layout.simulate import TimedAction, simulate
+from ..layout.update_delay import Delay
 from ..layout_cost import in_flight
 from .step_costs import StepCosts
 from .timed_spans import NONE

@@ -121,7 +121,9 @@ KEYS = {
     "cluster.device.flash":         Key("share of peak that fused attention reaches at head_dim 128", null="a CPU's is measured"),
     "cluster.device.streaming":     Key("share of bandwidth that a kernel bound by memory reaches"),
     "cluster.device.launch":        Key("time that starting one kernel costs the device", "seconds"),
-    "cluster.device.dispatch":      Key("time that the host takes to issue one op or message: Python, autograd, launch", "seconds"),
+    "cluster.device.dispatch":      Key(
+        "time that the host takes to issue one op or message: Python, autograd, launch", "seconds", null="a CPU's is measured"
+    ),
     "cluster.device.context":       Key("memory that the driver takes for one process", "bytes"),
     "cluster.inside":               Key("the link between devices of a node", null="measured on a CPU, else not known"),
     "cluster.inside.bandwidth":     Key("rate inside a node, in one direction", "bytes/s per GPU"),

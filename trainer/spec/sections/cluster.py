@@ -26,8 +26,13 @@ class Device:
     flash: Share | None = 0.4
     streaming: Share = 0.8
     launch: NotNegative = 4e-6
-    dispatch: NotNegative = 60e-6
+    dispatch: NotNegative | None = 60e-6  # None: a CPU's, which is measured; until then nothing
     context: NotNegative = 0.0
+
+    @property
+    def dispatch_seconds(self) -> float:
+        """The seconds in which the host dispatches one operator."""
+        return self.dispatch or 0.0
 
     @property
     def product_share(self) -> float:

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from ..numbers.bounded import Below1, Count, LayerCount, Natural, NotNegative, Positive, PositiveShare
 from .initial_weights import InitialWeights
-from .lora import PEFT_TARGETS, Lora
+from .lora import LINEAR_LAYERS, Lora, layers_of_target
 from .mtp import Mtp
 from .rope import Rope
 from .router import Router
@@ -90,18 +90,30 @@ class Model:
 
     @property
     def linear_layers(self) -> frozenset[str]:
-        """The last words of the names of the linear layers in a layer of the model, but the router's."""
+        """The words by which `layer_word` names the linear layers in a layer or group of the model, but the router's."""
         words = {"query", "key", "value", "out", "up", "down"} | ({"gate"} if self.has_gate or self.experts else set())
         if self.family == "mla":
             words |= {"key_down", "rope_key"} | ({"query_down"} if self.q_lora_rank else set())
+        if self.family == "hybrid":
+            words |= {"query_gate", "shared_gate"} | (LINEAR_LAYERS if self.layers_in_group > 1 else set())
         return frozenset(words)
+
+    def layer_word(self, weight: str) -> str:
+        """Return the word that names the linear layer of a weight, by its name in a layer, a group or the model: the last one before
+        `.weight`. Of a hybrid's attention it says which of both attentions the layer has, and that a gate is attention's."""
+        *before, half, word = ("", *weight.removesuffix(".weight").split("."))
+        if self.family != "hybrid" or half != "attention":
+            return word
+        if int(before[-1]) + 1 < self.layers_in_group:
+            return f"linear_{word}"
+        return "query_gate" if word == "gate" else word
 
     @property
     def lora_layers(self) -> frozenset[str]:
         """Those of the linear layers to which LoRA adds a product."""
         if self.lora.targets is None:
             return self.linear_layers
-        words = {word for target in self.lora.targets for word in PEFT_TARGETS.get(target, (target,))}
+        words = {word for target in self.lora.targets for word in layers_of_target(target, self.family)}
         return self.linear_layers & words
 
     @property

@@ -12,13 +12,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .shard_groups import RowGroups, ShardGroups
 from .sharded_weights import local_rows
+from .weight_buckets import MASTER_DTYPE
 
 
 def shard_module(module: nn.Module, groups: RowGroups, compute: torch.dtype, reduced: torch.dtype, device: torch.device) -> None:
     """Shard the parameters of a module, which `keep_own_rows` made, by rows: each layer alone, and each module that predicts a further
     token, their experts apart, embedding and head together.
 
-    They are gathered in the type `compute`; gradients are summed in the type `reduced`.
+    They are gathered in the type `compute`; gradients are summed in the type `reduced`, and kept in float32 whatever the rows' type is.
     """
     own: dict[str, Any] = {name: getattr(parameter, "own_rows", None) for name, parameter in module.named_parameters()}
     mesh = _device_mesh(groups[False], device.type)
@@ -37,6 +38,26 @@ def shard_module(module: nn.Module, groups: RowGroups, compute: torch.dtype, red
         if isinstance(each, FSDPModule):
             each.set_gradient_divide_factor(1.0)  # the loss is the global batch's mean already
             each.set_force_sum_reduction_for_comms(True)
+    if any(each.dtype != MASTER_DTYPE for each in module.parameters()):
+        _keep_gradients_wide(module)
+
+
+def _keep_gradients_wide(module: nn.Module) -> None:
+    """Have fully_shard keep gradients in float32 where the rows that it gathers are narrower: else it casts each sum to their type."""
+    root: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    root._lazy_init()  # else the first forward does, which would read the rows' type again
+    for group in _parameter_groups(root):
+        group._orig_dtype = MASTER_DTYPE
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = MASTER_DTYPE
+
+
+def _parameter_groups(root: Any) -> Iterator[Any]:
+    """Yield fully_shard's groups of parameters of a module, given its state."""
+    for state in root._state_ctx.all_states:
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before it a state has one group at most
+        yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
 
 
 def _expert_parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -71,15 +92,13 @@ def sum_gradients(module: nn.Module, deferred: dict[nn.Parameter, Tensor]) -> No
     module.set_reshard_after_backward(True)
     module.set_requires_gradient_sync(True)
     root: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-    for state in root._state_ctx.all_states:
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before it a state has one group at most
-        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
-            for weight in group.fsdp_params:
-                if (gradient := deferred.pop(weight._unsharded_param, None)) is None:
-                    continue
-                if weight.unsharded_accumulated_grad is None:
-                    weight.unsharded_accumulated_grad = gradient
-                else:
-                    weight.unsharded_accumulated_grad += gradient
-            group.post_backward()
+    for group in _parameter_groups(root):
+        for weight in group.fsdp_params:
+            if (gradient := deferred.pop(weight._unsharded_param, None)) is None:
+                continue
+            if weight.unsharded_accumulated_grad is None:
+                weight.unsharded_accumulated_grad = gradient
+            else:
+                weight.unsharded_accumulated_grad += gradient
+        group.post_backward()
     root._root_post_backward_final_callback()

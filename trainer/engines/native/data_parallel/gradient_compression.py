@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....layers.counter_rng import normal_block
-from ....layers.group import Group
+from ....layers.rank_group import Group
 from ....plan.axes.powersgd_factors import MatrixStack, compressed_stack
 from ....plan.axes.weight_slices import WeightShard
 

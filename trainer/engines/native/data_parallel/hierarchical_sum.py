@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ....layers.group import Group
+from ....layers.rank_group import Group
 
 
 class HierarchicalSum:

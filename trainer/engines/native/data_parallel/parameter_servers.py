@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....layers.group import Group
+from ....layers.rank_group import Group
 from ....plan.layout.gradient_routes import server_ranks
 from ....plan.native.buckets import Bucket
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ....layers.group import Group
+from ....layers.rank_group import Group
 from ....parallel.process_groups import Grid
 from ....plan.layout.gradient_routes import server_count
 from ....spec.run import Run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from ....plan.axes.weight_slices import WeightShard
-from ....plan.native.buckets import BucketKind
+from ....plan.native.buckets import Bucket, BucketKind
 from ...rank_parameter import RankParameter
 from .shard_groups import RowGroups
 from .weight_buckets import MASTER_DTYPE, Piece
 
 
-def keep_own_rows(parameter: nn.Parameter, shard: WeightShard, groups: RowGroups) -> nn.Parameter:
-    """Return a parameter of the same shape without memory, which keeps this rank's rows of the values in float32 as `own_rows`."""
+def keep_own_rows(parameter: nn.Parameter, shard: WeightShard, groups: RowGroups, dtype: torch.dtype) -> nn.Parameter:
+    """Return a parameter of the same shape without memory, which keeps this rank's rows of the values in type `dtype` as `own_rows`."""
     group = groups[shard.expert].sharing
     assert group is not None
-    kept = nn.Parameter(torch.empty_like(parameter.data, dtype=MASTER_DTYPE, device="meta"), requires_grad=parameter.requires_grad)
+    kept = nn.Parameter(torch.empty_like(parameter.data, dtype=dtype, device="meta"), requires_grad=parameter.requires_grad)
     chunks = parameter.data.chunk(group.size)
     own = chunks[group.rank] if group.rank < len(chunks) else parameter.data[:0]
-    kept.own_rows = own.to(MASTER_DTYPE, copy=True)  # type: ignore[attr-defined]
+    kept.own_rows = own.to(dtype, copy=True)  # type: ignore[attr-defined]
     kept.is_expert = shard.expert  # type: ignore[attr-defined]
     return kept
 
@@ -52,14 +52,16 @@ def local_rows(sharded: Any) -> Tensor:
 
 
 class ShardedWeight:
-    """One weight, of which this rank has some rows in float32. It has what `WeightBucket` offers to the engine."""
+    """One weight, of which this rank has some rows in float32: those that fully_shard gathers, or with `on_host` others in the host's
+    memory. It has what `WeightBucket` offers to the engine."""
 
-    def __init__(self, row: RankParameter, kind: BucketKind, groups: RowGroups) -> None:
-        self.row, self.rows, self.kind = row, [row], kind
+    def __init__(self, row: RankParameter, kind: BucketKind, groups: RowGroups, *, on_host: bool) -> None:
+        self.row, self.rows, self.kind, self.on_host = row, [row], kind, on_host
         group = groups[row.shard.expert]
         self.sharing, self.copies = group.sharing, group.copies
         self._start = first_element(row, groups)
-        self.master = nn.Parameter(local_rows(row.parameter).view(-1), requires_grad=False)
+        stepped = self.own_weights.to("cpu", MASTER_DTYPE, copy=True) if on_host else self.own_weights
+        self.master = nn.Parameter(stepped, requires_grad=False)
 
     @property
     def pieces(self) -> Iterator[Piece]:
@@ -79,30 +81,41 @@ class ShardedWeight:
     @property
     def shard_gradient(self) -> Tensor:
         gradient = self.row.parameter.grad
-        return torch.zeros_like(self.master) if gradient is None else local_rows(gradient).view(-1)
+        return torch.zeros_like(self.own_weights, dtype=MASTER_DTYPE) if gradient is None else local_rows(gradient).view(-1)
 
     def own_gradient(self, parameter: nn.Parameter) -> Tensor:
         return self.shard_gradient
 
     @property
-    def compute_copy(self) -> None:
-        """None: what is gathered is cast from the float32 rows."""
+    def own_weights(self) -> Tensor:
+        """This rank's rows of the weight that forward gathers, flat."""
+        return local_rows(self.row.parameter).view(-1)
+
+    @property
+    def compute_copy(self) -> Tensor | None:
+        """This rank's rows of the weight that forward gathers; None where they are the float32 rows that are stepped."""
+        return self.own_weights if self.on_host else None
 
     def copy_master(self) -> None:
-        """Do nothing: what is gathered is cast from the float32 rows."""
+        """Give the stepped rows to those that forward gathers, as wide as these are."""
+        if (own := self.compute_copy) is not None:
+            own.copy_(self.master.data)
 
     def gather(self) -> None:
         """Do nothing: forward gathers the weight."""
 
     def held_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield "weights", self.master.data
+        yield "weights", self.own_weights
+        if self.on_host:
+            yield "host", self.master.data
         if self.row.parameter.grad is not None:
             yield "gradients", self.shard_gradient
 
 
-def sharded_weights(rows: Sequence[RankParameter], kinds: Mapping[str, BucketKind], groups: RowGroups) -> list[ShardedWeight]:
-    """Return this rank's rows of trained weights."""
-    return [ShardedWeight(row, kinds[row.name], groups) for row in rows if row.parameter.requires_grad]
+def sharded_weights(rows: Sequence[RankParameter], buckets: Sequence[Bucket], groups: RowGroups, *, on_host: bool) -> list[ShardedWeight]:
+    """Return this rank's rows of trained weights, whose kinds are those of `buckets`."""
+    kinds = {name: each.kind for each in buckets for name in each.names}
+    return [ShardedWeight(row, kinds[row.name], groups, on_host=on_host) for row in rows if row.parameter.requires_grad]
 
 
 def first_element(row: RankParameter, groups: RowGroups) -> int:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....layers.group import Group
+from ....layers.rank_group import Group
 from ....parallel.process_groups import Grid
 from ....plan.layout.workers import OUTER_MOMENTUM
 from ....plan.native.buckets import consecutive_groups

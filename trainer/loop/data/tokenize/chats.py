@@ -57,8 +57,10 @@ def chat_of(messages: Sequence[Message], template: ChatTemplate, turns: Literal[
 
 def read_messages(value: Any, key: str) -> list[Message]:
     """Return messages of roles and texts, of ShareGPT's form too; raises BadLine."""
-    if not isinstance(value, list) or not value:
-        raise BadLine(f"has no messages under {key} but {json.dumps(value)[:40]}")
+    if value == []:
+        raise BadLine(f"has an empty list under {key}: write its messages, or leave out the line")
+    if not isinstance(value, list):
+        raise BadLine(f"has {json.dumps(value)[:40]} under {key}, which is no list of messages")
     return [_read_message(each, key) for each in value]
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from distrain.tests.fakes.planned_memory import gpt, memory_of, run_of
 from distrain.trainer.plan.layout.actions_without_flush import flush_actions, step_actions
-from distrain.trainer.plan.layout.delay import Delay
 from distrain.trainer.plan.layout.schedule_of_run import VERTICAL_PIPEDREAM
 from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, Schedule, one_f_one_b, peak_in_flight
+from distrain.trainer.plan.layout.update_delay import Delay
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.changed_run import with_changes
 
@@ -60,6 +60,18 @@ def test_versions_are_those_of_the_papers() -> None:
     """PipeDream: stage s keeps p - s, with vertical sync all keep p; 2BW: two (arXiv:2006.09503 section 3.1)."""
     held = {name: [delay_of_row(row).versions_held(stage, 4) for stage in range(4)] for name, row in ROWS.items()}
     assert held == {"pipedream": [4, 3, 2, 1], "vertical": [4, 4, 4, 4], "pipedream_2bw": [2, 2, 2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vertical", "versions"),
+    [("pipedream", False, [4, 3, 2, 1]), ("pipedream", True, [4, 4, 4, 4]), ("pipedream_2bw", False, [2, 2, 2, 2])],
+)
+def test_a_plan_counts_the_weights_of_each_version(schedule: str, vertical: bool, versions: list[int]) -> None:
+    keys = {"parallel__pp": 4, "train__batch": 8, "train__precision": "fp32"}
+    run = run_of(gpt(8, 64, 4, tied=False), 4, **keys, parallel__schedule=schedule, parallel__vertical=vertical)
+    assert [each.bytes.weights for each in memory_of(run).stages] == [
+        many * 4 * each.parameters for many, each in zip(versions, memory_of(run).stages, strict=True)
+    ]
 
 
 def test_with_vertical_sync_a_micro_batch_meets_one_version_on_every_stage() -> None:

@@ -1,0 +1,30 @@
+"""Errors of YAML in plain words: where a file is wrong, what is wrong there, and how to write it."""
+
+from __future__ import annotations
+
+from yaml import Mark, MarkedYAMLError
+
+# A part of PyYAML's message: whether the place is where the construct began, what is wrong there, and the fix
+PLAIN_WORDS: tuple[tuple[str, bool, str, str], ...] = (
+    ("'\\t'", False, "the line begins with a tab", "indent with spaces"),
+    ("mapping values are not", False, "a second key in one value", "indent keys alike, a space after each colon; quote a text with `: `"),
+    ("expected ':'", True, "this is no `KEY: VALUE`", "write a colon and a space after the key"),
+    ("but found '-'", False, "a list entry stands where a key belongs", "indent the list below its key, or leave out `- `"),
+    ("expected <block end>", False, "the line does not fit those above it", "indent all keys of a section alike, and none below a value"),
+    ("unexpected end of stream", True, "a quote opens here and does not close", "close it"),
+    ("but got '{'", False, "${...} inside { } or [ ]", "put it in quotes"),
+    ("expected ',' or '}'", True, "a { opens here and does not close", "close it, and put commas between its keys"),
+    ("expected ',' or ']'", True, "a [ opens here and does not close", "close it, and put commas between its entries"),
+    ("found duplicate key", False, "", "keep one"),
+    ("found another document", False, "a second document begins", "leave out the line ---"),
+)  # fmt: skip
+
+
+def yaml_problem(error: MarkedYAMLError) -> tuple[Mark | None, str, str]:
+    """Return where a file is not YAML, what is wrong, and a fix or an empty text."""
+    found = error.problem or "this is not YAML"
+    for words, is_at_begin, says, mend in PLAIN_WORDS:
+        if words in found:
+            begin = error.context_mark if is_at_begin else None
+            return begin or error.problem_mark or error.context_mark, says or found, mend
+    return error.problem_mark or error.context_mark, found, ""
