@@ -19,7 +19,7 @@ from distrain.trainer.models.ops.lora import without_lora  # noqa: E402
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
 from distrain.trainer.plan.mesh_position import mesh_position  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
-from distrain.trainer.spec.sections.lora import Lora  # noqa: E402
+from distrain.trainer.spec.sections.lora import Lora, LoraTarget  # noqa: E402
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import PoolJob, RankPool
@@ -157,11 +157,20 @@ def test_the_gradients_of_a_and_b_follow_from_those_of_the_weights_that_they_are
         torch.testing.assert_close(of_lora[f"{target}.lora_b.weight"], 2 * a.mT @ gradient, rtol=1e-9, atol=1e-12)
 
 
-OF_HYBRIDS = ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "shared_expert_gate")
+OF_HYBRIDS: tuple[LoraTarget, ...] = (
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "out_proj",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "shared_expert_gate",
+)
 
 
 @pytest.mark.parametrize("target", OF_HYBRIDS)
-def test_every_addition_of_a_hybrid_drops_its_input_in_training(target: str) -> None:
+def test_every_addition_of_a_hybrid_drops_its_input_in_training(target: LoraTarget) -> None:
     run = run_of("hybrid", model__lora=Lora(rank=3, alpha=6.0, dropout=0.3, targets=(target,)))
     module, (tokens, labels) = module_of(run), batch_of(run)
     keys = dropout_keys(7, 3, torch.arange(tokens.shape[0]), torch.arange(tokens.shape[1]))
