@@ -20,7 +20,7 @@ from distrain.trainer.models.ops.lora import without_lora  # noqa: E402
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
 from distrain.trainer.plan.mesh_position import mesh_position  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
-from distrain.trainer.spec.sections.lora import Lora  # noqa: E402
+from distrain.trainer.spec.sections.lora import Lora, LoraTarget  # noqa: E402
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import PoolJob, RankPool
@@ -168,11 +168,20 @@ def test_every_product_of_a_hybrid_but_the_routers_has_additions() -> None:
     }
 
 
-OF_HYBRIDS = ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "shared_expert_gate")
+OF_HYBRIDS: tuple[LoraTarget, ...] = (
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "out_proj",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "shared_expert_gate",
+)
 
 
 @pytest.mark.parametrize("target", OF_HYBRIDS)
-def test_every_addition_of_a_hybrid_drops_its_input_in_training(target: str) -> None:
+def test_every_addition_of_a_hybrid_drops_its_input_in_training(target: LoraTarget) -> None:
     run = run_of("hybrid", model__lora=Lora(rank=3, alpha=6.0, dropout=0.3, targets=(target,)))
     module, (tokens, labels) = module_of(run), batch_of(run)
     keys = dropout_keys(7, 3, torch.arange(tokens.shape[0]), torch.arange(tokens.shape[1]))
