@@ -436,6 +436,8 @@ BROKEN: list[tuple[Keys, str]] = [
          "set parallel.cp=1")),
     ({"cluster.device.memory": "auto"},
         "cluster.device.memory=auto: the memory of A100 is not known: set it in bytes"),
+    ({"cluster.device.memory": 80.0},
+        "cluster.device.memory=80 is 80 bytes: write it as 80e9 or 80GB"),
 ]
 # fmt: on
 

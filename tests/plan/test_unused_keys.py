@@ -16,6 +16,7 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.unused_keys import IDLE, READ, RULE, default
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
+from distrain.trainer.spec.sections.lora import Lora
 
 DEVICE = Device(name="A100", memory=80e9, bandwidth=2e12, peak={"bf16": 312e12})
 LINK = Link(bandwidth=300e9, latency=5e-6)
@@ -253,6 +254,17 @@ def test_fit_warns_of_a_sink_whose_package_is_missing_before_it_starts(monkeypat
     assert [str(each) for each in start_warnings(run, make_plan(run)) if each.rule != "data"] == [
         "log.sinks names wandb, which is not installed: nothing is logged there: pip install wandb"
     ]
+
+
+def test_fit_warns_where_additions_train_beside_random_weights() -> None:
+    """And where preferences have a random reference; not where published weights are named."""
+    says = "begins with weights that are drawn at random: set model.weights to a folder"
+    lora = replace(RUN, model=replace(RUN.model, lora=Lora(rank=4)))
+    assert [str(each) for each in start_warnings(lora, make_plan(lora)) if each.rule == "weights"] == [f"model.lora.rank=4 {says}"]
+    pairs = load_recipe("llama3_70b_dpo", ["model.weights=null"])
+    assert [str(each) for each in start_warnings(pairs, make_plan(pairs)) if each.rule == "weights"] == [f"data=preferences {says}"]
+    named = replace(lora, model=replace(lora.model, weights="folder"))
+    assert [each for each in start_warnings(named, make_plan(named)) if each.rule == "weights"] == []
 
 
 def test_fit_warns_of_a_gradient_copy_that_no_engine_keeps() -> None:

@@ -68,13 +68,19 @@ def schedule_problem(run: Run, engine: str | None, deepspeed: str) -> Problem | 
 
 
 def start_warnings(run: Run, plan: Plan) -> Iterator[Problem]:
-    """Warn of keys that do nothing in this run, of random tokens, and of log sinks whose package is missing."""
+    """Warn of keys that do nothing in this run, of random tokens, of random weights where published ones are meant, and of log sinks whose
+    package is missing."""
     yield from (each for each in plan.warnings if each.rule in (UNUSED_KEY_RULE, "recompute"))
     if run.optim.gradient_copy:
         says = "optim.gradient_copy=true is in the plan, but no engine here keeps such a copy"
         yield Problem(rule=UNUSED_KEY_RULE, says=says, mend="set optim.gradient_copy=false")
     if run.data.name == "synthetic":
         yield Problem(rule="data", says="data=synthetic: tokens are drawn at random", mend="choose data=NAME to train on text")
+    meant = (
+        f"model.lora.rank={run.model.lora.rank}" if run.model.lora.rank else "data=preferences" if run.data.name == "preferences" else ""
+    )
+    if meant and run.model.weights is None:
+        yield Problem(rule="weights", says=f"{meant} begins with weights that are drawn at random", mend="set model.weights to a folder")
     for sink in run.log.sinks:
         if sink in SINK_PACKAGES and find_spec(SINK_PACKAGES[sink]) is None:
             says = f"log.sinks names {sink}, which is not installed: nothing is logged there"

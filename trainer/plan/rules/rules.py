@@ -42,6 +42,7 @@ from .value_rules import folders_rule, pairs_rule, plannable_ranks_rule, rates_r
 
 EXAMPLES = {"mla": "deepseek_v3", "hybrid": "qwen3_next_80b"}  # of models of families that need more keys
 MOST_SMALLER = 16  # smaller degrees of an axis that are tried
+LEAST_MEMORY = 1e6  # bytes: no device has fewer
 
 
 def names_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
@@ -284,11 +285,14 @@ def offload_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Brok
 
 
 def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """The memory of the device is a number by the time a plan is made."""
-    if run.cluster.device.memory == "auto":
+    """The memory of the device is a number by the time a plan is made, and no number of GB."""
+    memory = run.cluster.device.memory
+    if memory == "auto":
         yield BrokenRule(
             "device", f"cluster.device.memory=auto: the memory of {run.cluster.device.name} is not known", fix="set it in bytes"
         )
+    elif memory < LEAST_MEMORY:
+        yield BrokenRule("device", f"cluster.device.memory={memory:g} is {memory:g} bytes", fix="write it as 80e9 or 80GB")
 
 
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
