@@ -49,12 +49,12 @@ MESSAGES: list[tuple[str, str]] = [
     ("lora_dropout=0.1", "no key lora_dropout: write model.lora.dropout=0.1 (of A's inputs)"),
     ("model.lora.targets=all-linear",
         ("model.lora.targets=all-linear is not a list, each one of query, key, value, out, gate, up, down, q_proj, k_proj, v_proj, o_proj, "
-        "gate_proj, up_proj, down_proj, q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj: leave it out: model.lora.targets=null, the "
-        "default, is all linear layers but routers")),
+        "gate_proj, up_proj, down_proj, q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, in_proj_qkvz, in_proj_ba, out_proj, "
+        "shared_expert_gate: leave it out: model.lora.targets=null, the default, is all linear layers but routers")),
     ("model.lora.targets=[all]",
         ("model.lora.targets=[all] is not a list, each one of query, key, value, out, gate, up, down, q_proj, k_proj, v_proj, o_proj, "
-        "gate_proj, up_proj, down_proj, q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj: leave it out: model.lora.targets=null, the "
-        "default, is all linear layers but routers")),
+        "gate_proj, up_proj, down_proj, q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, in_proj_qkvz, in_proj_ba, out_proj, "
+        "shared_expert_gate: leave it out: model.lora.targets=null, the default, is all linear layers but routers")),
     ("assistant_only_loss=true", "no key assistant_only_loss: data=pairs trains on completions and assistant turns alone"),
     ("bf16=true", "no key bf16: write train.precision=bf16"),
     ("bf16=false", "no key bf16: write train.precision=VALUE"),
