@@ -47,7 +47,7 @@ def key_lines(keys: Sequence[KeyHelp], style: Style) -> list[str]:
     for row in keys:
         unit = f" ({row.unit})" if row.unit else ""
         default = row.default if row.default == REQUIRED else f"default {row.default}"
-        null = f": {row.null}" if row.null else ""
+        null = f"{'' if row.default == 'null' else '; null'}: {row.null}" if row.null else ""
         first, *more = wrap(f"{row.key}  {row.takes}{unit}; {default}{null}")
         found += [first.replace(row.key, style.paint(row.key, "bold"), 1), *more, *wrap(row.says, indent="    ")]
     return found

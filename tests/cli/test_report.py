@@ -90,6 +90,13 @@ def test_the_page_of_a_run_is_plain_text_of_page_width(trained_run: Path, capsys
         assert f"  {kind} " in out
 
 
+def test_the_planned_parts_of_a_step_add_up_to_it(trained_run: Path) -> None:
+    planned = {row.name: row.planned or 0.0 for row in read_measured_run(trained_run).time}
+    parts = sum(planned[name] for name in ("data", "forward and backward", "optimizer step"))
+    assert parts == pytest.approx(planned["step"], rel=1e-9)
+    assert parts > 0
+
+
 def test_the_report_has_checkpoints_validation_and_every_step_of_both_attempts(trained_run: Path) -> None:
     found = read_measured_run(trained_run)
     assert found.saved == (6, 12)

@@ -259,7 +259,8 @@ def _ranks_of_stage(plan: Mapping[str, Any], counted: Mapping[str, Any], stage: 
 
 
 def _time(plan: Mapping[str, Any], run: Mapping[str, Any], rows: Rows) -> Iterator[PlannedMeasured]:
-    """Seconds of a step and its parts. ZeRO 1 and 2 gather weights in the optimizer step; all other traffic is in the passes."""
+    """Seconds of a step and its parts. ZeRO 1 and 2 gather weights in the optimizer step, during which the host does what it does once a
+    step; all other traffic is in the passes."""
     yield PlannedMeasured(
         name="step", unit="seconds", planned=finite_number(nested_value(plan, "time", "step")), measured=_median(rows, "seconds")
     )
@@ -274,7 +275,7 @@ def _time(plan: Mapping[str, Any], run: Mapping[str, Any], rows: Rows) -> Iterat
     if None not in parts:
         compute, exposed, bubble, optimizer = (each or 0.0 for each in parts)
         planned["forward and backward"] = compute + exposed + bubble - late
-        planned["optimizer step"] = optimizer + late
+        planned["optimizer step"] = optimizer + late + (finite_number(nested_value(plan, "time", "host")) or 0.0)
     forward, backward = _median(rows, "seconds_forward"), _median(rows, "seconds_backward")
     passes = forward + backward if forward is not None and backward is not None else None
     found = {"data": _median(rows, "seconds_data"), "forward and backward": passes, "optimizer step": _median(rows, "seconds_step")}
