@@ -45,7 +45,7 @@ def _gpu_device(gpu: Mapping[str, Any], read_device: ReadDevice) -> dict[str, An
 
 def fill_cpu_rates(config: Mapping[str, Any]) -> None:
     """Fill in the measured rates of this machine's CPU, divided among its processes, and the shares of its peak that training reaches in
-    the run's precision. Of more processes than cores each takes turns in Python and in messages too.
+    the run's precision. With more processes than cores, Python and messages slow down in proportion too.
 
     Values in the recipe stay, and where it states a peak, that is what training reaches.
     """

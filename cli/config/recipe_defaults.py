@@ -70,7 +70,7 @@ def device_figures(config: DictConfig) -> list[str]:
 
 def drop_device_figures(config: DictConfig, choice: Override, before: DictConfig) -> None:
     """Leave a cluster's figures of one device out of a config where the chosen device is another than that of the config `before`."""
-    if OmegaConf.select(config, "cluster.device.name") == OmegaConf.select(before, "cluster.device.name"):
+    if OmegaConf.select(before, "cluster.device.name") in (None, OmegaConf.select(config, "cluster.device.name")):
         return
     dropped = [name for name in device_figures(config) if config.cluster[name] == OmegaConf.select(before, f"cluster.{name}")]
     for name in dropped:

@@ -8,7 +8,7 @@ from yaml import Mark, MarkedYAMLError
 PLAIN_WORDS: tuple[tuple[str, bool, str, str], ...] = (
     ("'\\t'", False, "the line begins with a tab", "indent with spaces"),
     ("mapping values are not", False, "a second key in one value", "indent keys alike, a space after each colon; quote a text with `: `"),
-    ("expected ':'", True, "this is no `KEY: VALUE`", "write a colon and a space after the key"),
+    ("expected ':'", True, "this is not `KEY: VALUE`", "write a colon and a space after the key"),
     ("but found '-'", False, "a list entry stands where a key belongs", "indent the list below its key, or leave out `- `"),
     ("expected <block end>", False, "the line does not fit those above it", "indent all keys of a section alike, and none below a value"),
     ("unexpected end of stream", True, "a quote opens here and does not close", "close it"),
@@ -20,11 +20,32 @@ PLAIN_WORDS: tuple[tuple[str, bool, str, str], ...] = (
 )  # fmt: skip
 
 
-def yaml_problem(error: MarkedYAMLError) -> tuple[Mark | None, str, str]:
-    """Return where a file is not YAML, what is wrong, and a fix or an empty text."""
+def yaml_problem(error: MarkedYAMLError, text: str) -> tuple[Mark | None, str, str]:
+    """Return where a file of this text is not YAML, what is wrong, and a fix or an empty text."""
     found = error.problem or "this is not YAML"
+    if (line := _line_problem(error, found, text)) is not None:
+        return error.problem_mark, *line
     for words, is_at_begin, says, mend in PLAIN_WORDS:
         if words in found:
             begin = error.context_mark if is_at_begin else None
             return begin or error.problem_mark or error.context_mark, says or found, mend
     return error.problem_mark or error.context_mark, found, ""
+
+
+def _line_problem(error: MarkedYAMLError, found: str, text: str) -> tuple[str, str] | None:
+    """Return what is wrong in the middle of a line, and a fix; None where the line does not tell."""
+    lines, at, begin = text.splitlines(), error.problem_mark, error.context_mark
+    if at is None or at.line >= len(lines):
+        return None
+    before = lines[at.line][: at.column]
+    if "but got '{'" in found:
+        return (
+            None
+            if lines[at.line][: at.column + 1].endswith("${")
+            else ("a comma is missing before this {", "put commas between the entries")
+        )
+    if "expected ',' or " in found and begin is not None and begin.line == at.line:
+        return "a comma is missing before this", "put commas between the entries"
+    if "but found '<scalar>'" in found and before.rstrip().endswith(("'", '"')):
+        return "text stands behind a quoted value", "put all of it inside the quotes"
+    return None

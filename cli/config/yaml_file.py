@@ -90,7 +90,7 @@ def _read(file: Path) -> DictConfig | ListConfig:
     except ReaderError as error:
         raise _unreadable_error(f"{file} contains the character {chr(error.character)!r}", "remove it: YAML is plain text") from None
     except MarkedYAMLError as error:
-        mark, says, mend = yaml_problem(error)
+        mark, says, mend = yaml_problem(error, text)
         where = f"{file}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(file)
         raise _unreadable_error(f"{where}: {says}", mend) from None
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, AssertionError) as error:

@@ -39,7 +39,6 @@ DIMS: dict[str, tuple[int, ...]] = {
 # fmt: on
 PATHS = ("path", "folder", "name", "file")
 AXES = ("dp", "cp", "pp", "ep", "tp")
-ROUNDINGS = {"ceil": "floor", "floor": "ceil"}
 
 Replacements = Iterator[ast.AST]
 Parents = Sequence[ast.AST]  # of a node, the nearest first
@@ -142,8 +141,8 @@ def term(node: ast.AST, parents: Parents) -> Replacements:
 
 def rounding(node: ast.AST, parents: Parents) -> Replacements:
     """A quotient that is rounded down instead of up, or up instead of down."""
-    if isinstance(node, ast.Call) and last_name(node.func) in ROUNDINGS and isinstance(node.func, ast.Name):
-        yield _replace_fields(node, func=ast.Name(ROUNDINGS[node.func.id], ast.Load()))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ceil":  # of what is not negative
+        yield _replace_fields(node, func=ast.Name("int", ast.Load()))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
         if isinstance(node.left, ast.UnaryOp) and isinstance(node.left.op, ast.USub):  # -(-a // b): a / b rounded up
             yield _replace_fields(

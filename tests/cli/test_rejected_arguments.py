@@ -157,8 +157,11 @@ FILES: list[tuple[str, list[str]]] = [
         "train: {steps: 1\nname: x\n",
         ["FILE, line 1, column 8: a { opens here and does not close: close it, and put commas between its keys"],
     ),
+    ("model: {hidden: 64 layers: 2}\n", ["FILE, line 1, column 26: a comma is missing before this: put commas between the entries"]),
+    ("model: {hidden: 64 {a: 1}}\n", ["FILE, line 1, column 20: a comma is missing before this {: put commas between the entries"]),
+    ('name: "x" 3\n', ["FILE, line 1, column 11: text stands behind a quoted value: put all of it inside the quotes"]),
     ("name: 'x\ntrain:\n  steps: 1\n", ["FILE, line 1, column 7: a quote opens here and does not close: close it"]),
-    ("train:\n  seq: 2\n  steps:1\n", ["FILE, line 3, column 3: this is no `KEY: VALUE`: write a colon and a space after the key"]),
+    ("train:\n  seq: 2\n  steps:1\n", ["FILE, line 3, column 3: this is not `KEY: VALUE`: write a colon and a space after the key"]),
     (
         "train:\n steps: 5\n   seq: 4\n",
         ["FILE, line 3, column 7: a second key in one value: indent keys alike, a space after each colon; quote a text with `: `"],

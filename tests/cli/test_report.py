@@ -1,6 +1,7 @@
 """`distrain report` on real runs: the plan agrees with the counted bytes, and the page shows both."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,14 @@ def test_the_page_of_a_run_is_plain_text_of_page_width(trained_run: Path, capsys
         assert f"  {kind} " in out
 
 
-def test_the_planned_parts_of_a_step_add_up_to_it(trained_run: Path) -> None:
-    planned = {row.name: row.planned or 0.0 for row in read_measured_run(trained_run).time}
+def test_the_planned_parts_of_a_step_add_up_to_it(trained_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained_run, folder)
+    plan = make_plan(load_recipe("gpt2_124m"))  # of devices whose rates are stated
+    assert plan.time is not None
+    assert plan.time.host > 0
+    (folder / "plan.json").write_bytes(encoder.encode(plan))
+    planned = {row.name: row.planned or 0.0 for row in read_measured_run(folder).time}
     parts = sum(planned[name] for name in ("data", "forward and backward", "optimizer step"))
     assert parts == pytest.approx(planned["step"], rel=1e-9)
     assert parts > 0

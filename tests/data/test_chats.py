@@ -269,7 +269,7 @@ WRONG: dict[str, tuple[Any, list[Any], dict[str, Any], str]] = {
         "AT/a.jsonl line 1 holds messages, but data.tokenizer=bytes has no chat template: name a tokenizer that has one"),
     "no answer": (CHATML, [{"messages": say("a")}], {},
         "AT/a.jsonl line 1 has no message of role assistant, so nothing of it would be trained"),
-    "no list": (CHATML, [{"messages": "a"}], {}, 'AT/a.jsonl line 1 has "a" under messages, which is no list of messages'),
+    "no list": (CHATML, [{"messages": "a"}], {}, 'AT/a.jsonl line 1 has "a" under messages, which is not a list of messages'),
     "an empty list": (CHATML, [{"messages": []}], {},
         "AT/a.jsonl line 1 has an empty list under messages: write its messages, or leave out the line"),
     "no content": (CHATML, [{"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}], {},

@@ -436,8 +436,11 @@ BROKEN: list[tuple[Keys, str]] = [
          "set parallel.cp=1")),
     ({"cluster.device.memory": "auto"},
         "cluster.device.memory=auto: the memory of A100 is not known: set it in bytes"),
-    ({"cluster.device.memory": 80.0},
-        "cluster.device.memory=80 is 80 bytes: write it as 80e9 or 80GB"),
+    ({"cluster.device.memory": 24.0},
+        "cluster.device.memory=24 is 24 bytes: write it as 24e9 or 24GB"),
+    ({"cluster.device.dispatch": None},
+        ("cluster.device.dispatch=null: how long the host takes to issue one op is measured of CPUs only: "
+         "set cluster.device.dispatch=6e-05")),
 ]
 # fmt: on
 

@@ -105,10 +105,11 @@ def test_a_recipe_that_exchanges_heads_is_proved_so() -> None:
     assert written_choices(run) == ("parallel.cp_comm=all_to_all",)
 
 
-def test_layouts_of_a_model_with_a_window_exchange_heads_where_ranks_share_a_sequence() -> None:
-    for window, exchanges in (("null", False), ("4", True)):
-        run = load_recipe("quickstart", [*TINY[1:], f"model.window={window}"])
-        assert {each.all_to_all for each in candidates(run) if each.cp > 1} == {exchanges}
+def test_layouts_of_a_model_with_a_window_gather_keys_and_exchange_heads_where_ranks_share_a_sequence() -> None:
+    """Attention computes a window in another way with either. With sinks ranks that gather keys are refused."""
+    for words, exchanges in ((["model.window=null"], {False}), (["model.window=4"], {False, True}), (["model.sinks=true"], {True})):
+        run = load_recipe("quickstart", [*TINY[1:], *words])
+        assert {each.all_to_all for each in candidates(run) if each.cp > 1} == exchanges
         assert not any(each.all_to_all for each in candidates(run) if each.cp == 1)
 
 

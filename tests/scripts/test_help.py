@@ -11,7 +11,7 @@ import pytest
 from distrain.scripts.show_help import show_help
 
 ROOT = Path(__file__).parents[2]
-PROCESSES = {"staged_ranks.py", "warm_process.py", "optimizer_step.py", "trace_process.py"}  # that a script starts
+PROCESSES = {"staged_ranks.py", "warm_process.py", "optimizer_step.py", "host_step.py", "trace_process.py"}  # that a script starts
 PROGRAMS = [
     each for each in sorted((ROOT / "scripts").rglob("*.py")) if '__name__ == "__main__"' in each.read_text() and each.name not in PROCESSES
 ]

@@ -236,7 +236,7 @@ def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
         state_grad = state_grad * ends[:, :, :, at] + query[:, :, :, at].mT @ own - parts.old_key[:, :, :, at].mT @ new
     del grad, states, written, state, own, new  # views hold what they are of
     key_side = (key_grad * key).sum(-1)
-    key_side[..., -1] = 0  # what is written last does not decay: here and below terms that cancel are left out, not rounded
+    key_side[..., -1] = 0  # what is written last does not decay; the diagonal below cancels too: both are left out, not rounded
     total_grad = (query_grad * query).sum(-1).sub_(key_side)
     total_grad[..., -1] += key_side.sum(-1) + ends_grad * ends[..., 0, 0]
     del query, key

@@ -49,8 +49,10 @@ def _values_of_kernel(op: Op, run: Run) -> tuple[Tensor, ...]:
     window's blocks, and what our products in fp8 cast, are saved apart in any case; a frozen product saves no input."""
     model, values = run.model, Tensor(TOKENS + QUERY)
     is_fused = op.product is not None and op.product.fused and not model.dropout
-    has_frozen_output = model.lora.rank > 0 and ("out" not in model.lora_layers or model.lora.dropout > 0)
-    if not is_fused or values in op.saves_torch or (has_frozen_output and model.family != "hybrid"):  # whose gate saves its input
+    output_saves_no_input = model.lora.rank > 0 and ("out" not in model.lora_layers or model.lora.dropout > 0)
+    if (
+        not is_fused or values in op.saves_torch or (output_saves_no_input and model.family != "hybrid")
+    ):  # a hybrid's gate saves it as its own input
         return ()
     return (Tensor(("core_tokens" if has_whole_windows(run) else "unwindowed_tokens", "batch", *_dims_in_core(QUERY))),)
 

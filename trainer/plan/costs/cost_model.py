@@ -192,8 +192,8 @@ class CostModel:
         return seconds + (once + each * tensors) * context.rates.dispatch
 
     def step_operators(self, layout: Layout) -> tuple[float, float]:
-        """Return what the host of a CPU does in the optimizer's step beside what it moves, in operators: once, and for each tensor. Here
-        that of torch's own optimizer over flat tensors, by the processor's seconds of models of two sizes that compute next to nothing."""
+        """Return what the host of a CPU does in the optimizer's step beside what it moves, in operators: once, and for each tensor.
+        These figures were fitted to torch's optimizer over flat tensors, from CPU seconds of two tiny models."""
         return 25, 0.3
 
     def host_seconds(self, context: CostContext, layout: Layout, held: StageElements) -> float:

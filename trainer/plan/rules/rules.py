@@ -285,14 +285,17 @@ def offload_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Brok
 
 
 def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """The memory of the device is a number by the time a plan is made, and no number of GB."""
-    memory = run.cluster.device.memory
+    """The memory of the device is a number by the time a plan is made, and not one of GB; what the host of a GPU takes is stated."""
+    memory, device = run.cluster.device.memory, run.cluster.device
+    if device.kind == "cuda" and device.dispatch is None:
+        says = "cluster.device.dispatch=null: how long the host takes to issue one op is measured of CPUs only"
+        yield BrokenRule("device", says, ((("cluster.device.dispatch", 6e-5),),))
     if memory == "auto":
         yield BrokenRule(
             "device", f"cluster.device.memory=auto: the memory of {run.cluster.device.name} is not known", fix="set it in bytes"
         )
     elif memory < LEAST_MEMORY:
-        yield BrokenRule("device", f"cluster.device.memory={memory:g} is {memory:g} bytes", fix="write it as 80e9 or 80GB")
+        yield BrokenRule("device", f"cluster.device.memory={memory:g} is {memory:g} bytes", fix=f"write it as {memory:g}e9 or {memory:g}GB")
 
 
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.

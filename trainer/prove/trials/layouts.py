@@ -169,21 +169,22 @@ NATIVE_LAYOUTS = (  # of engine native: the data axis, weight gradients apart, t
 EACH_AXIS = tuple(ProveLayout(**dict.fromkeys((AXES[axis].within or axis, axis), 2)) for axis in PROVED_AXES)  # type: ignore[arg-type]
 
 
-def all_layouts(ranks: int, *, experts: bool = False, windows: bool = False) -> Iterator[ProveLayout]:
+def all_layouts(ranks: int, *, experts: bool = False, all_to_all: Sequence[bool] = (False,)) -> Iterator[ProveLayout]:
     """Yield every layout of at most `ranks` ranks that trains the curve of one process, its degrees powers of two, smallest first; with
-    `experts`, also with ep > 1. Those that another engine trains and `native` runs too are there once for each. `windows`: context ranks
-    exchange tokens for heads, where they would gather keys else."""
+    `experts`, also with ep > 1. Those that another engine trains and `native` runs too are there once for each. `all_to_all`: whether
+    context ranks exchange tokens for heads; each is another layout, whose attention computes windows in another way."""
     degrees = [2**power for power in range(ranks.bit_length()) if 2**power <= ranks]
     axes = [axis for axis in PROVED_AXES if AXES[axis].within is None]
     meshes = (mesh for mesh in product(degrees, repeat=len(axes)) if 1 < prod(mesh) <= ranks)
     for mesh in sorted(meshes, key=lambda mesh: (prod(mesh), mesh)):
         degrees_of_mesh = dict(zip(axes, mesh, strict=True))
-        whole = ProveLayout(**degrees_of_mesh, all_to_all=windows and degrees_of_mesh["cp"] > 1)
+        whole = ProveLayout(**degrees_of_mesh)
         expert_degrees = [each for each in degrees if each <= whole.dp] if experts else [1]
         stages = ZERO_STAGES if whole.dp * whole.cp > 1 else ZERO_STAGES[:1]
         schedules = FLUSHING_SCHEDULES if whole.pp > 1 else FLUSHING_SCHEDULES[:1]
-        for ep, zero, sequence, schedule in product(expert_degrees, stages, (False, True) if whole.tp > 1 else (False,), schedules):
-            layout = replace(whole, ep=ep, zero=zero, sequence=sequence, schedule=schedule)
+        sequences, exchanges = (False, True) if whole.tp > 1 else (False,), all_to_all if whole.cp > 1 else (False,)
+        for ep, zero, sequence, schedule, exchange in product(expert_degrees, stages, sequences, schedules, exchanges):
+            layout = replace(whole, ep=ep, zero=zero, sequence=sequence, schedule=schedule, all_to_all=exchange)
             yield layout
             if not is_native(layout) and _runs(ENGINES[NATIVE_ENGINE], layout):
                 yield replace(layout, engine=NATIVE_ENGINE)

@@ -157,7 +157,11 @@ def candidates(recipe: Run) -> tuple[ProveLayout, ...]:
     """Every layout that this machine has ranks for, the recipe's own among them, and none twice on the same engine."""
     own, limit = recipe_layout(recipe), rank_limit(recipe)
     windows = recipe.model.effective_window(recipe.train.seq) is not None
-    layouts = (*all_layouts(limit, experts=recipe.model.experts > 0, windows=windows), *([own] if own and own.ranks <= limit else []))
+    both = (False, True) if windows else (False,)
+    layouts = (
+        *all_layouts(limit, experts=recipe.model.experts > 0, all_to_all=(True,) if recipe.model.sinks else both),
+        *([own] if own and own.ranks <= limit else []),
+    )
     return tuple(each for each in dict.fromkeys(layouts) if not _repeats_auto(recipe, each))
 
 

@@ -99,8 +99,9 @@ class Model:
         return frozenset(words)
 
     def layer_word(self, weight: str) -> str:
-        """Return the word that names the linear layer of a weight, by its name in a layer, a group or the model: the last one before
-        `.weight`. Of a hybrid's attention it says which of both attentions the layer has, and that a gate is attention's."""
+        """Return the word that names the linear layer of a weight, by its name in a layer or the model, of a hybrid in a group or the
+        model: the last one before `.weight`. Of a hybrid's attention it says which of both attentions the layer has, and that a gate is
+        attention's."""
         *before, half, word = ("", *weight.removesuffix(".weight").split("."))
         if self.family != "hybrid" or half != "attention":
             return word

@@ -60,7 +60,7 @@ def read_messages(value: Any, key: str) -> list[Message]:
     if value == []:
         raise BadLine(f"has an empty list under {key}: write its messages, or leave out the line")
     if not isinstance(value, list):
-        raise BadLine(f"has {json.dumps(value)[:40]} under {key}, which is no list of messages")
+        raise BadLine(f"has {json.dumps(value)[:40]} under {key}, which is not a list of messages")
     return [_read_message(each, key) for each in value]
 
 
