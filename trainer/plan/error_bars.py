@@ -134,8 +134,9 @@ MEMORY_OF_ENGINES = (
     BarRule(OF_ENGINES,                                            1.05, 1.85,    0,       0, _is_small),
 )
 # A CPU's rates are measured where the plan is made. Thirteen runs on two cores took 0.74 to 1.38 times their plan in float32, 0.99 to 3.85
-# in bf16 (scripts/bench_cpu_plan.py), when plans left out what the host takes; 1.04 to 1.36 and 1.09 to 2.79 since. Cores that other work uses may be many times slower, and no bar holds that. Bytes are those of
-# tensors, without the interpreter and its libraries: every run counts them, and `report` shows that they are as planned.
+# in bf16 (scripts/bench_cpu_plan.py), when plans left out what the host takes; 1.04 to 1.36 and 1.09 to 2.79 since. Cores that other work
+# uses may be many times slower, and no bar holds that. Bytes are those of tensors, without the interpreter and its libraries: every run
+# counts them, and `report` shows that they are as planned.
 STEP_ON_CPU = (
     BarRule("a CPU that does little else",                         1.40, 1.50,   13,       1, _is_any),
     BarRule("a CPU in another number type than float32",           1.40, 3.90,   13,       1, _is_not_float32),
