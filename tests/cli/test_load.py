@@ -342,6 +342,13 @@ def test_a_price_is_that_of_the_device_it_was_set_for() -> None:
     assert (other.cluster.price, other.reading) == (None, "device=h200: leaves out cluster.price of H100-80G")
 
 
+def test_a_price_stays_where_the_recipe_names_no_device(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("cluster: {nodes: 1, gpus: 8, price: 2.0}\ntrain: {batch: 8, seq: 1024, steps: 10}\n")
+    run = load_recipe(str(file), ["device=h100_80g", "model=llama3_2_1b"])
+    assert (run.cluster.device.name, run.cluster.price, run.reading) == ("H100-80G", 2.0, None)
+
+
 def test_hf_sizes_leave_the_recipes_lora_and_say_that_its_weights_go(llama: Path) -> None:
     """The command of docs/fine_tuning.md trains LoRA additions."""
     tuned = load_recipe("finetune_llama", [f"model.hf={llama}", f"model.weights={llama}", "cluster=local"])

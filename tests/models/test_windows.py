@@ -117,6 +117,7 @@ def flash_of_a_gpu(query: Any, key: Any, value: Any, *others: Any, scale: float,
     (torch.ops.aten._flash_attention_forward)."""
     assert others == (None, None, query.shape[1], key.shape[1], 0.0, True, False)
     assert (window_size_left, window_size_right) == (WINDOW - 1, 0)
+    assert key.shape[1] < query.shape[1] + WINDOW
     key, value = (each.repeat_interleave(query.shape[2] // each.shape[2], dim=2).transpose(1, 2) for each in (key, value))
     scores = query.transpose(1, 2) @ key.mT * scale
     behind = torch.arange(scores.shape[-2])[:, None] + scores.shape[-1] - scores.shape[-2] - torch.arange(scores.shape[-1])
