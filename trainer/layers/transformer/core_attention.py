@@ -293,7 +293,7 @@ class ScoresCore:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensors]:
         """See `AttentionCore`."""
-        mask = self._seen(query, key, mask)
+        mask = self._mask_with_window(query, key, mask)
         weights = attention_weights(query, key, mask, self.scale)  # [B, A, s, S]
         if self.draw_mask is None:
             return weighted_values(weights, value).transpose(1, 2), (weights,)
@@ -314,7 +314,7 @@ class ScoresCore:
         scores_grad = group_rows(scores_grad, key)  # [B, N, G s, S]
         return (scores_grad @ key).view(query.shape), scores_grad.mT @ group_rows(query, key), value_grad
 
-    def _seen(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    def _mask_with_window(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         """Return the mask of documents [B, 1, s, S], or the causal one [s, S], without the keys before a query's window."""
         if mask is not None and self.window is None:
             return mask

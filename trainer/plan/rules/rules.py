@@ -42,7 +42,7 @@ from .value_rules import folders_rule, pairs_rule, plannable_ranks_rule, rates_r
 
 EXAMPLES = {"mla": "deepseek_v3", "hybrid": "qwen3_next_80b"}  # of models of families that need more keys
 MOST_SMALLER = 16  # smaller degrees of an axis that are tried
-LEAST_MEMORY = 1e6  # bytes: no device has fewer
+FEWEST_BYTES = 1e6  # bytes: no device has fewer
 
 
 def names_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
@@ -294,7 +294,7 @@ def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
         yield BrokenRule(
             "device", f"cluster.device.memory=auto: the memory of {run.cluster.device.name} is not known", fix="set it in bytes"
         )
-    elif memory < LEAST_MEMORY:
+    elif memory < FEWEST_BYTES:
         yield BrokenRule("device", f"cluster.device.memory={memory:g} is {memory:g} bytes", fix=f"write it as {memory:g}e9 or {memory:g}GB")
 
 
