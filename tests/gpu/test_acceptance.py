@@ -191,6 +191,16 @@ def test_the_page_s_order_of_calls_names_checks() -> None:
     assert sum(int(seconds) for seconds, _ in calls) <= 780
 
 
+def test_the_page_says_what_each_check_finds() -> None:
+    """Those of one kind have one row with their number."""
+    page = (Path(__file__).parents[2] / "docs" / "gpu_acceptance.md").read_text()
+    table = page.partition("| check | what must be true |")[2].partition("\n\n")[0]
+    rows = [row.split(" | ")[0].removeprefix("| ") for row in table.splitlines()[2:]]
+    kinds = {kind: sum(check.name.startswith(f"{kind} ") for check in CHECKS) for kind in ("plan", "baseline")}
+    others = {check.name for check in CHECKS if check.name.split()[0] not in kinds}
+    assert set(rows) == others | {f"{kind} NAME ({count})" for kind, count in kinds.items()}
+
+
 @pytest.mark.parametrize(
     ("waits", "found"),
     [(4, []), (3, []), (5, ["1.3 waits for the device a step"]), (10, ["3.0 waits for the device a step"])],
