@@ -212,10 +212,10 @@ def test_the_profiler_s_end_is_no_wait_of_a_step(waits: int, found: list[str]) -
 
 def test_two_ranks_train_in_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """These checks run side by side where there are cores for it, and each begins with an empty folder."""
-    folders = list[Path]()
+    proofs = list[Proof]()
 
     def keep(proof: Proof, *_: Any) -> None:
-        folders.append(proof.folder)
+        proofs.append(proof)
         raise InterruptedError
 
     monkeypatch.setattr(prove_two_ranks, "run_proof", keep)
@@ -223,7 +223,11 @@ def test_two_ranks_train_in_folders_of_their_own(tmp_path: Path, monkeypatch: py
     for check in checks:
         with pytest.raises(InterruptedError):
             check.carry_out(CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA H200"))
-    assert len(checks) == len(set(folders)) == 4
+    assert len(checks) == len({each.folder for each in proofs}) == 4
+    runs = [(each.recipe.train.precision, each.recipe.train.compile, each.recipe.model.window) for each in proofs]
+    assert runs == [("fp32", False, None), ("bf16", False, None), ("bf16", True, None), ("bf16", False, 16)]
+    assert all(trial.plan.problems == () and trial.layout.ranks == 2 for each in proofs for trial in each.trials)
+    assert {each.layout.name for each in proofs[-1].trials} >= {"cp2.native", "dp2.zero3.offload_optimizer", "dp2.zero2.native"}
 
 
 def test_a_report_is_resumed(tmp_path: Path) -> None:

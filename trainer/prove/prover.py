@@ -47,6 +47,11 @@ Show = Callable[[str], None]
 StartServer = Callable[[Path, Mapping[str, str]], AbstractContextManager[ForkServer]]  # from its log file and its environment
 
 
+def start_seconds(one_process: float) -> float:
+    """The seconds that a layout has for its start and its end, where one process took so many from start to end."""
+    return max(PATIENCE, LONGER * one_process)
+
+
 class Prover:
     """Trains the runs of a proof on a fork server and judges each."""
 
@@ -74,7 +79,7 @@ class Prover:
         """Train one process; without an evaluation if it fails with one, as where no text is held out for it."""
         began = monotonic()
         reference, why = self._train(self.proof.reference, "one process", None), ""
-        self._patience = max(PATIENCE, LONGER * (monotonic() - began))
+        self._patience = start_seconds(monotonic() - began)
         if reference.verdict == "failed":
             evaluated, self.proof = reference, without_evaluation(self.proof)
             reference = self._train(self.proof.reference, "one process", None)
