@@ -351,6 +351,40 @@ def test_what_a_smaller_gpu_can_not_hold_is_skipped(gpu: str, skipped: set[str],
         assert found["gpt2_1_5b recomputed"] == "it takes 28.7 GiB, and RTX-4090 has 23.6"
 
 
+COMPARED: tuple[tuple[Any, Callable[[CheckContext], Finding]], ...] = (
+    (loss_checks, loss_checks.train_families),
+    (loss_checks, loss_checks.compare_precisions),
+    (loss_checks, loss_checks.train_zero_stages),
+    (options, options.compare_same_curves),
+    (options, options.compare_other_curves),
+    (further_curves, further_curves.compare_further_ways),
+)
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA A100-SXM4-40GB"])
+@pytest.mark.parametrize(("module", "check"), COMPARED, ids=[check.__name__ for _, check in COMPARED])
+def test_no_plan_refuses_what_is_compared_on_a_gpu(
+    module: Any, check: Callable[[CheckContext], Finding], gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An A100 has no products in fp8, and is given none."""
+    begun = list[FitRun]()
+
+    def keep(runs: Sequence[FitRun], context: CheckContext) -> Any:
+        begun.extend(runs)
+        raise InterruptedError
+
+    for name in ("fit_each", "fit_together"):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, keep)
+    context = CheckContext(folder=tmp_path, on_gpu=True, gpu=gpu)
+    with pytest.raises(InterruptedError):
+        check(context)
+    loaded = {run.name: load_recipe(run.recipe, fit_overrides(run, context)) for run in begun}
+    assert len(loaded) == len(begun) > 2
+    assert {name: problems for name, run in loaded.items() if (problems := make_plan(run).problems)} == {}
+    assert not ("A100" in gpu and any(run.train.precision == "fp8" for run in loaded.values()))
+
+
 def test_a_gpu_of_which_no_rates_are_known_is_measured_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = {"name": "NVIDIA A100 80GB PCIe", "memory": 84.9e9, "units": 108, "bf16": True}
     monkeypatch.setattr(facts, "cached_facts", lambda: {"cuda": [gpu], "cpu": None})
