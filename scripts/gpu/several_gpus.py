@@ -14,7 +14,7 @@ from .finding import CheckSkipped, Finding
 from .fit_runs import RECIPE, UNTIMED, FitRun, fit
 from .loss_checks import FIVE, FLOAT32_LOSS
 from .loss_differences import most_apart
-from .two_ranks.prove_two_ranks import prove_layouts
+from .proved_layouts import prove_layouts
 
 MOST = 8  # ranks, among which the tiny model's batch is shared out
 BATCH = ("train.batch=16", "train.microbatch=2")

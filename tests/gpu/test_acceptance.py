@@ -25,6 +25,7 @@ from distrain.scripts.gpu import (
     loss_checks,
     options,
     planned_runs,
+    proved_layouts,
     quantized_folder,
     several_gpus,
 )
@@ -38,7 +39,6 @@ from distrain.scripts.gpu.planned_runs import PLANNED, plan_departures
 from distrain.scripts.gpu.profiled_steps import wait_departures
 from distrain.scripts.gpu.replan import replan_departures
 from distrain.scripts.gpu.running_check import Row, RunningCheck
-from distrain.scripts.gpu.two_ranks import prove_two_ranks
 from distrain.trainer.machine import facts
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.timeline.timed_spans import TimedSpan, TimedStep
@@ -218,7 +218,7 @@ def test_two_ranks_train_in_folders_of_their_own(tmp_path: Path, monkeypatch: py
         proofs.append(proof)
         raise InterruptedError
 
-    monkeypatch.setattr(prove_two_ranks, "run_proof", keep)
+    monkeypatch.setattr(proved_layouts, "run_proof", keep)
     checks = [check for check in CHECKS if check.name.startswith("two ranks")]
     for check in checks:
         with pytest.raises(InterruptedError):
