@@ -18,7 +18,7 @@ from torch._inductor.utils import run_and_get_code
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.engines.held_bytes import tensors_in
 from distrain.trainer.engines.native import host_optimizer
-from distrain.trainer.engines.native.adamw_kernel import Step, adamw, adamw_in_blocks, compiled_adamw, in_kernel_shape, kernel_rows
+from distrain.trainer.engines.native.adamw_kernel import Step, adamw, adamw_in_blocks, compiled_adamw, in_block_rows, in_kernel_shape
 from distrain.trainer.layers.block_quantization import code_numbers, code_tables
 from distrain.trainer.layers.stochastic_rounding import column_words, row_words, tensor_key
 from distrain.trainer.loop.build import build_engine
@@ -112,8 +112,8 @@ def train_quantized() -> dict[str, Any]:
             gradient = torch.randn(length, generator=draw).bfloat16()
             numbers = [torch.tensor(each) for each in (3.0, float(number != 1), LR, 0.5, 1 - LR * DECAY)]
             before = [each.clone() for each in states]
-            rows = [kernel_rows(each, -1, 256) for each in (*states[:2], gradient, *states[2:4])]
-            _, made = run_and_get_code(step, *rows, *(kernel_rows(each, -1) for each in states[4:]), *tables, *numbers)
+            rows = in_block_rows((*states[:2], gradient, *states[2:4]), states[4:])
+            _, made = run_and_get_code(step, *rows, *tables, *numbers)
             codes += made
             written(*plain[:2], gradient, *plain[2:], *tables, *numbers, BETA1, BETA2, EPS)
             if number == 1:

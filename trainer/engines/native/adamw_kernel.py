@@ -204,11 +204,16 @@ def block_kernel(
     tables = (code_tables(weight.device, signed=True), code_tables(weight.device, signed=False))
     tensors, numbers = (weight, copy, gradient, mean, square), (divisor, keep, rate, root, kept)
     if weight.is_cuda and len(weight) % MOMENT_BLOCK == 0:
-        blocks = (None if each is None else kernel_rows(each, -1, MOMENT_BLOCK) for each in tensors)
-        scales = (kernel_rows(each, -1) for each in (mean_scales, square_scales))
-        compiled_adamw(beta1, beta2, eps, in_blocks=True)(*blocks, *scales, *tables, *numbers)
+        blocks = in_block_rows(tensors, (mean_scales, square_scales))
+        compiled_adamw(beta1, beta2, eps, in_blocks=True)(*blocks, *tables, *numbers)
     else:
         adamw_in_blocks(*tensors, mean_scales, square_scales, *tables, *numbers, beta1, beta2, eps)
+
+
+def in_block_rows(tensors: Sequence[Tensor | None], scales: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return flat tensors of whole blocks as `adamw_in_blocks` is given them, and their scales."""
+    blocks = [None if each is None else kernel_rows(each, -1, MOMENT_BLOCK) for each in tensors]
+    return [*blocks, *(kernel_rows(each, -1) for each in scales)]
 
 
 def has_kernel(
