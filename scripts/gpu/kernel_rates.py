@@ -17,7 +17,7 @@ from ...trainer.machine.device_seconds import mean_seconds
 from ...trainer.plan.costs.op_seconds import attention_seconds
 from ...trainer.plan.costs.roofline import DeviceRates, memory_seconds, product_seconds, rates
 from .check_context import CheckContext
-from .finding import CheckBroken, Finding
+from .finding import CheckSkipped, Finding
 
 SECONDS = 0.2  # for which one kernel is measured
 PRODUCTS = (  # rows, inner, columns: of layers forward, of their weights' gradients, of heads; then one dim after another
@@ -48,10 +48,7 @@ class KernelTime(NamedTuple):
 def compare_kernels(context: CheckContext) -> Finding:
     """Time kernels one after another; figures are [measured, planned] seconds by name, and the mean of measured / planned by kind."""
     device = torch.device("cuda" if context.on_gpu else "cpu")
-    run = load_recipe("gpt2_124m_1gpu", (*context.words(), "parallel.dp=1", f"train.precision={'bf16' if context.on_gpu else 'fp32'}"))
-    planned = rates(run.cluster.device, run.train.precision, fused=True, own=True, alone=True)
-    if planned is None:
-        raise CheckBroken(f"no rates of {run.cluster.device.name} are known")
+    planned = planned_rates(context)
     shrink, found = 1 if context.on_gpu else SMALL, dict[str, list[KernelTime]]()
     with torch.device(device):
         for time_kind in (_products, _experts, _attention, _sums) if context.on_gpu else (_products, _sums):
@@ -63,6 +60,15 @@ def compare_kernels(context: CheckContext) -> Finding:
             "seconds, measured and planned": {each.name: [each.measured, each.planned] for some in found.values() for each in some},
         }
     )
+
+
+def planned_rates(context: CheckContext) -> DeviceRates:
+    """Return the rates that plans take; raises CheckSkipped where none are known."""
+    run = load_recipe("gpt2_124m_1gpu", (*context.words(), "parallel.dp=1", f"train.precision={'bf16' if context.on_gpu else 'fp32'}"))
+    planned = rates(run.cluster.device, run.train.precision, fused=True, own=True, alone=True)
+    if planned is None:
+        raise CheckSkipped(f"no rates of {run.cluster.device.name} are known: conf/device has no option of it")
+    return planned
 
 
 def _products(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
