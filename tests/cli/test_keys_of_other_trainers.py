@@ -1,5 +1,6 @@
 """Keys of other trainers: the message has our key, and the value if there is an equivalent."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.keys import config_files
 from distrain.cli.keys.keys import config_keys
-from distrain.cli.keys.synonyms import ROWS, TOP_LEVEL_ONLY, Synonym, synonym_problem
+from distrain.cli.keys.synonym_rows import ROWS, Synonym
+from distrain.cli.keys.synonyms import TOP_LEVEL_ONLY, synonym_problem
 from distrain.trainer.spec.problem import Unreadable
 
 KNOWN = config_keys()
@@ -227,6 +229,19 @@ def test_a_config_file_of_another_trainer_is_answered_key_by_key(name: str, text
     )
     without_notes = [re.sub(r" \([^)]*\)?$", "", str(problem)) for problem in error.value.problems]
     assert without_notes == [head, *answers]
+
+
+@pytest.mark.parametrize("key", ["model_type", "architectures"])
+def test_a_models_config_json_is_named_and_not_answered_key_by_key(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({key: "llama", "hidden_size": 64, "num_hidden_layers": 2}))
+    with pytest.raises(Unreadable) as error:
+        load_recipe(str(file))
+    says = f"{file} is the config.json of a Hugging Face model, not a recipe: write model.hf={file} beside a recipe, which has the rest"
+    assert list(map(str, error.value.problems)) == [f"{says}: `distrain ls` lists them"]
+    for path in (tmp_path, file):
+        assert command(["plan", "conf=quickstart", f"model={path}"]) == 2
+        assert capsys.readouterr().err == f"distrain: model={path} names no model: write model.hf={path}\n"
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "---\n"])
