@@ -10,7 +10,7 @@ from ...trainer.spec.problem import Problem
 from ...trainer.spec.read import value_text
 from .synonym_rows import ROWS, Synonym
 
-TOP_LEVEL_ONLY = ("optimizer", "lr")  # names that are also the last part of a key of ours, so they match only without a section
+TOP_LEVEL_ONLY = ("optimizer", "lr", "block_size")  # names that mean another thing in a section, so they match only without one
 EPOCHS = "num_train_epochs"  # a key whose problem says how many steps they are, where the data are here
 
 
