@@ -29,7 +29,7 @@ def train_on_several(context: CheckContext) -> Finding:
     ranks = most_ranks(torch.cuda.device_count()) if context.on_gpu else 2
     if ranks < 2:
         raise CheckSkipped("it needs two GPUs, and this machine has one")
-    found = prove_layouts(context, "several_gpus", WORDS, layouts_of(ranks) if context.on_gpu else layouts_of(ranks)[::3], _start_server)
+    found = prove_layouts(context, "several_gpus", WORDS, layouts_of(ranks) if context.on_gpu else layouts_of(ranks)[::6], _start_server)
     one, all_of_them = (
         fit(FitRun(name=f"on.{each}", recipe=RECIPE, words=fit_words(each, context)), context, UNTIMED) for each in (1, ranks)
     )
