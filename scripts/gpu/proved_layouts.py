@@ -8,7 +8,7 @@ from typing import Any
 from ...cli.config.load import load_recipe
 from ...trainer.plan.plan import make_plan
 from ...trainer.prove.judge import LayoutResult
-from ...trainer.prove.prover import StartServer, run_proof
+from ...trainer.prove.run_trials import StartServer, run_proof
 from ...trainer.prove.trials.layouts import ONE_PROCESS, ProveLayout, run_in_layout
 from ...trainer.prove.trials.plan_proof import Proof, shortened_run
 from ...trainer.prove.trials.trial import Trial

@@ -39,7 +39,7 @@ from distrain.scripts.gpu.planned_runs import PLANNED, plan_departures
 from distrain.scripts.gpu.profiled_steps import wait_departures
 from distrain.scripts.gpu.replan import replan_departures
 from distrain.scripts.gpu.running_check import Row, RunningCheck
-from distrain.trainer.machine import facts
+from distrain.trainer.machine import measure_machine
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.timeline.timed_spans import TimedSpan, TimedStep
 from distrain.trainer.prove.trials.layouts import run_in_layout
@@ -387,7 +387,7 @@ def test_no_plan_refuses_what_is_compared_on_a_gpu(
 
 def test_a_gpu_of_which_no_rates_are_known_is_measured_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = {"name": "NVIDIA A100 80GB PCIe", "memory": 84.9e9, "units": 108, "bf16": True}
-    monkeypatch.setattr(facts, "cached_facts", lambda: {"cuda": [gpu], "cpu": None})
+    monkeypatch.setattr(measure_machine, "cached_facts", lambda: {"cuda": [gpu], "cpu": None})
     context = CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA A100 80GB PCIe")
     assert not context.has_rates
     assert replace(context, gpu="NVIDIA H200").has_rates

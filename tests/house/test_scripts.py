@@ -120,7 +120,7 @@ def test_quickstart_plans_the_quickstart_recipe_and_trains_it(checkout: Path) ->
     set_up(checkout)
     lines = run(checkout, "quickstart", "train.steps=30").stdout.splitlines()
     assert [line for line in lines if line] == [
-        "python -m distrain.trainer.machine.facts",
+        "python -m distrain.trainer.machine.measure_machine",
         "distrain plan conf=quickstart train.steps=30",
         "distrain fit conf=quickstart train.steps=30",
     ]
@@ -129,7 +129,7 @@ def test_quickstart_plans_the_quickstart_recipe_and_trains_it(checkout: Path) ->
 def test_quickstart_does_not_train_if_the_plan_fails(checkout: Path) -> None:
     set_up(checkout)
     done = run(checkout, "quickstart", STATUS="1")
-    assert (done.returncode, done.stdout) == (1, "python -m distrain.trainer.machine.facts\ndistrain plan conf=quickstart\n")
+    assert (done.returncode, done.stdout) == (1, "python -m distrain.trainer.machine.measure_machine\ndistrain plan conf=quickstart\n")
     assert "distrain plan conf=quickstart failed with exit status 1" in done.stderr.splitlines()[-1]
 
 

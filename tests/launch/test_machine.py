@@ -12,7 +12,7 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
-from distrain.trainer.machine import facts as machine
+from distrain.trainer.machine import measure_machine as machine
 from distrain.trainer.machine import probe
 from distrain.trainer.machine.cache import MOST_FILES, OLD_FILE, CacheEntry, cache_file, write_entry
 from distrain.trainer.machine.layer_rates import HEAD_DIM, dispatch_seconds, layer_rates
@@ -236,7 +236,7 @@ def test_the_oldest_entries_are_removed(remember_facts: Any, tmp_path: Path) -> 
 
 WRITER = """
 import sys
-from distrain.trainer.machine import facts as machine
+from distrain.trainer.machine import measure_machine as machine
 from distrain.trainer.machine.cache import CacheEntry, write_entry
 for turn in range(60):
     write_entry(CacheEntry(key=machine.measurement_key(), load=0.0, found=machine.cached_facts()))

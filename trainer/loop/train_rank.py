@@ -20,7 +20,7 @@ from ..plan.layout.gradient_routes import inner_ranks
 from ..plan.layout.workers import worker_ranks
 from ..plan.mesh_position import mesh_position
 from ..plan.plan import make_plan
-from ..plan.result import Plan
+from ..plan.plan_data import Plan
 from ..spec.numbers.as_text import plural
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag

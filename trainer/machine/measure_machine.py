@@ -1,6 +1,6 @@
-"""The facts of this machine that recipes leave to it: its GPUs, its CPU's rates. Measured once by `probe.py`, then read from the cache.
+"""Measures what recipes leave to this machine, its GPUs and its CPU's rates: once, by `probe.py`; then it is read from the cache.
 
-`python -m distrain.trainer.machine.facts` measures this machine if that was not done yet.
+`python -m distrain.trainer.machine.measure_machine` measures this machine if that was not done yet.
 """
 
 from __future__ import annotations
