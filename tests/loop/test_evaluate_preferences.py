@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -183,8 +182,7 @@ def test_lora_on_text_has_the_loss_of_the_runs_validation(ranks: RankPool, files
 def test_a_model_of_transformers_has_the_loss_of_the_runs_validation(tmp_path: Path, capsys: Capture) -> None:
     """Of its weights and of their average."""
     pytest.importorskip("transformers", reason="transformers, which has this model, is not installed")
-    program = Path(__file__).parents[1] / "rank_programs" / "hf_ranks.py"
-    pool = RankPool(tmp_path / "server.log", command=[sys.executable, str(program)])
+    pool = RankPool(tmp_path / "server.log", "distrain.tests.rank_programs.hf_ranks")
     folder = write_config(tmp_path / "neox", NEOX)
     words = (*WORDS, f"model.hf={folder}", "model.dropout=0", "train.microbatch=2", "train.steps=3", f"data.cache={tmp_path / 'cache'}")
     layout = ("cluster.gpus=2", "parallel.zero=1", "engine=native", "optim.ema=0.5", "train.evaluate={every: 3, batches: 2}")

@@ -1,6 +1,6 @@
 """A fork server of ranks: it imports torch and DeepSpeed once and forks the ranks of each job.
 
-Run it as `python -m distrain.trainer.loop.forkserver.server`.
+Run it as `python -m distrain.trainer.loop.forkserver`.
 
 A request is a line of JSON on stdin; messages and at last the reply are lines of JSON on stdout. A job:
 
@@ -101,6 +101,7 @@ def serve(program: RankProgram, questions: Mapping[str, Question], *, module: st
     _assert_forkable()
     gc.collect()
     gc.freeze()  # else garbage collection in a forked process would touch imported objects and so copy their memory pages
+    gc.enable()  # imported without it
     with suppress(ClientGone):
         for line in sys.stdin:
             request = json.loads(line)
@@ -284,7 +285,3 @@ def _send(fd: int, message: Mapping[str, Any]) -> None:
             data = data[os.write(fd, data) :]
     except BrokenPipeError:
         raise ClientGone from None
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
