@@ -99,9 +99,10 @@ def serve(program: RankProgram, questions: Mapping[str, Question], *, module: st
         import_rank_modules()
         _evaluate_annotations()
     _assert_forkable()
-    gc.collect()
-    gc.freeze()  # else garbage collection in a forked process would touch imported objects and so copy their memory pages
-    gc.enable()  # imported without it
+    # Else garbage collection in a forked process would touch imported objects and so copy their memory pages. What the imports left
+    # stays: forked processes would fill its holes, in pages that they share, rather than new pages.
+    gc.freeze()
+    gc.enable()  # modules were imported without it
     with suppress(ClientGone):
         for line in sys.stdin:
             request = json.loads(line)
