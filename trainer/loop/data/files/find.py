@@ -17,12 +17,13 @@ from typing import NamedTuple
 from ....spec.problem import Problem, Unreadable, suggest_name
 from .data_error import data_error, data_problem
 
-# Folders of the standard library that are skipped: tests, tools with a user interface, tables, installed packages.
+# Folders of the standard library that are skipped: tests, tools with a user interface, tables, installed packages, compiled files.
 _TESTS = {"test", "tests", "__phello__"}
 _TOOLS = {"idlelib", "turtledemo", "lib2to3", "ensurepip"}
 _TABLES = {"encodings", "pydoc_data"}
 _INSTALLED = {"site-packages", "dist-packages", "lib-dynload"}
-_SKIPPED_FOLDERS = _TESTS | _TOOLS | _TABLES | _INSTALLED
+_COMPILED = {"__pycache__"}
+_SKIPPED_FOLDERS = _TESTS | _TOOLS | _TABLES | _INSTALLED | _COMPILED
 _MACHINE_FILES = (
     "_sysconfigdata",
     "sitecustomize",
@@ -151,23 +152,35 @@ def _skipped_text(everything: Sequence[DataFile], files: Sequence[DataFile]) -> 
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...] = ("",), without: AbstractSet[str] = frozenset()) -> list[DataFile]:
-    """Return the files below a folder, sorted by name, without hidden files and folders named in `without`; raises OSError."""
-    files = []
-    for at, folders, names in os.walk(root, onerror=_raise_error):
-        folders[:] = [name for name in folders if name not in without and not name.startswith(".")]
-        below = Path(at).relative_to(root)
-        for name in names:
-            if name.endswith(suffixes) and not name.startswith("."):
-                with suppress(FileNotFoundError):  # a broken link
-                    about = os.stat(os.path.join(at, name))
-                    if stat.S_ISREG(about.st_mode):
-                        files.append(DataFile((below / name).as_posix(), Path(at, name), about.st_size))
+    """Return the files below a folder, sorted by name, without hidden files and folders named in `without`; raises OSError.
+
+    Links to files are read, links to folders are not followed. Every rank does this, so it makes one `Path` a file.
+    """
+    files, left = list[DataFile](), [(root, "")]
+    while left:
+        folder, below = left.pop()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                name = entry.name
+                if name.startswith("."):
+                    continue
+                if _is_folder(entry):
+                    if name not in without and not entry.is_symlink():
+                        left.append((folder / name, f"{below}{name}/"))
+                elif name.endswith(suffixes):
+                    with suppress(FileNotFoundError):  # a broken link
+                        about = entry.stat()
+                        if stat.S_ISREG(about.st_mode):
+                            files.append(DataFile(f"{below}{name}", folder / name, about.st_size))
     return sorted(files)
 
 
-def _raise_error(error: OSError) -> None:
-    """Raise instead of skipping a folder that can't be read."""
-    raise error
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry of a folder is a folder, or a link to one; what can't be looked at is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _file(name: str, path: Path) -> DataFile:
