@@ -321,6 +321,22 @@ def test_this_machine_is_measured_in_a_child_and_cached(tmp_path: Path, monkeypa
     assert again["cpu"]["bandwidth"] > slow["cpu"]["bandwidth"]
 
 
+def test_a_busy_machine_has_longer_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside 14 processes per core, importing torch alone takes more than two minutes."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for processes, limit in ((0.0, 120.0), (2.0, 120.0), (28.0, 1680.0)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=processes: (load, 0.0, 0.0))
+        assert machine.time_limit(120.0) == limit
+
+
+def test_a_measurement_that_does_not_end_in_time_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "PATIENCE", 0.0)
+    assert str(machine.measure_now()) == (
+        "this machine could not be measured in 0 s: try again when it is less busy, or python -m distrain.trainer.machine.probe says why"
+    )
+
+
 def test_a_cache_that_can_not_be_written_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     (tmp_path / "distrain").write_text("a file where a folder should be")
