@@ -59,7 +59,7 @@ class FileSearch(NamedTuple):
     suffixes: tuple[str, ...]  # name suffixes of the files that are read
     companions: tuple[str, ...]  # name suffixes of files that belong to data files: they are not reported as skipped
     described: str  # the suffixes, for a message
-    mend: str  # what to do if a folder has no such file
+    mend: str  # what to do if a folder has no such file, with {} for the folder and {} for the suffix of most of its files
     accepts: Callable[[Path], bool] = lambda path: True  # whether a file with one of the suffixes is read
 
 
@@ -117,7 +117,7 @@ def _folder_files(word: str, path: Path, search: FileSearch, remark: Remark) -> 
         raise data_error(f"data.path={word} has only empty files in it")
     if not files:
         says = f"data.path={word} has no {search.described} in it" + (f", only {skipped}" if skipped else "")
-        raise data_error(says, search.mend.format(word))
+        raise data_error(says, search.mend.format(word, _commonest_suffix(everything)))
     if skipped:
         remark(f"data.path={word}: {_file_count(files)}; skipped: {skipped}")
     return files
@@ -136,6 +136,12 @@ def _pattern_files(word: str, path: Path, search: FileSearch, remark: Remark) ->
     if skipped := _skipped_text(list(everything.values()), files):
         remark(f"data.path={word}: {_file_count(files)}; skipped: {skipped}")
     return files
+
+
+def _commonest_suffix(files: Sequence[DataFile]) -> str:
+    """Return the suffix of most of the files that are not empty; "" where there is none."""
+    found = Counter(file.path.suffix for file in files if file.size).most_common(1)
+    return found[0][0] if found else ""
 
 
 def _file_count(files: Sequence[DataFile]) -> str:
