@@ -59,7 +59,11 @@ def check_resumed_loss(run: Run, engine: Engine, grid: Grid, batches: Batches, s
     saved, (first, count) = extra["first"], extra["first"]["samples"]
     loss = evaluate(run, engine, grid, batches, range(first, first + count)).loss
     if not abs(loss - saved["loss"]) <= tolerance(saved["loss"], saved["precision"], run.train.precision):
-        raise ResumeMismatch(
-            f"step {step} was saved with a loss of {saved['loss']:.4f} on its next {count} sequences, and loads with {loss:.4f}: "
+        other = (
             "the model is computed in another way now, or this is a bug of distrain: use the version that saved it, and please report it"
+        )
+        if run.model.lora.rank and run.model.weights:
+            other = f"the weights in model.weights={run.model.weights} are most likely not those that its LoRA was trained on; else {other}"
+        raise ResumeMismatch(
+            f"step {step} was saved with a loss of {saved['loss']:.4f} on its next {count} sequences, and loads with {loss:.4f}: {other}"
         )
