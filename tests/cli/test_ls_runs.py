@@ -164,7 +164,9 @@ def test_a_folder_whose_config_cannot_be_read_is_damaged(content: bytes, run: Pa
 
 def test_a_json_object_that_is_no_config_is_damaged(run: Path) -> None:
     (run / "run.json").write_text('{"name": "run"}')
-    assert state_of(run) == ("damaged", "damaged: run.json is not the config of a run")
+    assert state_of(run) == ("damaged", "damaged: run.json is not a run's config")
+    (run / "run.json").unlink()
+    assert state_of(run) == ("damaged", "damaged: run.json is missing")
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_counts(run: Path) -> None:

@@ -78,7 +78,10 @@ def run_summary(folder: Path) -> RunSummary:
     damage = [f"checkpoint {reason}" for reason in skipped]
     damage += [f"{plural(unreadable_lines, 'line')} of metrics.jsonl can't be read"] if unreadable_lines else []
     if not is_config(run or {}) and not held:
-        damage.append("run.json can't be read" if run is None else "run.json is not the config of a run")
+        is_there = os.path.lexists(folder / "run.json")
+        damage.append(
+            "run.json is missing" if not is_there else "run.json can't be read" if run is None else "run.json is not a run's config"
+        )
         state = "damaged"
     return RunSummary(
         folder=folder,
