@@ -214,6 +214,7 @@ def test_samples_that_follow_on_each_other_are_joined(run: Run) -> None:
     reads = {each: samples_read(run, *each) for each in ((0, 10), (5, 20), (11, 20), (0, 20))}
     assert joined(reads[0, 10], reads[5, 20]) == reads[0, 20]
     assert joined(reads[0, 10], reads[11, 20]) == reads[11, 20]
+    assert joined(reads[11, 20], reads[0, 10]) == reads[0, 10]
     assert joined(None, reads[0, 10]) == reads[0, 10]
     other = samples_read(replace(run, train=replace(run.train, seed=9)), 5, 20)
     assert joined(reads[0, 10], other) == other
