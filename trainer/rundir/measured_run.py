@@ -110,7 +110,8 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     newest, skipped = newest_saved_step(folder)
     written_files = (*LAUNCH_FILES, "metrics.jsonl") if newest else LAUNCH_FILES  # a run that has just begun has no metrics
     if not run and newest is not None:
-        run = newest.extra.get(RUN_KEY) or {}
+        recorded = newest.extra.get(RUN_KEY)
+        run = recorded if isinstance(recorded, dict) else {}
     written = list(read_rows(folder / "metrics.jsonl"))
     # a last line without its end is being written, or a crash cut it short
     unreadable = sum(line.endswith(b"\n") and bool(line.strip()) for line in read_lines(folder / "metrics.jsonl")) - len(written)
