@@ -48,6 +48,7 @@ from .virtual_hosts import VirtualHosts, missing_tools
 EXIT_SECONDS = 60.0  # for all processes to end
 RUN_SECONDS = 180.0  # for a run with a fault to end
 STOPPED_SECONDS = 3.0  # for which the command itself stays stopped
+CHECKPOINT_TRIES = 3  # to train a checkpoint that a fault damages
 FAULTS_PER_RUN = 6  # then the run is left to finish
 
 
@@ -91,8 +92,9 @@ class Campaign:
                 self.finish()
             self._begin_run()
         self.applied += 1
-        if fault.kind in FILE_DAMAGES and newest_checkpoint(self.run).checkpoint is None:
-            self._train_to_checkpoint(fault)
+        if fault.kind in FILE_DAMAGES and not self._train_to_checkpoint(fault):
+            says = f"no checkpoint was saved in {CHECKPOINT_TRIES} tries"
+            return FaultResult(fault=fault, target="none", status=1, seconds=None, trained=False, violations=(says,), says=says)
         before, nan_at = self._newest_step(), ""
         target: str = fault.kind
         if fault.kind in FILE_DAMAGES:
@@ -158,8 +160,15 @@ class Campaign:
         checkpoint = newest_checkpoint(self.run).checkpoint
         return checkpoint.step if checkpoint else 0
 
-    def _train_to_checkpoint(self, fault: Fault) -> None:
-        """Train until there is a checkpoint to damage."""
+    def _train_to_checkpoint(self, fault: Fault) -> bool:
+        """Train until there is a checkpoint to damage; return whether there is. A busy machine may need a second try."""
+        for _ in range(CHECKPOINT_TRIES):
+            if newest_checkpoint(self.run).checkpoint is not None:
+                break
+            self._train_and_stop(fault)
+        return newest_checkpoint(self.run).checkpoint is not None
+
+    def _train_and_stop(self, fault: Fault) -> None:
         fit = self.runs.start(self.folder)
         wait_until(lambda: self._last_step() > (1 + 2 * fault.moment) * self.runs.steps / 6 or fit.has_ended(), RUN_SECONDS)
         send_signal(fit.process.pid, SIGNALS["term"])

@@ -135,10 +135,12 @@ def _sentence(each: PlannedMeasured) -> str:
 
 
 def history_sentences(run: MeasuredRun) -> list[str]:
-    """Damaged files, attempts, repeated steps, restarts, incidents, checkpoints, saves, validation losses."""
+    """Damaged and missing files, attempts, repeated steps, restarts, incidents, checkpoints, saves, validation losses."""
     says = []
     if run.damaged:
         says.append(f"damaged and left out: {', '.join(run.damaged)}")
+    if run.missing:
+        says.append(f"missing: {', '.join(run.missing)}")
     if run.lost:
         says.append(f"the loss of {plural(run.lost, 'logged step')} is not finite")
     if run.starts > 1:

@@ -128,6 +128,18 @@ def test_another_rate_of_a_routers_bias_is_reported() -> None:
     assert (found.problems, [each.text for each in found.reported]) == ((), ["model.router.bias_rate 0.0 -> 0.001"])
 
 
+@pytest.mark.parametrize(("key", "value"), [("train.seed", 8), ("model.init.std", 0.01), ("model.weights", "/hf"), ("optim.mup", 64)])
+def test_what_draws_the_weights_that_lora_adds_to_cannot_change(key: str, value: object) -> None:
+    """No checkpoint of LoRA holds them: they are drawn again when the run resumes."""
+    before = load_recipe("quickstart", ["model.lora.rank=4"])
+    (problem,) = changes(before, (key, value)).problems
+    assert problem.says.startswith(f"{key} was ")
+    assert changes(before, (key, value), ("checkpoint.accept", (key,))).problems
+    weights = with_changes(before, [("model.weights", "/hf")])
+    assert not changes(weights, ("train.seed", 8)).problems
+    assert not changes(weights, ("model.weights", "/moved")).problems
+
+
 def test_targets_of_lora_cannot_change_but_their_names_can() -> None:
     before = load_recipe("quickstart", ["model=tiny_mla", "model.lora.rank=4"])
     every = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "out", "gate", "up", "down_proj")
@@ -420,6 +432,14 @@ def test_resume_must_needs_a_checkpoint(tmp_path: Path) -> None:
     assert check_resume(run(), tmp_path).problems == ()
     (problem,) = check_resume(run("checkpoint.resume=must"), tmp_path).problems
     assert problem.says == f"checkpoint.resume=must, but no checkpoint in {tmp_path}/checkpoints verifies"
+
+
+def test_a_run_that_begins_again_though_it_has_logged_steps_says_so(tmp_path: Path) -> None:
+    """As in a folder that was copied without its checkpoints."""
+    assert check_resume(run(), tmp_path).remarks == ()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 300, "loss": 2.0}\n{"step": 300, "save_pause": 1.0}\n')
+    says = f"{tmp_path} has logged 300 steps and has no checkpoint: the run begins again at step 0"
+    assert check_resume(run(), tmp_path).remarks == (says,)
 
 
 def test_a_checkpoint_that_names_no_run_is_read_with_run_json_and_says_so(tmp_path: Path) -> None:

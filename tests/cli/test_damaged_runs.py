@@ -178,6 +178,7 @@ def test_a_long_prompt_reaches_the_child_and_options_without_effect_are_reported
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut checkpoint": (lambda run: os.truncate(run / "checkpoints/step_2/weight.0.0.safetensors", 9), "checkpoint step_2: "),
     "half a plan": (lambda run: (run / "plan.json").write_text('{"run": '), "plan.json"),
+    "no config": (lambda run: (run / "run.json").write_text('{"a": 1}'), "run.json"),
     "half a row": (lambda run: (run / "metrics.jsonl").open("a").write('{"step": 2, "lo\n'), "1 line of metrics.jsonl"),
 }
 
@@ -190,6 +191,21 @@ def test_a_report_names_what_is_damaged(damage: str, folder: Path, capsys: pytes
     page = " ".join(capsys.readouterr().out.split())
     assert "2 of 2 steps" in page
     assert f"damaged and left out: {says}" in page
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
+def test_a_report_names_what_is_missing(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run and its steps are then those of its newest checkpoint."""
+    (folder / "plan.json").write_text("{}")
+    assert command(["report", str(folder)]) == 0
+    whole = capsys.readouterr().out
+    assert "missing" not in whole
+    (folder / name).unlink()
+    assert command(["report", str(folder)]) == 0
+    page = capsys.readouterr().out
+    assert f"  missing: {name}\n" in page
+    assert page.startswith("run: 2 of 2 steps")
+    assert name != "run.json" or page == whole.replace("\n", "\n  missing: run.json\n", 1)
 
 
 @pytest.mark.parametrize("line", ['{"step": 2, "lo', '{"step": 2}'])

@@ -93,6 +93,22 @@ def test_the_state_of_a_run_follows_from_the_exit_status_of_fit(status: int, sta
 
 def test_an_ended_json_older_than_the_last_step_is_ignored(run: Path) -> None:
     write_outcome(run, 1, "rank 1 failed")
+    with (run / "metrics.jsonl").open("a") as rows:
+        rows.write('{"step": 6, "loss": 5.0}\n')
+    assert state_of(run) == ("finished", "")
+
+
+@pytest.mark.parametrize("when", [1e9, 3e9])
+def test_clocks_and_copies_change_no_state(run: Path, when: float) -> None:
+    """A clock that was set back, or a copy that keeps no times."""
+    write_outcome(run, 1, "rank 1 failed")
+    os.utime(run / "ended.json", (when, when))
+    assert state_of(run) == ("failed", "rank 1 failed")
+
+
+def test_an_ended_json_of_an_earlier_version_is_judged_by_its_time(run: Path) -> None:
+    (run / "ended.json").write_text('{"status": 1, "says": "rank 1 failed"}')
+    assert state_of(run) == ("failed", "rank 1 failed")
     os.utime(run / "ended.json", (1e9, 1e9))
     assert state_of(run) == ("finished", "")
 
@@ -144,6 +160,13 @@ def test_a_folder_whose_config_cannot_be_read_is_damaged(content: bytes, run: Pa
     (run / "run.json").write_bytes(content)
     found = run_summary(run)
     assert (found.state, found.says, found.steps) == ("damaged", "damaged: run.json can't be read", 6)
+
+
+def test_a_json_object_that_is_no_config_is_damaged(run: Path) -> None:
+    (run / "run.json").write_text('{"name": "run"}')
+    assert state_of(run) == ("damaged", "damaged: run.json is not a run's config")
+    (run / "run.json").unlink()
+    assert state_of(run) == ("damaged", "damaged: run.json is missing")
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_counts(run: Path) -> None:

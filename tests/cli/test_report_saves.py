@@ -51,7 +51,7 @@ def restart(number: int, says: str = "rank 1 was killed by SIGKILL; its log is /
 
 def write_run(folder: Path, rows: Rows, plan: dict[str, Any] | None = None, *, background: bool = False) -> Path:
     """Write a run folder with these rows; return it."""
-    (folder / "run.json").write_text(json.dumps({"name": "run", "checkpoint": {"background": background}}))
+    (folder / "run.json").write_text(json.dumps({"name": "run", "model": {}, "train": {}, "checkpoint": {"background": background}}))
     (folder / "plan.json").write_text(json.dumps({"run": {"steps": 99}} | (plan or {})))
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder

@@ -33,7 +33,7 @@ ROWS = [row(1, 5.0), row(2, 4.0, **{HELD: 4.5, WIKI: 3.9, CODE: 3.5}), row(3, 3.
 
 def write_run(folder: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "run.json").write_text(json.dumps({"name": folder.name}))
+    (folder / "run.json").write_text(json.dumps({"name": folder.name, "model": {}, "train": {}}))
     (folder / "plan.json").write_text(json.dumps({"run": {"steps": 4}}))
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
     return folder

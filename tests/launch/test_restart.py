@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.attempts import Attempts, attempt_run, write_checkpoint
 from distrain.trainer.launch import watchdog_times
 from distrain.trainer.launch.goodput import GoodputMeter
@@ -22,7 +24,7 @@ from distrain.trainer.launch.supervisor.outcome import Fate, Outcome, RankOutcom
 from distrain.trainer.launch.supervisor.watchdog import Watchdog
 from distrain.trainer.launch.train_run import train_run
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.rundir.files import run_folder
+from distrain.trainer.rundir.files import read_launch_files, run_folder, write_launch_files
 from distrain.trainer.rundir.lock import RunFolderInUse, hold_run_folder
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.system.child_process import end_child
@@ -163,6 +165,21 @@ def test_a_disk_that_is_full_at_a_restart_does_not_hide_the_fault(attempts: Atte
     assert (ended.status, ended.says.partition(",")[0]) == (1, "rank 1 exited with 1")
     assert "no restart: [Errno 21]" in attempts.summary
     assert not list(attempts.folder.glob(".*")), "no temporary file is left"
+
+
+def test_launch_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
+    run = attempt_run("cluster=1x2")
+    write_launch_files(run, make_plan(run), tmp_path)
+    before, large = read_launch_files(tmp_path), make_plan(load_recipe("megatron_1t_6x8x64"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * len(before["run.json"]), limits[1]))  # as a disk with room for the first alone
+        with pytest.raises(OSError, match="File too large"):
+            write_launch_files(with_changes(run, [("train.seed", 7)]), large, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_launch_files(tmp_path) == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.json", "run.json"]
 
 
 def test_a_run_goes_on_where_goodput_can_not_be_written(tmp_path: Path) -> None:

@@ -58,6 +58,29 @@ def test_a_stop_request_before_the_first_step_of_a_new_run_stops_it_after_that_s
     assert "resumes from step 1" in fit(ranks, tmp_path / "run").lines
 
 
+def test_a_stop_request_in_the_last_step_says_how_to_get_the_validation_that_is_left_out(ranks: RankPool, tmp_path: Path) -> None:
+    words = ("train.steps=1", "train.evaluate={every: 1, batches: 1}")
+    job = fit(ranks, tmp_path / "run", *words, how="stop_request")
+    assert set(job.codes) == {0}
+    assert "validation_loss" not in job.rows[0]
+    says = f"stopped in its last step: `distrain evaluate {tmp_path / 'run'}` computes the validation that was left out"
+    assert says in job.lines
+    assert says not in fit(ranks, tmp_path / "other", *words).lines
+
+
+@pytest.mark.parametrize("how", ["stop_in_validation", "stop_in_save"])
+def test_a_stop_request_while_a_rank_evaluates_or_saves_ends_the_run_without_another_step(
+    ranks: RankPool, tmp_path: Path, how: str
+) -> None:
+    words = ("train.steps=4", "train.evaluate={every: 2, batches: 1}", *(["checkpoint.every=2"] if how == "stop_in_save" else []))
+    job = fit(ranks, tmp_path / "run", *words, how=how)
+    assert set(job.codes) == {STOPPED}
+    assert [row["step"] for row in job.rows if "loss" in row] == [1, 2]
+    assert job.rows[1]["validation_loss"] > 0
+    assert len([line for line in job.lines if line.startswith("saved step")]) == 1
+    assert "resumes from step 2" in fit(ranks, tmp_path / "run", *words).lines
+
+
 RANK_MODULE = "distrain.trainer.loop.rank"  # its agent holds SIGTERM and SIGINT back from a command with this argument
 PROGRAM_START = """
 import os, signal, sys, time

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -20,6 +21,7 @@ from torch.nn.functional import logsigmoid
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import plain_optimizer
 from distrain.tests.fakes.rank_pool import choose_program
+from distrain.tests.fakes.trained_runs import read_run
 from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.loop.data.samples.corpus import Split
@@ -276,13 +278,16 @@ def test_a_reference_that_is_damaged_or_missing_is_computed_again_from_the_weigh
 
 
 def test_a_run_that_goes_on_longer_computes_what_it_reads_more(ranks: RankPool, stopped: Path, preferences: Words) -> None:
-    before = np.isnan(reference_of(stopped)).any(1)
+    before, run = np.isnan(reference_of(stopped)).any(1), read_run(stopped)
+    longer = replace(run, train=replace(run.train, steps=30))
+    assert (has_whole_reference(run, stopped), has_whole_reference(longer, stopped)) == (True, False)
     job = ranks.train(stopped, *BASE, *preferences, *LAYOUTS[0], "train.steps=30")
     after = np.isnan(reference_of(stopped)).any(1)
     assert before.sum() > after.sum()
     line = next(line for line in job.lines if line.startswith("reference: "))
     assert f"{before.sum() - after.sum():,} pairs" in line
     assert np.isfinite(job.figures("loss")).all()
+    assert has_whole_reference(longer, stopped)
 
 
 def test_a_set_that_is_new_when_a_run_resumes_is_relative_to_the_weights_that_it_began_with(
@@ -315,12 +320,12 @@ def test_a_stop_request_ends_the_pass_which_goes_on_from_there_in_another_layout
     whole = (~np.isnan(reference)).all(1).sum()
     assert 0 < held.sum() < whole
     assert any(line.startswith(f"reference: stopped after {held.sum()} of {whole} pairs") for line in job.lines), job.lines
-    assert not has_whole_reference(job.folder)
+    assert not has_whole_reference(read_run(job.folder), job.folder)
 
     (tmp_path / "run" / "spoiler").unlink()
     again = ranks.train(job.folder, *words, *LAYOUTS[5])
     assert any(line.startswith(f"reference: log probabilities of the answers of {whole - held.sum()} pairs") for line in again.lines)
-    assert has_whole_reference(job.folder)
+    assert has_whole_reference(read_run(job.folder), job.folder)
     for key, figures in one_rank.items():
         assert again.figures(key) == pytest.approx(figures, abs=5e-6, rel=0), key
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from distrain.trainer.launch.file_checks import weight_problems
 from distrain.trainer.loop.data.samples.corpus import Corpus
 from distrain.trainer.loop.state.reference_file import HeldReference, _changed_values, read_reference, reference_identity, write_reference
 from distrain.trainer.rundir.files import REFERENCE_FILE, run_folder
-from distrain.trainer.rundir.reference_header import has_whole_reference
+from distrain.trainer.rundir.reference_header import has_whole_reference, joined, samples_read
 from distrain.trainer.spec.run import Run
 from distrain.trainer.spec.sections.lora import Lora
 from distrain.trainer.spec.sections.router import Router
@@ -154,11 +155,11 @@ def test_only_a_whole_file_frees_a_resume_from_the_start_weights(
 ) -> None:
     """A pass that was stopped leaves a file without all pairs; a crash may leave one that is cut short."""
     file = tmp_path / REFERENCE_FILE
-    assert not has_whole_reference(tmp_path)
+    assert not has_whole_reference(run, tmp_path)
     write_reference(tmp_path, {CORPUS.key: VALUES}, reference_identity(run, CORPUS), is_whole=is_whole)
     if size is not None:
         file.write_bytes(file.read_bytes()[:size])
-    assert has_whole_reference(tmp_path) is kept
+    assert has_whole_reference(run, tmp_path) is kept
 
 
 def test_weights_that_are_gone_are_missed_before_ranks_start_where_the_reference_is_partial(tmp_path: Path, run: Run) -> None:
@@ -170,6 +171,53 @@ def test_weights_that_are_gone_are_missed_before_ranks_start_where_the_reference
     for is_whole in (True, False):
         write_reference(folder, {CORPUS.key: VALUES}, identity, is_whole=is_whole)
         assert bool(list(weight_problems(run))) is not is_whole
+
+
+def with_steps(run: Run, steps: int, **data: Any) -> Run:
+    return replace(run, train=replace(run.train, steps=steps, tokens=None), data=replace(run.data, **data))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_missed"),
+    [
+        (lambda run: run, False),
+        (lambda run: with_steps(run, 50), False),
+        (lambda run: with_steps(run, 101), True),
+        (lambda run: with_steps(run, 100, path="elsewhere.jsonl"), False),
+        (lambda run: with_steps(run, 100, validate={"new": "b.jsonl"}), True),
+        (lambda run: replace(run, train=replace(run.train, batch=2 * run.train.batch)), True),
+        (lambda run: replace(run, train=replace(run.train, seed=run.train.seed + 1)), True),
+    ],
+)
+def test_weights_that_are_gone_are_missed_where_a_run_reads_other_pairs_than_the_one_that_computed_the_reference(
+    tmp_path: Path, run: Run, change: Callable[[Run], Run], is_missed: bool
+) -> None:
+    run = with_steps(replace(run, log=replace(run.log, dir=str(tmp_path))), 100)
+    folder, batch = run_folder(run), run.train.batch
+    (folder / "checkpoints" / "step_1").mkdir(parents=True)
+    Path(str(run.model.weights)).rename(tmp_path / "elsewhere")
+    reads = samples_read(run, 0, 101 * batch)
+    write_reference(folder, {CORPUS.key: VALUES}, reference_identity(run, CORPUS), reads=reads)
+    assert bool(list(weight_problems(change(run)))) is is_missed
+
+
+def test_a_pass_that_is_stopped_keeps_what_was_whole(tmp_path: Path, run: Run) -> None:
+    run = with_steps(run, 10)
+    identity, reads = reference_identity(run, CORPUS), samples_read(run, 0, 11 * run.train.batch)
+    write_reference(tmp_path, {CORPUS.key: VALUES}, identity, is_whole=False, reads=reads)
+    assert has_whole_reference(run, tmp_path)
+    assert not has_whole_reference(with_steps(run, 11), tmp_path)
+    assert read_reference(tmp_path, identity).reads == reads
+
+
+def test_samples_that_follow_on_each_other_are_joined(run: Run) -> None:
+    reads = {each: samples_read(run, *each) for each in ((0, 10), (5, 20), (11, 20), (0, 20))}
+    assert joined(reads[0, 10], reads[5, 20]) == reads[0, 20]
+    assert joined(reads[0, 10], reads[11, 20]) == reads[11, 20]
+    assert joined(reads[11, 20], reads[0, 10]) == reads[0, 10]
+    assert joined(None, reads[0, 10]) == reads[0, 10]
+    other = samples_read(replace(run, train=replace(run.train, seed=9)), 5, 20)
+    assert joined(reads[0, 10], other) == other
 
 
 def test_an_adapter_is_a_part_of_the_start_weights(tmp_path: Path, run: Run) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
+from distrain.trainer.loop.measure.instrumentation import recorded_step
 from distrain.trainer.plan.compare_rank_messages import ComparedMessages, MessageRow, compare_rank_messages, compare_with_plan
 from distrain.trainer.plan.costs.traffic_term import TrafficTerm
 from distrain.trainer.plan.plan_data import Message
@@ -203,3 +204,31 @@ def test_counting_changes_no_number(ranks: RankPool, tmp_path: Path) -> None:
     measured = [json.loads((job.folder / "measured.json").read_text()) for job in (counted, plain)]
     assert measured[0] == measured[1]
     assert [(job.folder / "ledger.json").exists() for job in (counted, plain)] == [True, False]
+
+
+def test_the_step_that_is_counted_follows_no_evaluation(ranks: RankPool, tmp_path: Path) -> None:
+    """At ZeRO 3 DeepSpeed gathers weights once more in the step after one."""
+    words = (*GPT, "parallel.zero=3", "cluster.gpus=2", "engine=zero", "train.steps=5", "train.evaluate={every: 2, batches: 1}")
+    job = ranks.train(tmp_path / "run", *BASE, *words)
+    told = json.loads((job.folder / "ledger.json").read_text())
+    run = load_recipe(BASE[0], [*BASE[1:], *words])
+    assert told["step"] == 4
+    lines = [line for rank, rows in enumerate(told["ranks"]) for line in compare_rank_messages(run, rank, rows)]
+    assert [line for line in lines if line.verdict == "differs"] == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "step"),
+    [
+        ((), 2),
+        (("train.evaluate.every=2",), 3),
+        (("train.evaluate.every=2", "checkpoint.every=3"), 5),
+        (("train.evaluate.every=1",), 2),  # each step follows one
+        (("train.evaluate.every=2", "parallel.sync.every=4"), 3),
+        (("train.evaluate.every=3", "parallel.sync.every=4"), 7),
+    ],
+)
+def test_the_step_that_is_counted_is_the_first_that_is_like_others(keys: Words, step: int) -> None:
+    run = load_recipe(BASE[0], [*BASE[1:], *GPT, "train.steps=20", *keys])
+    assert recorded_step(run, 0, 20) == step
+    assert recorded_step(run, 0, 1) == 0

@@ -20,6 +20,7 @@ from distrain.trainer.loop import train_rank as setup
 from distrain.trainer.loop.checkpoint import CheckpointReader, LoadFailed
 from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.loop.state import reference_pass
+from distrain.trainer.loop.state import saver as saver_of_run
 from distrain.trainer.parallel import world
 
 FILE_LIMIT = 60_000  # bytes
@@ -30,6 +31,7 @@ loop: Any = train
 rank_setup: Any = setup
 reference: Any = reference_pass
 reader: Any = CheckpointReader
+saver: Any = saver_of_run
 
 
 def stop_request() -> None:
@@ -105,6 +107,28 @@ def nan_validation() -> None:
     loop.evaluate = lambda *arguments: original(*arguments)._replace(loss=nan)
 
 
+def stop_in_validation() -> None:
+    """A stop request arrives while the rank evaluates."""
+    original = loop.evaluate
+
+    def evaluate(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    loop.evaluate = evaluate
+
+
+def stop_in_save() -> None:
+    """A stop request arrives while the rank saves."""
+    original = saver.save_shards
+
+    def save_shards(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments, **options)
+
+    saver.save_shards = save_shards
+
+
 FAULTS = {
     each.__name__: each
     for each in (
@@ -115,6 +139,8 @@ FAULTS = {
         small_files,
         nan_validation,
         stop_in_reference,
+        stop_in_validation,
+        stop_in_save,
         killed_in_reference,
     )
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..machine.doctor_checks import MachineCheck
-from ..machine.facts import time_limit
+from ..machine.measure_machine import time_limit
 from ..rundir.files import run_folder
 from ..spec.run import Run
 from ..system.run_child import capture_child

@@ -90,7 +90,7 @@ def weight_problems(run: Run) -> Iterator[Problem]:
     from ..rundir.reference_header import has_whole_reference
 
     folder = run_folder(run)
-    is_kept = not run.model.lora.rank and has_whole_reference(folder)
+    is_kept = not run.model.lora.rank and has_whole_reference(run, folder)
     resumes = has_checkpoints(folder) and (is_kept or not run.reads_start_weights_again)
     if run.model.weights is None or resumes:
         return

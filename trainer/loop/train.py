@@ -80,16 +80,23 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
                 log_step(run, setup, each, anomalies, instruments.meter, logs=logs, evaluates=evaluates and each.done == done)
                 anomalies.raise_if_too_many(each.result, each.done)
 
+            if evaluates and not is_last:  # a stop request that came meanwhile needs no other step
+                stopping = stop_vote.vote_now(requested=stop.requested)
+                saves = saves or stopping
             if devices.is_due(done):
                 saver.finish()  # a check that finds a fault names the checkpoints since the one before
                 devices.check(done)
             if saves:
                 saver.save(setup.start.after(run, done), anomalies.recent_figures(), devices.checked)
+                if saver.newest == done and not (stopping or is_last):
+                    stopping = stop_vote.vote_now(requested=stop.requested)
             if stopping and not is_last:
                 saver.finish(at_end=True)
                 if saver.newest < done:
                     raise SystemExit(STOPPED_UNSAVED)
                 return False
+            if stopping and setup.validations and setup.world.is_rank0:
+                setup.channel.say(f"stopped in its last step: `distrain evaluate {setup.folder}` computes the validation that was left out")
     setup.channel.report_phase("end")
     if saver.newest < last and is_save_due(run, last, last):
         raise LastStepNotSaved(unsaved_message(saver.newest, last))

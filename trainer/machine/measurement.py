@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..spec.problem import Problem
 from .cache import LayerRates
-from .facts import time_limit
+from .measure_machine import time_limit
 
 MODULE = "distrain.trainer.machine.device_probe"
 PATIENCE = 300.0  # seconds that measuring may take on an idle machine

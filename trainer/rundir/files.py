@@ -17,26 +17,41 @@ from .checkpoints import has_checkpoints
 
 LAUNCH_FILES = ("run.json", "plan.json")
 OUTCOME_FILE = "ended.json"
+METRICS_FILE = "metrics.jsonl"
+LOGGED_KEY = "logged_bytes"  # of ended.json
 REFERENCE_FILE = "reference.safetensors"  # of preferences: the log probabilities of answers under the start weights
 
 
 def write_json(file: Path, what: object) -> None:
     """Write JSON atomically; raises OSError, and then the file is as it was."""
-    from msgspec import json
-
-    atomic_file.write_atomically(file, json.format(json.encode(what)))
+    atomic_file.write_atomically(file, _json_text(what))
 
 
 def write_launch_files(run: Run, plan: Plan, folder: Path) -> None:
-    """Write RUN_DIR/run.json, which the ranks read, with absolute paths, and plan.json, their plan; raises OSError."""
-    for name, what in zip(LAUNCH_FILES, (with_absolute_paths(run), plan), strict=True):
-        write_json(folder / name, what)
+    """Write RUN_DIR/run.json, which the ranks read, with absolute paths, and plan.json, their plan; raises OSError, and on a full disk then
+    both are as they were."""
+    contents = zip(LAUNCH_FILES, (with_absolute_paths(run), plan), strict=True)
+    atomic_file.write_together({folder / name: _json_text(what) for name, what in contents})
+
+
+def _json_text(what: object) -> bytes:
+    from msgspec import json
+
+    return json.format(json.encode(what))
 
 
 def write_outcome(folder: Path, status: int, says: str) -> None:
-    """Write RUN_DIR/ended.json: exit status and message of the last `fit`; nothing is written where the disk is full."""
+    """Write RUN_DIR/ended.json: exit status and message of the last `fit`, and the bytes of metrics.jsonl at its end; nothing is written
+    where the disk is full."""
     with suppress(OSError):
-        write_json(folder / OUTCOME_FILE, {"status": status, "says": says})
+        write_json(folder / OUTCOME_FILE, {"status": status, "says": says, LOGGED_KEY: logged_bytes(folder)})
+
+
+def logged_bytes(folder: Path) -> int:
+    """Return the bytes of RUN_DIR/metrics.jsonl; 0 where there is none."""
+    with suppress(OSError):
+        return (folder / METRICS_FILE).stat().st_size
+    return 0
 
 
 def remove_outcome(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,9 +13,11 @@ from typing import Any, Literal
 
 from ..spec.numbers.as_text import plural
 from .checkpoints import checkpoint_steps, checkpoints_folder
+from .files import LAUNCH_FILES
 from .metric_rows import ACCURACY_KEY, AVERAGED_KEY, SLOW_KEY, VALIDATION_KEY, figures_of_sets, is_step_row
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number
-from .run_summary import newest_checkpoint, planned_steps
+from .run_in_manifest import RUN_KEY
+from .run_summary import is_config, newest_saved_step, planned_steps
 from .saves_and_restarts import RecordedSave, RestartReason, SavesInAll, median_pause, recorded_saves, restart_reasons, saves_in_all
 
 Unit = Literal["bytes", "seconds", "rate", "share"]
@@ -82,6 +85,7 @@ class MeasuredRun:
     planned_since: int | None = None  # of a run whose plan changed: the first step logged under the last one; times are from it on
     lost: int = 0  # logged steps with a loss that was not finite, besides skipped ones
     damaged: tuple[str, ...] = ()  # files that can't be read as `fit` writes them
+    missing: tuple[str, ...] = ()  # files that every `fit` writes
     tokens_per_second: tuple[tuple[int, float], ...] = ()  # by step
     slow: tuple[SlowDevice, ...] = ()
     saves: SavesInAll = field(default_factory=SavesInAll)
@@ -109,15 +113,23 @@ class _TimedRows:
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
-    """Read RUN_DIR; what is missing or damaged there is None or empty."""
+    """Read RUN_DIR; what is missing or damaged there is None or empty. Without its run.json the run is what its newest checkpoint says."""
     damaged = list[str]()
     run, plan, counted = (_read_object(folder / name, damaged) for name in ("run.json", "plan.json", "measured.json"))
+    if run and not is_config(run):
+        damaged.append("run.json")
+        run = {}
+    newest, skipped = newest_saved_step(folder)
+    written_files = (*LAUNCH_FILES, "metrics.jsonl") if newest else LAUNCH_FILES  # a run that has just begun has no metrics
+    if not run and newest is not None:
+        recorded = newest.extra.get(RUN_KEY)
+        run = recorded if isinstance(recorded, dict) else {}
     written = list(read_rows(folder / "metrics.jsonl"))
     # a last line without its end is being written, or a crash cut it short
     unreadable = sum(line.endswith(b"\n") and bool(line.strip()) for line in read_lines(folder / "metrics.jsonl")) - len(written)
     if unreadable > 0:
         damaged.append(f"{plural(unreadable, 'line')} of metrics.jsonl" if written else "metrics.jsonl")
-    damaged += [f"checkpoint {reason}" for reason in newest_checkpoint(folder)[1]]
+    damaged += [f"checkpoint {reason}" for reason in skipped]
     of_steps = [row for row in written if is_step_row(row)]
     logged = [row for row in map(_numbers, of_steps) if "step" in row]
     rows = list({int(row["step"]): row for row in logged}.values())  # of a step done twice, the last time
@@ -125,13 +137,13 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     timed = _timed_rows(run, plan, rows)
     plan, steady = timed.plan, timed.steady
     name, again = run.get("name"), pairwise(int(row["step"]) for row in logged)
-    steps, saves = max((int(row["step"]) for row in rows), default=0), tuple(recorded_saves(written))
+    logged_steps, saves = max((int(row["step"]) for row in rows), default=0), tuple(recorded_saves(written))
     reasons = tuple(restart_reasons(written))
     skipped_spikes = sum("skipped" in row and ("spike" in row or "norm_spike" in row) for row in last)
     validations, averaged, accuracies = (tuple(_validation_curves(rows, each)) for each in (VALIDATION_KEY, AVERAGED_KEY, ACCURACY_KEY))
     return MeasuredRun(
         name=name if isinstance(name, str) else folder.name,
-        steps=steps,
+        steps=max(logged_steps, newest.step if newest else 0),
         whole=planned_steps(plan, run) or 0,
         starts=sum(line.startswith(b"== rank 0 of ") for line in read_lines(folder / "ranks" / "0.log")),
         restarts=tuple((each.step, each.lost) for each in reasons if each.step is not None and each.lost is not None),
@@ -157,6 +169,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         planned_since=timed.planned_since,
         lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
         damaged=tuple(damaged),
+        missing=tuple(name for name in written_files if not os.path.lexists(folder / name)),
         slow=tuple(_slow_devices(written)),
         saves=saves_in_all(saves),
         saving=tuple(_saving(plan, saves)),

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem, suggest_name
 from ..spec.run import Run
 from .absolute_paths import with_absolute_paths
 from .checkpoints import SavedStep, checkpoints_folder, newest_saved
+from .metric_rows import read_step_rows
+from .read_files import whole_number
 from .resume_changes import Changes, acceptable_keys, compare_runs
 from .run_in_manifest import CONFIG_KEY, read_hf_config, read_run_file, run_from_record
 
@@ -36,7 +39,7 @@ def check_resume(run: Run, folder: Path, *, data_key: str | None = None) -> Resu
     problem = resume_mode_problem(checkpoints, run.checkpoint.resume, saved.path if saved else None, passed)
     problems = (*unacceptable_key_problems(run), *((problem,) if problem else ()))
     if problems or saved is None:
-        return ResumeCheck(saved=saved, problems=problems)
+        return ResumeCheck(saved=saved, problems=problems, remarks=tuple(_lost_steps(folder)) if saved is None else ())
     before, remarks = run_from_record(saved.extra), list[str]()
     recorded = before is not None
     if before is None and (before := read_run_file(folder / "run.json")) is not None:
@@ -45,6 +48,13 @@ def check_resume(run: Run, folder: Path, *, data_key: str | None = None) -> Resu
     if not recorded:  # the ranks report it otherwise; here they would find the new run.json
         remarks += changes.remarks(saved.step)
     return ResumeCheck(saved=saved, problems=changes.problems, remarks=tuple(remarks))
+
+
+def _lost_steps(folder: Path) -> Iterator[str]:
+    """Say that a run begins again which has logged steps, as that of a folder that was copied without its checkpoints."""
+    steps = max((step for row in read_step_rows(folder) if (step := whole_number(row.get("step"))) is not None), default=0)
+    if steps:
+        yield f"{folder} has logged {plural(steps, 'step')} and has no checkpoint: the run begins again at step 0"
 
 
 def unacceptable_key_problems(run: Run) -> Iterator[Problem]:

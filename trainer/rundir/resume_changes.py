@@ -76,6 +76,12 @@ CONTEXT_KEY = "model.context"
 FAMILY_KEY = "model.family"
 DELAY_KEYS = ("parallel.schedule", "parallel.pp", "parallel.vertical")  # by which weights are late
 SYNC_KEYS = ("parallel.sync.every", "parallel.sync.outer.lr", "parallel.sync.outer.momentum", "parallel.sync.outer.nesterov")
+BASE_KEYS = (
+    "train.seed",
+    "model.init.",
+    "model.weights",
+    "optim.mup",
+)  # by which weights are drawn that LoRA adds to, and no checkpoint holds
 MOMENTS_KEY = "optim.moments"
 BLEND_KEYS = ("data.weights", "data.stages")  # by which sources are blended, in the samples that were read and in those to come
 DOCUMENTS_KEY = "data.documents"  # which labels count, not which tokens there are
@@ -196,25 +202,30 @@ def compare_runs(
     `same_data`: whether the tokens are the same, however they are named; None where that is not known yet, and then the keys
     for their place decide nothing. `configs` are the two config.json of a model of family hf.
     """
-    found = [each for each in run_differences(before, now) if key_policy(each.key) != "free"]
+    is_drawn = bool(before.model.lora.rank and now.model.lora.rank and None in (before.model.weights, now.model.weights))
+
+    def policy(key: str) -> Policy:
+        return "refused" if is_drawn and key.startswith(BASE_KEYS) else key_policy(key)
+
+    found = [each for each in run_differences(before, now) if policy(each.key) != "free"]
     to_come = [each for each in found if each.key in BLEND_KEYS] if _same_so_far(before, now, step, samples) else []
     data = list(_data_differences([each for each in found if each.key.startswith("data.") and each not in to_come], now, same_data))
     others = [each for each in found if not each.key.startswith("data.")]
-    accepted = [each for each in (*data, *others) if key_policy(each.key) == "acceptable" and each.key in now.checkpoint.accept]
-    refused = [each for each in (*data, *others) if key_policy(each.key) in ("refused", "acceptable") and each not in accepted]
+    accepted = [each for each in (*data, *others) if policy(each.key) == "acceptable" and each.key in now.checkpoint.accept]
+    refused = [each for each in (*data, *others) if policy(each.key) in ("refused", "acceptable") and each not in accepted]
     if any(each.key == FAMILY_KEY for each in refused):  # the other keys of the model follow from it
         refused = [each for each in refused if each.key == FAMILY_KEY or not each.key.startswith("model.")]
     if before.model.context is now.model.context is None and now.train.seq > before.train.seq:  # only the old length mends it
         longer = ChangedKey(key="train.seq", before=before.train.seq, now=now.train.seq)
         refused = [longer if each.key == CONTEXT_KEY else each for each in refused]
-    names = tuple(dict.fromkeys((*now.checkpoint.accept, *(each.key for each in refused if key_policy(each.key) == "acceptable"))))
+    names = tuple(dict.fromkeys((*now.checkpoint.accept, *(each.key for each in refused if policy(each.key) == "acceptable"))))
     steps_others = (before.optim.name == "muon") != (now.optim.name == "muon")  # a kind of moments belongs to other weights
     kept, new = ((*moment_kinds(each.optim), *_outer_moments(each)) for each in (before, now))
     old = _outer_moments(before) if steps_others else kept
     return Changes(
         problems=(*(each.problem(step, names) for each in refused), *_config_problems(*configs, step=step)),
         reported=(
-            *(each for each in others if key_policy(each.key) == "reported"),
+            *(each for each in others if policy(each.key) == "reported"),
             *to_come,
             *_delay_differences(before, now),
             *_sync_differences(before, now),

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem, Unreadable
-from .checkpoints import checkpoints_folder, newest_saved
-from .files import OUTCOME_FILE, is_run_folder
+from .checkpoints import SavedStep, checkpoints_folder, newest_saved
+from .files import LOGGED_KEY, METRICS_FILE, OUTCOME_FILE, is_run_folder, logged_bytes
 from .lock import LOCK_FILE as LOCK
 from .lock import lock_holder
 from .metric_rows import VALIDATION_KEY, is_step_row, main_validation_loss, validation_key, validation_losses
@@ -77,8 +77,11 @@ def run_summary(folder: Path) -> RunSummary:
     state, says = _state(folder, held, end, steps, planned, checkpoint)
     damage = [f"checkpoint {reason}" for reason in skipped]
     damage += [f"{plural(unreadable_lines, 'line')} of metrics.jsonl can't be read"] if unreadable_lines else []
-    if run is None and not held:
-        damage.append("run.json can't be read")
+    if not is_config(run or {}) and not held:
+        is_there = os.path.lexists(folder / "run.json")
+        damage.append(
+            "run.json is missing" if not is_there else "run.json can't be read" if run is None else "run.json is not a run's config"
+        )
         state = "damaged"
     return RunSummary(
         folder=folder,
@@ -100,7 +103,7 @@ def _state(
     """A run's state and why it failed: by its lock, else by the exit status of its last `fit`, else by its steps and checkpoints."""
     if held:
         return "running", ""
-    if end is not None and isinstance(status := end.get("status"), int) and _is_outcome_newest(folder):
+    if end is not None and isinstance(status := end.get("status"), int) and _is_outcome_newest(folder, end):
         says = str(end.get("says") or "")
         return ("finished", "") if status == 0 else ("stopped", "") if status > 1 else ("failed", says)
     if planned is not None and checkpoint is not None and checkpoint >= planned:
@@ -113,18 +116,33 @@ def _state(
     return ("stopped", "") if checkpoint == steps else ("failed", "")
 
 
-def _is_outcome_newest(folder: Path) -> bool:
-    """Whether no step was logged after ended.json was written: ranks that torchrun or sbatch started log steps and write no end."""
-    logged = _write_time(folder / "metrics.jsonl")
+def _is_outcome_newest(folder: Path, end: Mapping[str, Any]) -> bool:
+    """Whether no step was logged after ended.json was written: ranks that torchrun or sbatch started log steps and write no end.
+
+    The bytes that were logged say so, whatever clocks and copies have made of the files' times, which those of earlier versions need.
+    """
+    if isinstance(logged_before := end.get(LOGGED_KEY), int):
+        return logged_bytes(folder) <= logged_before
+    logged = _write_time(folder / METRICS_FILE)
     return logged is None or logged <= (_write_time(folder / OUTCOME_FILE) or 0.0) + CLOCK_SLACK
 
 
 def newest_checkpoint(folder: Path) -> tuple[int | None, tuple[str, ...]]:
     """The step of the newest checkpoint whose files have their sizes, and why newer ones were skipped."""
+    saved, skipped = newest_saved_step(folder)
+    return saved.step if saved else None, skipped
+
+
+def newest_saved_step(folder: Path) -> tuple[SavedStep | None, tuple[str, ...]]:
+    """The newest checkpoint whose files have their sizes, and why newer ones were skipped; None where the folder can't be read."""
     with suppress(OSError):
-        saved, skipped = newest_saved(checkpoints_folder(folder))
-        return saved.step if saved else None, skipped
+        return newest_saved(checkpoints_folder(folder))
     return None, ()
+
+
+def is_config(run: Mapping[str, Any]) -> bool:
+    """Whether the content of run.json is the config of a run, of this version or an earlier one."""
+    return isinstance(run.get("train"), dict) and isinstance(run.get("model"), dict)
 
 
 def planned_steps(plan: Mapping[str, Any], run: Mapping[str, Any]) -> int | None:

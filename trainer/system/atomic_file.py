@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file's content; raises OSError, and then the file is unchanged."""
-    new = path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # a process id may be in use on another host or in a container too
+    write_together({path: content})
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Replace the contents of several files, once all are on the disk; raises OSError, and on a full disk then all are unchanged."""
+    new = {path: _hidden_name(path) for path in contents}
     try:
-        new.write_bytes(content)
-        new.replace(path)
+        for path, content in contents.items():
+            new[path].write_bytes(content)
+        for path, hidden in new.items():
+            hidden.replace(path)
     except OSError:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
+        for hidden in new.values():
+            with suppress(OSError):
+                hidden.unlink(missing_ok=True)
         raise
+
+
+def _hidden_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # a process id may be in use on another host or in a container too
 
 
 def append_line(fd: int, line: bytes) -> None:

@@ -26,6 +26,7 @@ from ..trace.tensor_recorder import requested_trace
 from .timeline_window import TimelineWindow
 
 TIMED_STEPS = 20  # of a pipeline without a flush whose actions are timed
+SEARCHED_STEPS = 100  # of which one is looked for that follows no evaluation
 LINE_INTERVAL = 0.2  # seconds between two progress lines
 
 
@@ -44,11 +45,7 @@ class Instruments:
         self._counted_steps = {first + 1 + run.parallel.staleness}
         # While the batch grows, pipelines hold less: they are counted again in the first step of the whole batch.
         self._counted_steps.add(max(*self._counted_steps, setup.start.whole_batch_step(run)))
-        # Messages are recorded in the third, or the first that compresses gradients or uses a late sum: in the first two, engines send some
-        # of their set-up. Where workers step alone, it is the first then that they end together.
-        together, third = run.parallel.sync.every, max(first + 2, run.parallel.compress.start, first + run.parallel.staleness)
-        recorded = third + (-(third + 1) % together)
-        recorded = recorded if recorded < last else min(third, last - 1)
+        recorded, together = recorded_step(run, first, last), run.parallel.sync.every
         self._recorded_step, self._together = recorded if run.log.ledger else None, together
         # Steps that flush are timed one by one; others go on from step to step, so that several are timed, without the ledger's cost.
         timed = range(min(recorded + 1, last - 1), last)[:TIMED_STEPS] if delay_of(run.parallel) else [recorded]
@@ -94,6 +91,21 @@ class Instruments:
             self.setup.channel.say(message)
         if line := self.progress.line(done, loss):
             self.setup.channel.report_status(line)
+
+
+def recorded_step(run: Run, first: int, last: int) -> int:
+    """Return the step, from 0, whose messages are recorded, of those that this attempt trains: `first` <= step < `last`.
+
+    It is the third, or the first that compresses gradients or uses a late sum: in the first two, engines send some of their set-up. Where
+    workers step alone, it is the first then that they end together. A step right after an evaluation or a save, which evaluates too, is
+    passed over where another one comes: at ZeRO 3 DeepSpeed gathers weights once more there.
+    """
+    together, third = run.parallel.sync.every, max(first + 2, run.parallel.compress.start, first + run.parallel.staleness)
+    recorded = third + (-(third + 1) % together)
+    each = [every for every in (run.train.evaluate.every, run.checkpoint.every) if every > 0]
+    candidates = range(recorded, min(last, recorded + together * SEARCHED_STEPS), together)
+    plain = (step for step in candidates if all(step % every for every in each))
+    return next(plain, recorded if recorded < last else min(third, last - 1))
 
 
 def write_measured(count: ByteCounter, setup: TrainingSetup, done: int, batch: int | None = None) -> str:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from ...rundir.files import REFERENCE_FILE
-from ...rundir.reference_header import WHOLE_KEY
+from ...rundir.reference_header import READS_KEY, WHOLE_KEY, Reads
 from ...spec.run import Run
 from ...system.atomic_file import write_atomically
 from ..data.samples.corpus import Corpus
@@ -76,20 +76,23 @@ def _files_identity(folder: Path) -> str | None:
     return found.hexdigest() if files else None
 
 
-def write_reference(folder: Path, references: References, identity: Identity, *, is_whole: bool = True) -> None:
-    """Write the file; `is_whole` if it has all pairs that the run reads. Raises OSError, and then it is as it was."""
+def write_reference(folder: Path, references: References, identity: Identity, *, is_whole: bool = True, reads: Reads | None = None) -> None:
+    """Write the file; `is_whole` if it has all pairs that the run reads, `reads` the samples whose pairs it has all, if any are known.
+    Raises OSError, and then it is as it was."""
     tensors = {f"{key}/{index}": each for key, reference in references.items() for index, each in enumerate(reference)}
     words = {"identity": json.dumps(identity), "hash": _hash(tensors), WHOLE_KEY: json.dumps(is_whole)}
+    words |= {READS_KEY: json.dumps(reads)} if reads else {}
     write_atomically(folder / REFERENCE_FILE, save(tensors, metadata=words))
 
 
 class HeldReference(NamedTuple):
-    """What RUN_DIR holds: the log probabilities that can be used, what those of the run are of, and why those of its training corpus can't
-    be used."""
+    """What RUN_DIR holds: the log probabilities that can be used, what those of the run are of, why those of its training corpus can't be
+    used, and the samples whose pairs are all among them, if any are known."""
 
     values: References
     identity: Identity
     problem: str = ""
+    reads: Reads | None = None
 
 
 def read_reference(folder: Path, identity: Identity) -> HeldReference:
@@ -110,7 +113,8 @@ def read_reference(folder: Path, identity: Identity) -> HeldReference:
         identity = identity | {"weights": found.get("weights")}
     others = [name for name in identity if found.get(name) != identity[name]]
     problem = f"{REFERENCE_FILE} is of other {' and '.join(_NAMES.get(name, name) for name in others)}" if others else ""
-    return HeldReference(_by_corpus(tensors, found) if others in ([], ["data"]) else {}, identity, problem)
+    reads = json.loads(words[READS_KEY]) if READS_KEY in words and not others else None
+    return HeldReference(_by_corpus(tensors, found) if others in ([], ["data"]) else {}, identity, problem, reads)
 
 
 _NAMES = {"weights": "start weights", "seq": "lengths of sequences"}

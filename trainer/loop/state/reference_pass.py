@@ -18,6 +18,7 @@ from ...engines.engine import Engine
 from ...launch.rank.channel import STOPPED_UNSAVED, Channel
 from ...layers.preference_loss import take_pair_results
 from ...parallel.process_groups import Grid
+from ...rundir.reference_header import Reads, joined, samples_read
 from ...spec.numbers.as_text import seconds_text
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
@@ -59,11 +60,13 @@ class Windows(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class KnownReference:
     """The log probabilities of answers by corpus, source and pair, nan where not known; the windows whose pairs a run reads and that are
-    not known; what they depend on."""
+    not known; what they depend on; the samples that the run reads, and on rank 0 those whose pairs RUN_DIR has all, if any are known."""
 
     values: References
     missing: Sequence[Windows]
     identity: Identity
+    reads: Reads
+    held_reads: Reads | None
 
     @property
     def is_complete(self) -> bool:
@@ -92,7 +95,8 @@ def find_reference(
     for each in (array for reference in values.values() for array in reference):
         dist.broadcast(torch.from_numpy(each), 0, group=host)
     missing = [_unknown(_windows(batches, samples, channel), values, channel) for batches, samples in splits]
-    return KnownReference(values=values, missing=missing, identity=identity[0])
+    reads = samples_read(run, splits[0][1].start, splits[0][1].stop)
+    return KnownReference(values=values, missing=missing, identity=identity[0], reads=reads, held_reads=held.reads)
 
 
 def check_same_start(checkpoint: SavedCheckpoint | None, known: KnownReference) -> None:
@@ -154,7 +158,9 @@ class _PassProgress:
             return True
         self._written = time.monotonic()
         try:
-            write_reference(self._folder, self._known.values, self._known.identity, is_whole=is_whole)
+            known = self._known
+            reads = joined(known.held_reads, known.reads) if is_whole else known.held_reads
+            write_reference(self._folder, known.values, known.identity, is_whole=is_whole, reads=reads)
         except OSError as error:
             says = f"the reference could not be written ({error.strerror or error}): a resume computes it again"
             self._channel.say(f"warning: {says}")
