@@ -48,7 +48,8 @@ def collect_gathered(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 def drop_gathered(modules: Sequence[nn.Module]) -> None:
     """Drop the weights that forward has left gathered, so that the next one gathers what their rows hold then: fully_shard keeps those of
     a whole part, its embedding, norm and head, from an evaluation to the next backward."""
-    for each in (each for module in modules for each in module.modules()):
+    every: Iterator[Any] = (each for module in modules for each in module.modules())
+    for each in every:
         if hasattr(each, "reshard"):  # torch's FSDPModule
             each.reshard()
 
