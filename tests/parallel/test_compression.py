@@ -103,6 +103,7 @@ def test_a_column_that_depends_on_the_others_becomes_zero() -> None:
 
 
 MUP = ("optim.mup=16", "optim.moments=bf16", "model.tied=false")
+STEPPED_BIASES = ("train.steps=4", "model.router.score=sigmoid", "model.router.bias=true", "model.router.bias_rate=0.01")
 
 # Whole runs
 
@@ -114,6 +115,7 @@ LAYOUTS: list[tuple[Words, float]] = [  # the layout and what else differs, the 
     ((FOUR, "parallel.pp=2", "optim=sgd", "optim.lr=0.03", "parallel.overlap.data=false"),            1e-5),
     ((FOUR, "parallel.ep=2", "model=tiny_moe", "model.layers=2"),                                     1e-5),
     ((FOUR, "parallel.ep=2", "model=tiny_hybrid", "model.layers=2"),                                  1e-5),
+    ((TWO, "model=tiny_moe", "model.layers=2", *STEPPED_BIASES),                                       1e-5),
     ((FOUR, "parallel.tp=2", *MUP, *SAVES),                                           1e-5),
     ((FOUR, "parallel.cp=2", "train.precision=bf16", "train.gradients=fp32"),                         2e-3),
 ]

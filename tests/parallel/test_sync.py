@@ -51,6 +51,7 @@ def check_memory(folder: Path) -> None:
 # fmt: off
 LAYOUTS: list[tuple[Words, float]] = [  # the layout and what else differs, the largest difference of a loss
     ((TWO,   "cluster.gpus=2", "model.dropout=0.1", "train.evaluate.every=4", "checkpoint.every=4"),                   1e-5),
+    ((TWO,   "cluster.gpus=2", "model.vocab=253", "model.vocab_multiple=8"),                                             1e-5),
     ((THREE, "cluster.gpus=4", "parallel.cp=2", "parallel.zero=1", *NESTEROV),                                         1e-5),
     ((TWO,   *NODES, *NESTEROV),                                                                                        1e-5),
     ((TWO,   *NODES, "parallel.zero=1", "parallel.bucket=20000", *HALF),                                               2e-3),

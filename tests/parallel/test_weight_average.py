@@ -93,6 +93,16 @@ def test_a_layout_averages_the_weights_that_its_steps_leave_as_torch_does(
     assert saved_bytes == pytest.approx(plan.run.checkpoint_bytes, rel=0.08)  # headers of small files
 
 
+@pytest.mark.parametrize("layout", [("cluster.gpus=2",), ("cluster.gpus=4", "parallel.tp=2"), ("cluster.gpus=2", "parallel.gather=step")])
+def test_each_validation_of_an_average_of_gathered_weights_is_that_of_one_process(ranks: RankPool, tmp_path: Path, layout: Words) -> None:
+    """All of them, the embedding and the head too, which fully_shard keeps gathered after the validation of the run's own weights."""
+    words = (*BASE, *LLAMA, "optim.lr=3e-2", "optim.warmup=0", "engine=native", EMA)
+    one = ranks.train(tmp_path / "one", *words, "cluster.gpus=1")
+    job = ranks.train(tmp_path / "sharded", *words, "parallel.zero=3", *layout)
+    for key in ("loss", "validation_loss", "validation_ema_loss"):
+        assert job.figures(key) == pytest.approx(one.figures(key), abs=1e-5, rel=0)
+
+
 def test_an_average_begins_with_published_weights(ranks: RankPool, tmp_path: Path) -> None:
     run = load_recipe(BASE[0], (*BASE[1:], *LLAMA, "cluster.gpus=1"))
     module = build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=11)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...parallel.process_groups import Grid
 from ...plan.costs.muon import MUON
@@ -44,8 +44,9 @@ class BucketOptimizer:
         device: torch.device,
         types: tuple[torch.dtype, torch.dtype],
         warn: Callable[[str], None],
+        modules: Sequence[nn.Module],
     ) -> None:
-        """`types` are those of forward's weights and of gradients."""
+        """`types` are those of forward's weights and of gradients; `modules` are this rank's parts, which have the weights."""
         others = [each for each in buckets if not each.kind.matrices]
         masters = defaultdict[tuple[bool, bool], list[Tensor]](list)
         for each in others:
@@ -66,7 +67,7 @@ class BucketOptimizer:
         on_host = [each for each in others if each.on_host]
         gradient = MASTER_DTYPE if any(isinstance(each, ShardedWeight) for each in on_host) else types[1]
         self.host = HostOptimizer(self.optimizer, on_host, device, (types[0], gradient), rounding) if on_host else None
-        self._average = WeightAverage(run, buckets, self.optimizer) if run.optim.ema else None
+        self._average = WeightAverage(run, buckets, self.optimizer, modules) if run.optim.ema else None
         self.steps_in_one_kernel = self._is_adamw and self.host is None and has_kernel(device, *types, rounding, warn)
 
     def set_rate(self, lr: float) -> None:

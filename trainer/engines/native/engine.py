@@ -79,7 +79,7 @@ class NativeEngine(Engine):
         else:
             self.buckets, self.reducer = self._fill_buckets()
         self._bucket_of = {row.parameter: bucket for bucket in self.buckets for row in bucket.rows}
-        self.bucket_optimizer = BucketOptimizer(run, grid, self.buckets, grid.world.device, self._types, self._warn)
+        self.bucket_optimizer = BucketOptimizer(run, grid, self.buckets, grid.world.device, self._types, self._warn, self.modules)
         self.optimizer, self.averaged_weights = self.bucket_optimizer.optimizer, self.bucket_optimizer.averaged_weights
         self.together = WorkerAverage(run, grid, self.buckets, self.optimizer) if grid.group("workers") else None
         self._workers = self.together.workers if self.together else 1

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...plan.layout.checkpoint_kinds import AVERAGE
 from ...spec.run import Run
 from ..rank_parameter import optimizer_state
-from .data_parallel.sharded_weights import ShardedWeight
+from .data_parallel.sharded_weights import ShardedWeight, drop_gathered
 from .data_parallel.weight_buckets import WeightBucket
 
 EXCHANGED = 2**22  # elements that change places at once
@@ -22,8 +22,14 @@ class WeightAverage:
     the stepped weights (torch.optim.swa_utils.get_ema_multi_avg_fn). It begins with the weights that the run begins with, and is one of
     the optimizer's states."""
 
-    def __init__(self, run: Run, buckets: Sequence[WeightBucket | ShardedWeight], optimizer: torch.optim.Optimizer) -> None:
-        self._share, self._buckets = 1 - run.optim.ema, buckets
+    def __init__(
+        self,
+        run: Run,
+        buckets: Sequence[WeightBucket | ShardedWeight],
+        optimizer: torch.optim.Optimizer,
+        modules: Sequence[nn.Module],
+    ) -> None:
+        self._share, self._buckets, self._modules = 1 - run.optim.ema, buckets, modules
         self._states = [optimizer_state(optimizer, each.master) for each in buckets]
         for bucket, state in zip(buckets, self._states, strict=True):
             state[AVERAGE] = bucket.master.detach().clone()
@@ -63,3 +69,4 @@ class WeightAverage:
             bucket.copy_master()
         for work in filter(None, [bucket.gather() for bucket in self._buckets]):
             work.wait()
+        drop_gathered(self._modules)

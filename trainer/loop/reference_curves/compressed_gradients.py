@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ...layers.counter_rng import dropout_keys, normal_block
 from ...layers.cross_entropy import IGNORED
 from ...layers.transformer.multi_token_prediction import further_arguments
+from ...models.build import named_constants
+from ...models.moe.routing import step_bias, take_loads
 from ...plan.axes.powersgd_factors import compressed_stack
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.mesh_position import mesh_position
@@ -95,12 +97,14 @@ def compressed_curve(run: Run) -> ReferenceCurve:
         norms.append(float(nn.utils.clip_grad_norm_(weights.values(), train.clip or torch.inf)))
         set_rate(optimizer, learning_rate(run.optim, step, steps))
         optimizer.step()
+        for bias, load in take_loads(module):
+            step_bias(bias, load, run.model.router.bias_rate)
         losses.append(total)
         if is_due(run.checkpoint.every, step + 1):
             for block in blocks:
                 block.restart()
     evaluations = evaluation_losses(run, module, weights)
-    return ReferenceCurve(losses=losses, norms=norms, evaluations=evaluations, weights=weights)
+    return ReferenceCurve(losses=losses, norms=norms, evaluations=evaluations, weights={**dict(named_constants(module)), **weights})
 
 
 def simulated_blocks(run: Run) -> list[SimulatedBlock]:

@@ -153,5 +153,5 @@ def compare_with_run(layout: str, simulate: Callable[[Run], ReferenceCurve]) -> 
         raise LoadFailed("another curve is simulated from drawn weights, all of them trained: leave model.weights and model.lora out")
     curve, saved = simulate(run), read_last_weights(Path(layout))
     weights = {**dict(named_constants(whole_model(run))), **curve.weights}
-    compared = furthest_weight(run, ((name, weights[name].detach(), tensor) for name, tensor in saved))
+    compared = furthest_weight(run, ((name, weights[name].detach()[: len(tensor)], tensor) for name, tensor in saved))  # unpadded rows
     return {"losses": curve.losses, "norms": curve.norms, "evaluations": curve.evaluations, **compared}

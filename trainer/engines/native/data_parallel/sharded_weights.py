@@ -45,6 +45,15 @@ def collect_gathered(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
+def drop_gathered(modules: Sequence[nn.Module]) -> None:
+    """Drop the weights that forward has left gathered, so that the next one gathers what their rows hold then: fully_shard keeps those of
+    a whole part, its embedding, norm and head, from an evaluation to the next backward."""
+    every: Iterator[Any] = (each for module in modules for each in module.modules())
+    for each in every:
+        if hasattr(each, "reshard"):  # torch's FSDPModule
+            each.reshard()
+
+
 def local_rows(sharded: Any) -> Tensor:
     """Return the rows of a sharded tensor that this rank has."""
     rows: Tensor = sharded.detach().to_local()
