@@ -32,6 +32,7 @@ from .bucket_optimizer import BucketOptimizer
 from .compute_types import compute_types, row_type
 from .data_parallel.bucket_reducer import BucketReducer
 from .data_parallel.gradient_squares import counted_squares
+from .data_parallel.host_gradients import HostGradients
 from .data_parallel.hierarchical_sum import HierarchicalSum
 from .data_parallel.shard_groups import RowGroups, row_groups, shard_groups
 from .data_parallel.sharded_weights import (
@@ -67,7 +68,7 @@ class NativeEngine(Engine):
             from .data_parallel.fully_sharded import shard_module
 
             for module in self.modules:
-                shard_module(module, sharding, *self._types, grid.world.device)
+                shard_module(module, sharding, self._types, grid.world.device, on_host=run.parallel.offload.parameters)
                 module.compute_type = self._types[0]  # type: ignore[assignment]
         super().__init__(run, parts, grid)
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
@@ -265,7 +266,8 @@ class NativeEngine(Engine):
             yield from bucket.held_tensors()
         for row in self._owned:
             if not row.parameter.requires_grad:
-                yield "weights", local_rows(row.parameter) if self._sharding else row.parameter.data
+                rows = local_rows(row.parameter) if self._sharding else row.parameter.data
+                yield "host" if self.run.parallel.offload.parameters else "weights", rows
         yield from self.bucket_optimizer.held_tensors()
         yield from (("optimizer", each) for each in self.together.held_tensors()) if self.together else ()
 
@@ -322,7 +324,8 @@ class NativeEngine(Engine):
         from .data_parallel.fully_sharded import sum_gradients
 
         apart = sum_gradients if self._defers_weight_gradients else None
-        return weights, ShardedReducer(self.modules, weights, self._types[1], apart, once=gathers_once(self.run.parallel))
+        host = HostGradients(weights, self.grid.world.device, self._types[1]) if self.run.parallel.offload.parameters else None
+        return weights, ShardedReducer(self.modules, weights, self._types[1], apart, host, once=gathers_once(self.run.parallel))
 
     @property
     def _schedule(self) -> Schedule:
