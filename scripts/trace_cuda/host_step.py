@@ -47,7 +47,7 @@ def trace_host_step(run: Run) -> HostStepBytes:
     with ExitStack() as stack:
         grid = stack.enter_context(fake_grid(run, 0))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_no_streams())
+        stack.enter_context(no_streams())
         live = stack.enter_context(LiveBytes("cuda", block=1))
         engine: Any = build_engine(run, grid, "native")
         weights, host = live.now, engine.bucket_optimizer.host
@@ -81,8 +81,14 @@ def planned_host_step(run: Run) -> HostStepBytes:
     )
 
 
+class _Stream(SimpleNamespace):
+    """A stream, which fully_shard has keys of."""
+
+    __hash__ = object.__hash__
+
+
 @contextmanager
-def _no_streams() -> Iterator[None]:
+def no_streams() -> Iterator[None]:
     """Have CUDA's streams and events be there, and order nothing: fake tensors have no data."""
     import torch
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -95,8 +101,8 @@ def _no_streams() -> Iterator[None]:
         with unset_fake_temporarily():
             return make_mesh(*given)
 
-    event = SimpleNamespace(synchronize=lambda: None)
-    stream = SimpleNamespace(record_event=lambda *_: event, wait_event=lambda _: None, wait_stream=lambda _: None)
+    event = SimpleNamespace(synchronize=lambda: None, record=lambda *_: None)
+    stream = _Stream(record_event=lambda *_: event, wait_event=lambda _: None, wait_stream=lambda _: None)
     empty = torch.empty
 
     def pageable(*size: Any, pin_memory: bool = False, **options: Any) -> Any:
@@ -104,6 +110,7 @@ def _no_streams() -> Iterator[None]:
 
     with (
         patch.object(torch.cuda, "Stream", lambda *_, **__: stream),
+        patch.object(torch.cuda, "Event", lambda *_, **__: event),
         patch.object(torch.cuda, "current_device", lambda: 0),
         patch.object(torch.cuda, "current_stream", lambda *_: stream),
         patch.object(torch.cuda, "stream", lambda _: nullcontext()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +11,8 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 from distrain.tests.fakes.rank_pool import choose_program  # noqa: E402
-from distrain.tests.fakes.trained_runs import differing_messages, read_run  # noqa: E402
+from distrain.tests.fakes.trained_runs import differing_messages  # noqa: E402
 from distrain.tests.parallel.test_offloaded_rows import BASE, GPT, LLAMA, MOE, saved_tensors  # noqa: E402
-from distrain.trainer.plan.costs.offload import TO_DEVICE, TO_HOST  # noqa: E402
-from distrain.trainer.plan.plan import make_plan  # noqa: E402
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool

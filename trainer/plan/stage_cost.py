@@ -175,7 +175,7 @@ def _synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kin
     states = held_states(context, layout, blocks, kind)
     messages = data_messages(context, layout, kind, states.elements, layout.gradient_sync)
     if layout.offloads:
-        messages += cost_model(layout.engine).host_copies(context, layout, states.elements, context.layers_of(kind))
+        messages += cost_model(layout.engine).host_copies(context, layout, blocks, kind, states.elements)
     return SyncedStates(states, messages)
 
 

@@ -40,3 +40,9 @@ def wait_for_copies(end: torch.cuda.Event | None) -> None:
     """Have the host wait until copies that `CopyStream.begin` began are done."""
     if end is not None:
         end.synchronize()
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Have the host wait for all work that a device has been given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -32,8 +32,8 @@ from .bucket_optimizer import BucketOptimizer
 from .compute_types import compute_types, row_type
 from .data_parallel.bucket_reducer import BucketReducer
 from .data_parallel.gradient_squares import counted_squares
-from .data_parallel.host_gradients import HostGradients
 from .data_parallel.hierarchical_sum import HierarchicalSum
+from .data_parallel.host_gradients import HostGradients, sum_on_device
 from .data_parallel.shard_groups import RowGroups, row_groups, shard_groups
 from .data_parallel.sharded_weights import (
     ShardedReducer,
@@ -65,11 +65,9 @@ class NativeEngine(Engine):
         self._types = compute_types(run)
         self._sharding = sharding = row_groups(run, grid)
         if sharding:
-            from .data_parallel.fully_sharded import shard_module
+            from .data_parallel.fully_sharded import shard_modules
 
-            for module in self.modules:
-                shard_module(module, sharding, self._types, grid.world.device, on_host=run.parallel.offload.parameters)
-                module.compute_type = self._types[0]  # type: ignore[assignment]
+            shard_modules(self.modules, sharding, self._types, grid.world.device, on_host=run.parallel.offload.parameters)
         super().__init__(run, parts, grid)
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         self._owned = self._distinct_parameters()
@@ -259,7 +257,7 @@ class NativeEngine(Engine):
             return
         for row in self._owned:
             if row.parameter.requires_grad and is_tied_over_stages(self.run, self.grid.position.mesh, row.name):
-                all_reduce(self._bucket_of[row.parameter].own_gradient(row.parameter), group)
+                sum_on_device(self._bucket_of[row.parameter].own_gradient(row.parameter), group, self.grid.world.device)
 
     def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.buckets:

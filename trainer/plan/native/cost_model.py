@@ -34,6 +34,7 @@ from ..layout.workers import worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
 from .dim0_shards import elements_on_rank, gathers_once, rows_of_size, stage_rows
+from .host_rows import host_row_copies, host_row_work
 from .moment_blocks import scale_bytes
 from .optimizer_step import bucket_host_bytes, bucket_work, cast_bytes, rounded_step_moves, step_moves, steps_in_one_kernel
 from .posted_receives import receives_ahead
@@ -65,7 +66,7 @@ class NativeCosts(CostModel):
         ZeRO 2 its shard, two buckets of one micro-batch, and all gradients that other axes sum first."""
         parallel, width = layout.parallel, context.widths
         zero = parallel.zero if layout.shard_ranks > 1 else 0
-        if zero == 3:
+        if is_sharded(layout):
             return stage3_bytes(context, layout, blocks, kind, held)
         whole, stepped = held.trained_parameters, elements_to_step(layout, held)
         often, master = zero == 2, MASTER_BYTES if width.weight < MASTER_BYTES else 0
@@ -135,6 +136,8 @@ class NativeCosts(CostModel):
             return 0.0
         width = context.widths
         copied = 2 * width.weight * held.trained_parameters if layout.delay else 0
+        if layout.parallel.offload.parameters:
+            return self.host_seconds(context, layout, held)
         if layout.parallel.offload.optimizer:
             normed = elements_to_step(layout, held) * stepped_width(context, layout) / context.own_rates.memory
             return normed + self.host_seconds(context, layout, held)
@@ -153,8 +156,21 @@ class NativeCosts(CostModel):
         return (moved + copied) / context.own_rates.memory
 
     def host_step(self, context: CostContext, layout: Layout, held: StageElements) -> HostWork:
-        """Pieces of buckets are copied, stepped and copied back in turn."""
+        """Pieces of buckets are copied, stepped and copied back in turn; rows that are on the host with their gradients are not."""
+        if layout.parallel.offload.parameters:
+            return host_row_work(context, elements_to_step(layout, held))
         return bucket_work(context, elements_to_step(layout, held), stepped_width(context, layout))
+
+    def host_copies(
+        self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements
+    ) -> list[dp.DataMessages]:
+        """With offloaded parameters rows and gradients travel layer by layer (host_rows.py)."""
+        if not layout.parallel.offload.parameters:
+            return super().host_copies(context, layout, blocks, kind, held)
+        sums: tuple[TensorCopies, ...] = ("shared", "replicated") if layout.parallel.sequence else ("shared",)
+        summed = sum(self.summed_elements(context, layout, blocks, kind, each, None) for each in sums) if layout.mesh.tp > 1 else 0
+        tied = self.tied_elements(context, layout, blocks, None) if layout.mesh.pp > 1 and kind.first != kind.last else 0
+        return host_row_copies(context, layout, kind, summed + tied)
 
     def gradient_copies(self, context: CostContext, layout: Layout) -> Iterator[GradientCopies]:
         """None: the step copies the sums of gradients."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,23 @@ from .sharded_weights import local_rows
 from .weight_buckets import MASTER_DTYPE
 
 
-def shard_module(
-    module: nn.Module, groups: RowGroups, types: tuple[torch.dtype, torch.dtype], device: torch.device, *, on_host: bool
+def shard_modules(
+    modules: Sequence[nn.Module], groups: RowGroups, types: tuple[torch.dtype, torch.dtype], device: torch.device, *, on_host: bool
 ) -> None:
-    """Shard the parameters of a module, which `keep_own_rows` made, by rows: each layer alone, and each module that predicts a further
+    """Shard the parameters of modules, which `keep_own_rows` made, by rows: each layer alone, and each module that predicts a further
     token, their experts apart, embedding and head together.
 
     They are gathered in the first of two `types`; gradients are summed in the second, and kept in float32 whatever the rows' type is, or
     where the rows stay in the host's memory (`on_host`), taken there in the second.
     """
-    compute, reduced = types
+    for module in modules:
+        _shard_module(module, groups, *types, device, on_host=on_host)
+        module.compute_type = types[0]  # type: ignore[assignment]
+
+
+def _shard_module(
+    module: nn.Module, groups: RowGroups, compute: torch.dtype, reduced: torch.dtype, device: torch.device, *, on_host: bool
+) -> None:
     own: dict[str, Any] = {name: getattr(parameter, "own_rows", None) for name, parameter in module.named_parameters()}
     mesh = _device_mesh(groups[False], device.type)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced, cast_forward_inputs=False)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....layers.group_messages import all_reduce
+from ....layers.rank_group import Group
 from ....plan.native.host_rows import GRADIENTS_AT_ONCE
 from ....plan.native.optimizer_step import AT_HAND
 from ..copy_stream import CopyStream, wait_for_copies
@@ -81,3 +83,11 @@ class HostGradients:
                 into.add_(gradient)
             self._arrived[weight] += length
         self._parts[turn].clear()
+
+
+def sum_on_device(gradient: Tensor, group: Group, device: torch.device) -> None:
+    """Sum a gradient, which may be in the host's memory, in place over the ranks of a group."""
+    there = gradient.to(device)
+    all_reduce(there, group)
+    if there is not gradient:
+        gradient.copy_(there)

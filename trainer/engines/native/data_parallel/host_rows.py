@@ -16,11 +16,21 @@ class HostRows(FSDPParam):
     device has no memory. fully_shard asks for them on the stream on which it prepares a gather, ahead of the layer that needs them."""
 
     on_host: Tensor
+    arriving: tuple[Tensor, Any] | None  # a copy that was begun, and its end
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
         """This rank's rows, flat, in new memory of the device."""
-        return [self.on_host.to(self.device, non_blocking=True, copy=True)]
+        if self.arriving is None:
+            return [self.on_host.to(self.device, non_blocking=True, copy=True)]
+        (rows, end), self.arriving = self.arriving, None
+        torch.get_device_module(self.device).current_stream().wait_event(end)
+        return [rows]
+
+    def begin_copy(self) -> None:
+        """Begin to copy the rows on the current stream, for the next who asks for them."""
+        rows = self.on_host.to(self.device, non_blocking=True, copy=True)
+        self.arriving = rows, torch.get_device_module(self.device).current_stream().record_event()
 
 
 def keep_rows_on_host(groups: Iterable[Any], own: Mapping[nn.Parameter, Tensor], device: torch.device) -> None:
@@ -38,4 +48,24 @@ def keep_rows_on_host(groups: Iterable[Any], own: Mapping[nn.Parameter, Tensor],
             weight.sharded_param, weight._sharded_param_data = sharded, without_memory.view(-1)
             without_memory.untyped_storage().resize_(0)
             weight._setattr_on_modules(sharded)
-            weight.__class__, weight.on_host = HostRows, padded.view(-1)
+            weight.__class__, weight.on_host, weight.arriving = HostRows, padded.view(-1), None
+        if group._all_gather_process_group.size() == 1:
+            _copy_ahead(group)
+
+
+def _copy_ahead(group: Any) -> None:
+    """Have a group of one rank copy its rows when fully_shard would begin a gather, on that stream: it begins none, and would ask for the
+    rows where they are used. It lets the stream go on once the copy before has been used."""
+    unshard = group.unshard
+
+    def begin(async_op: bool = False) -> None:
+        was_under_way = group._all_gather_result is not None
+        unshard(async_op)
+        if group._all_gather_result is None or was_under_way:
+            return
+        stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+        with group.device_handle.stream(stream):
+            for weight in group.fsdp_params:
+                weight.begin_copy()
+
+    group.unshard = begin
