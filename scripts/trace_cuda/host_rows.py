@@ -47,8 +47,8 @@ def trace_host_rows(run: Run) -> HostRowBytes:
     from .patch_gpu_kernels import gpu_kernels
     from .rank_trace import CUDA, fake_grid
 
-    copied, rows = [0], HostRows.all_gather_inputs.fget
-    assert rows is not None
+    inputs: Any = HostRows.all_gather_inputs
+    copied, rows = [0], inputs.fget
 
     def count_copies(weight: Any) -> Any:
         found = rows(weight)

@@ -34,7 +34,7 @@ from ..layout.workers import worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
 from .dim0_shards import elements_on_rank, gathers_once, rows_of_size, stage_rows
-from .host_rows import host_row_copies, host_row_work
+from .host_rows import host_row_copies, host_row_pass_bytes, host_row_work
 from .moment_blocks import scale_bytes
 from .optimizer_step import bucket_host_bytes, bucket_work, cast_bytes, rounded_step_moves, step_moves, steps_in_one_kernel
 from .posted_receives import receives_ahead
@@ -93,10 +93,9 @@ class NativeCosts(CostModel):
         return stage_factors(context, layout, kind, expert=expert)
 
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
-        return PassBytes(
-            workspace=_message_bytes(layout, blocks),
-            passes=stage_temporary_bytes(context, blocks, kind),
-        )
+        on_host = layout.parallel.offload.parameters and is_sharded(layout)
+        passes = host_row_pass_bytes(context, layout, blocks, kind) if on_host else stage_temporary_bytes(context, blocks, kind)
+        return PassBytes(workspace=_message_bytes(layout, blocks), passes=passes)
 
     def _late_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
         """Return the elements of weights whose gradients another axis sums before the data axis does."""

@@ -3,11 +3,15 @@ and on its device, and what it copies. Rows are copied to the device for each ga
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+from ...models.ops.op_table import Parameter
 from ..axes.dp import DataMessages
 from ..axes.weight_slices import weight_shard
+from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
+from ..costs.number_or_array import larger
 from ..costs.offload import TO_DEVICE, TO_HOST, HostBytes, HostWork, copies, pinned_bytes
 from ..costs.precision import MASTER_BYTES, average_bytes
 from ..layout.layout import Layout, StageKind
@@ -33,53 +37,92 @@ class HeldRows(NamedTuple):
 
 
 class RowElements(NamedTuple):
-    """Elements of a rank's rows: of all weights, of those of layers, of trained weights."""
+    """Elements of weights on a rank of a kind of stage: of all, of those of layers, and those of either that are trained."""
 
     every: int
     layers: int
     trained: int
+    trained_layers: int
+
+    @property
+    def ends(self) -> int:
+        """Those of the ends of the model."""
+        return self.every - self.layers
+
+    @property
+    def trained_ends(self) -> int:
+        """Those of the ends that are trained."""
+        return self.trained - self.trained_layers
 
 
 def held_rows(context: CostContext, kind: StageKind, mesh: Mesh) -> tuple[HeldRows, ...]:
     """The weights of a rank of a kind of stage."""
     key = ("native rows", kind, mesh.tp, mesh.ep)
     if key not in context.memo:
+        ends, layer = (StageKind(0, kind.first, kind.last), 1), (StageKind(1, False, False), kind.layers)
         context.memo[key] = tuple(
-            HeldRows(
-                rows_of_size(shard.size)._replace(expert=shard.expert),
-                many,
-                parameter.name.startswith(("layers.", "mtp.")),
-                not parameter.frozen,
-            )
-            for some, many in ((StageKind(0, kind.first, kind.last), 1), (StageKind(1, False, False), kind.layers))
-            for parameter in context.stage_parameters(some)
+            _held_rows(context, parameter, mesh, many)
+            for some, many in (ends, layer)
             if many
-            for shard in [
-                weight_shard(parameter, context.table.sizes, mesh.tp, 0, vocab_multiple=context.run.model.vocab_multiple, ep=mesh.ep)
-            ]
+            for parameter in context.stage_parameters(some)
         )
     found: tuple[HeldRows, ...] = context.memo[key]
     return found
 
 
+def _held_rows(context: CostContext, parameter: Parameter, mesh: Mesh, many: int) -> HeldRows:
+    shard = weight_shard(parameter, context.table.sizes, mesh.tp, 0, vocab_multiple=context.run.model.vocab_multiple, ep=mesh.ep)
+    rows = rows_of_size(shard.size)._replace(expert=shard.expert)
+    return HeldRows(rows, many, parameter.name.startswith(("layers.", "mtp.")), not parameter.frozen)
+
+
 def row_elements(context: CostContext, layout: Layout, kind: StageKind) -> RowElements:
-    """The elements of the rows of a rank of a kind of stage."""
-    sizes = [(each, each.many * each.elements(layout)) for each in held_rows(context, kind, layout.mesh)]
+    """The elements of the rows that a rank has of its weights."""
+    return _elements(context, kind, layout.mesh, lambda each: each.elements(layout))
+
+
+def _elements(context: CostContext, kind: StageKind, mesh: Mesh, of: Callable[[HeldRows], int]) -> RowElements:
+    sizes = [(each, each.many * of(each)) for each in held_rows(context, kind, mesh)]
     return RowElements(
         every=sum(size for _, size in sizes),
         layers=sum(size for each, size in sizes if each.in_layer),
         trained=sum(size for each, size in sizes if each.is_trained),
+        trained_layers=sum(size for each, size in sizes if each.is_trained and each.in_layer),
     )
 
 
-def rows_in_flight(context: CostContext, layout: Layout, kind: StageKind) -> int:
-    """Return the bytes of a rank's own rows and gradients that are on its device: rows of a layer, or of the ends, while they are gathered,
-    and gradients of two on their way."""
-    own = row_elements(context, layout, kind)
-    layers = max(1, context.layers_of(kind))
-    most = max(own.every - own.layers, -(-own.layers // layers))
-    trained = most if own.trained == own.every else -(-own.trained // layers)
-    return most * context.widths.weight + 2 * trained * context.widths.gradient
+def gathered_ends(context: CostContext, layout: Layout, kind: StageKind) -> int:
+    """Return the bytes of the ends of the model, which stay gathered from forward to backward."""
+    return _elements(context, kind, layout.mesh, lambda each: each.weight.on_rank(1, None)).ends * context.widths.weight
+
+
+def host_row_pass_bytes(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
+    """Return the most bytes that the passes of a micro-batch hold beside what they save and the gathered ends. In the head: the next layer
+    that is gathered. In the layers, on top of the head's gradients: two that are gathered, and another's gradients as ranks sum them, or
+    one, and another's gradients as they are taken. At the end: the ends' gradients as they are taken."""
+    weight, gradient = context.widths.weight, context.widths.gradient
+    whole, own = _elements(context, kind, layout.mesh, lambda each: each.weight.on_rank(1, None)), row_elements(context, layout, kind)
+    many, head = max(1, context.layers_of(kind)), blocks.head
+    layer = max(blocks.layer.dense + blocks.layer.experts, blocks.dense_layer.dense * kind.first if blocks.dense_layer else 0)
+    layer = max(layer, kind.last * blocks.module)
+    trained = layer if whole.trained_layers == whole.layers else -(-whole.trained_layers // many)
+    rows, sums = -(-own.layers // many) * weight, -(-own.trained_layers // many) * gradient
+    ended, saved = (head.saved + head.logits) * kind.last, kind.layers * blocks.layer.saved + blocks.first.saved * kind.first
+    embedding = (blocks.embedding.dense - blocks.embedding.frozen) * (kind.first and not blocks.tied_gradient)
+    waits = (whole.trained_ends - embedding) * weight * kind.last
+    computing = blocks.layer.temporary + 2 * layer * weight + trained * gradient
+    in_layers = larger(computing, layer * weight + _taken_bytes(context, layout, trained, -(-own.trained_layers // many))) + rows + sums
+    in_layers += waits - ended
+    in_ends = _taken_bytes(context, layout, whole.trained_ends, own.trained_ends) - whole.ends * weight
+    in_head = head.temporary * kind.last + layer * weight + rows
+    return larger(larger(in_head, in_layers), in_ends - ended - saved)
+
+
+def _taken_bytes(context: CostContext, layout: Layout, whole: int, own: int) -> int:
+    """Return the bytes of gradients while fully_shard takes them: as they were made beside what ranks sum, then this beside the rank's sum,
+    which one rank alone divides in addition."""
+    made, summed = context.widths.weight, context.widths.gradient
+    return whole * summed + max(whole * made, own * summed * (2 if layout.shard_ranks == 1 else 1))
 
 
 def host_row_bytes(context: CostContext, layout: Layout, kind: StageKind, optimizer: int) -> HostBytes:

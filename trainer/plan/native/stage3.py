@@ -18,7 +18,7 @@ from ..layout.mesh import Mesh
 from ..layout.workers import outer_state_bytes
 from .buckets import sharing_ranks
 from .dim0_shards import gathers_once, padded_elements, stage_rows
-from .host_rows import host_row_bytes, rows_in_flight
+from .host_rows import gathered_ends, host_row_bytes
 from .moment_blocks import scale_bytes
 from .optimizer_step import bucket_host_bytes, cast_bytes
 
@@ -68,8 +68,7 @@ def stage3_bytes(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
         gathered = (ends + 2 * layer) * width.weight + max(ends, layer) * (width.weight + width.gradient)
     if layout.parallel.offload.parameters:
         states = (context.states + outer_bytes(layout)) * stepped + scale_bytes(context, layout, kind)
-        flying = rows_in_flight(context, layout, kind)
-        return StateBytes(0, 0, 0, gathered + flying, host=host_row_bytes(context, layout, kind, states))
+        return StateBytes(0, 0, 0, gathered_ends(context, layout, kind), host=host_row_bytes(context, layout, kind, states))
     on_host = layout.parallel.offload.optimizer
     weights = (width.weight if on_host else MASTER_BYTES) * own
     optimizer = ((MASTER_BYTES if on_host else 0) + context.states + outer_bytes(layout)) * stepped

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from ....layers.rank_group import Group, GroupName
 from ....parallel.process_groups import Grid
 from ....plan.layout.gradient_routes import server_count
@@ -44,12 +46,12 @@ def row_groups(run: Run, grid: Grid) -> RowGroups | None:
     if run.parallel.zero != 3 or not (grid.group("shard") or run.parallel.offload.parameters):
         return None
     experts, others = shard_groups(run, grid, expert=True), shard_groups(run, grid, expert=False)
-    if grid.alone:
-        experts, others = _of_one_rank(experts, "expert_shard", grid), _of_one_rank(others, "shard", grid)
+    if alone := grid.alone:
+        rank = grid.world.rank
+        experts, others = _of_one_rank(experts, "expert_shard", rank, alone), _of_one_rank(others, "shard", rank, alone)
     return {False: others, True: experts}
 
 
-def _of_one_rank(groups: ShardGroups, name: GroupName, grid: Grid) -> ShardGroups:
+def _of_one_rank(groups: ShardGroups, name: GroupName, rank: int, alone: dist.ProcessGroup) -> ShardGroups:
     """Give a weight that no other rank shards a group of this rank alone."""
-    rank = grid.world.rank
-    return groups if groups.sharing else groups._replace(sharing=Group(name=name, ranks=(rank,), rank=0, handle=grid.alone))
+    return groups if groups.sharing else groups._replace(sharing=Group(name=name, ranks=(rank,), rank=0, handle=alone))
