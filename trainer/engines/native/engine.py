@@ -40,6 +40,7 @@ from .data_parallel.sharded_weights import (
     ShardedWeight,
     collect_gathered,
     first_element,
+    held_rows,
     keep_own_rows,
     local_rows,
     sharded_weights,
@@ -246,9 +247,8 @@ class NativeEngine(Engine):
         return sums
 
     def _summed_gradients(self, rows: Sequence[RankParameter]) -> Iterator[Tensor]:
-        """Yield whole gradients, before the data axis sums them; those of late buckets alone are asked for."""
-        for row in rows:
-            yield self._bucket_of[row.parameter].own_gradient(row.parameter)
+        """Return whole gradients, before the data axis sums them; those of late buckets alone are asked for."""
+        return (self._bucket_of[row.parameter].own_gradient(row.parameter) for row in rows)
 
     def _sum_tied_gradients(self) -> None:
         """Sum the embedding's gradients of the first stage and of the last, which has a copy: both step with the sum."""
@@ -262,10 +262,8 @@ class NativeEngine(Engine):
     def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.buckets:
             yield from bucket.held_tensors()
-        for row in self._owned:
-            if not row.parameter.requires_grad:
-                rows = local_rows(row.parameter) if self._sharding else row.parameter.data
-                yield "host" if self.run.parallel.offload.parameters else "weights", rows
+        yield from (held_rows(row.parameter) for row in self._owned if not row.parameter.requires_grad)
+        yield from (("host", each) for each in self.reducer.host.held_tensors()) if self.reducer.host else ()
         yield from self.bucket_optimizer.held_tensors()
         yield from (("optimizer", each) for each in self.together.held_tensors()) if self.together else ()
 

@@ -55,6 +55,14 @@ def local_rows(sharded: Any) -> Tensor:
     return rows
 
 
+def held_rows(parameter: nn.Parameter) -> tuple[str, Tensor]:
+    """Return the kind of bytes and the rows of what this rank has of a weight, which may be whole."""
+    on_host: Tensor | None = getattr(parameter, "host_rows", None)
+    if on_host is not None:
+        return "host", on_host
+    return "weights", local_rows(parameter) if hasattr(parameter, "to_local") else parameter.data
+
+
 class ShardedWeight:
     """One weight, of which this rank has some rows in float32: those that fully_shard gathers, or with `on_host` others in the host's
     memory, where the rows that are gathered may be too (`host_rows`), with the sums of their gradients. It has what `WeightBucket` offers
