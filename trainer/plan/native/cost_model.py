@@ -22,6 +22,7 @@ from ..costs.cost_model import (
     sharded_elements,
 )
 from ..costs.muon import MUON, data_place, element_bytes, sent_parts, step_bytes
+from ..costs.number_or_array import larger
 from ..costs.offload import GradientCopies, HostBytes, HostWork
 from ..costs.precision import MASTER_BYTES, Widths, average_bytes, has_moments, scale_share, widths
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
@@ -93,8 +94,9 @@ class NativeCosts(CostModel):
         return stage_factors(context, layout, kind, expert=expert)
 
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
-        on_host = layout.parallel.offload.parameters and is_sharded(layout)
-        passes = host_row_pass_bytes(context, layout, blocks, kind) if on_host else stage_temporary_bytes(context, blocks, kind)
+        passes = stage_temporary_bytes(context, blocks, kind)
+        if layout.parallel.offload.parameters and is_sharded(layout):
+            passes = larger(passes, host_row_pass_bytes(context, layout, blocks, kind))
         return PassBytes(workspace=_message_bytes(layout, blocks), passes=passes)
 
     def _late_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
