@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 
 from ..trainer.system.regular_file import expand_home
 from .keys import config_files
@@ -38,7 +39,7 @@ def completions(shell: str, environment: Mapping[str, str]) -> str:
         at = int(position) if position.isascii() and position.isdecimal() and len(position) < 10 else 0
         before, word = _join_bash_words(words[1 : at + 1] if at < len(words) else [*words[1:], ""])
         found = candidates(before, word)
-        if _is_one_key(found):  # bash would end it with a space, which splits KEY= from its value; after two that begin alike it adds none
+        if len(found) == 1 and _goes_on(found[0]):  # bash would end it with a space; after two that begin alike it adds none
             found.append(f"{found[0]}VALUE")
         return "\n".join(each[_kept_length(word) :] for each in found)
     typed = environment.get("_TYPER_COMPLETE_ARGS", "")
@@ -46,8 +47,7 @@ def completions(shell: str, environment: Mapping[str, str]) -> str:
     word = words.pop() if words and not typed.endswith(" ") else ""
     found = candidates(words, word)
     if shell == "zsh":
-        listed = "\n".join('"' + each.replace(":", "\\:") + '"' for each in found)
-        return f"_arguments '*: :(({listed}))'" if found else "_files"
+        return "\n".join(_compadd(found)) or "_files"
     return "\n".join(f"{each}::: " for each in found) if shell in ("powershell", "pwsh") else "\n".join(found)
 
 
@@ -100,6 +100,18 @@ def _cp_words(word: str, config_dir: Path | None) -> list[str]:
 
 def _is_one_key(found: Sequence[str]) -> bool:
     return len(found) == 1 and found[0].endswith("=")
+
+
+def _goes_on(word: str) -> bool:
+    """Return whether the rest of a word is to be typed: a value after KEY=, an option after GROUP/. A space would split them."""
+    return word.endswith(("=", "/"))
+
+
+def _compadd(found: Sequence[str]) -> list[str]:
+    """The commands with which zsh adds these words; -S '' adds no space after one that goes on."""
+    ended, unended = ([quote(each) for each in found if _goes_on(each) is goes_on] for goes_on in (False, True))
+    adding = (("compadd --", ended), ("compadd -S '' --", unended))
+    return [f"{command} {' '.join(words)};" for command, words in adding if words]
 
 
 def _keys(config_dir: Path | None, word: str) -> list[str]:

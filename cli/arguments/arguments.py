@@ -104,7 +104,8 @@ def syntax_problem(override: str, known: Mapping[str, Any]) -> Problem:
     if name in known and not takes_text(known[name]) and not re.search(r"[\[\](){}'\"]", value):
         says = f"{key}={value} is not {type_text(known[name])}"
         return Problem(rule="type", says=says, mend="give the token's id" if name == "data.end" else "")
-    return Problem(rule="syntax", says=f"{override}: the value can't be read", mend="close every bracket and quote")
+    mend = "write one comma between two entries" if re.search(r"[\[{,]\s*,", value) else "close every bracket and quote"
+    return Problem(rule="syntax", says=f"{override}: the value can't be read", mend=mend)
 
 
 def option_problem(error: Any, argv: Sequence[str] = ()) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
@@ -10,6 +11,7 @@ from typing import Any, get_origin
 
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from ...trainer.spec.read import value_text
+from ...trainer.system.regular_file import expand_home
 from ..keys import config_files
 from ..keys.keys import respelled_key, unknown_key_problem
 from .arguments import syntax_problem
@@ -157,12 +159,20 @@ def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem 
         if not isinstance(name, str) or name not in options:
             if group == "cluster" and value_text(name)[:1].isdigit():
                 mend = f"a size is {SHAPE_FORMS}"
+            elif group == "model" and isinstance(name, str) and _is_hf_config(name):
+                mend = f"write model.hf={name}"
             elif isinstance(name, str):
                 mend = config_files.suggest_option(name, options)
             else:
                 mend = f"`distrain ls {group}` lists the names; write keys as {group}.KEY={value_text(name)}"
             return Problem(rule="option", says=f"{group}={value_text(value)} names no {group}", mend=mend)
     return None
+
+
+def _is_hf_config(path: str) -> bool:
+    """Whether a path is that of a JSON file, or of a folder with a config.json."""
+    at = str(expand_home(path))
+    return (at.endswith(".json") and os.path.isfile(at)) or os.path.isfile(os.path.join(at, "config.json"))
 
 
 def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:

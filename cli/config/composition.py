@@ -31,9 +31,9 @@ from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
 from .own_sections import is_whole_section, kept_keys
 from .recipe_defaults import (
-    device_figures,
     drop_device_figures,
     note_dropped,
+    note_links,
     with_plain_default,
     without_default,
     without_other_device,
@@ -109,8 +109,10 @@ class Composer:
             raise_if_interrupted(error)
             raise Unreadable([composition_problem(error, file, self._config_dir, RECIPE_NAME)]) from None
         device = next((each for each in choices if each.key == "device" and not each.deletes), None)
-        if device and device_figures(config):
-            drop_device_figures(config, device, self._compose(whole, [each for each in choices if each is not device], file))
+        if device:
+            before = self._compose(whole, [each for each in choices if each is not device], file)
+            note_links(config, device, before)
+            drop_device_figures(config, device, before)
         return config
 
     def _add_group(self, config: DictConfig, choice: Override, file: Path) -> None:

@@ -1,4 +1,5 @@
-"""Answers a config file of another trainer (DeepSpeed's JSON, torchtitan's TOML, YAML of axolotl or NeMo) given as a recipe, key by key."""
+"""Answers a file that is given as a recipe and is none: a Hugging Face config.json, or a config of another trainer (DeepSpeed's JSON,
+torchtitan's TOML, YAML of axolotl or NeMo), key by key."""
 
 from __future__ import annotations
 
@@ -16,16 +17,21 @@ from ..keys.config_files import MOST_BYTES
 
 LEAST_KNOWN = 2  # keys of other trainers in a file that is no recipe; with one it is a recipe with a mistake
 RECIPE_IS_YAML = "a recipe is YAML: `distrain cp quickstart mine.yaml` writes one"
+HF_CONFIG = ("model_type", "architectures")  # keys of which a config.json of a Hugging Face model has one
 COPY = "`distrain cp quickstart mine.yaml` writes a recipe to set them in"
 
 
 def check_is_ours(config: Mapping[Any, Any], file: Path, known: Collection[str], problems: Iterable[Problem] = ()) -> None:
-    """Raise Unreadable with an answer to each key if a file is one of another trainer: without `defaults`, half or more of its sections or
-    keys unknown here and unlike ours, and several of them known there. `known`: every key of a run; `problems`: of its values."""
+    """Raise Unreadable if a file is a model's config.json, or, with an answer to each key, if it is one of another trainer: without
+    `defaults`, half or more of its sections or keys unknown here and unlike ours, and several of them known there. `known`: every key of
+    a run; `problems`: of its values."""
     sections = {key.partition(".")[0] for key in known}
     strange = [name for name in config if str(name) not in sections and not _is_misspelt(str(name), sections)]
     if "defaults" in config or len(strange) < len(config) / 2:
         return
+    if set(HF_CONFIG) & set(config) and file.suffix == ".json":
+        mend = f"write model.hf={file} beside a recipe, which has the rest: `distrain ls` lists them"
+        raise Unreadable([Problem(rule="conf", says=f"{file} is the config.json of a Hugging Face model, not a recipe", mend=mend)])
     answers = {key: _answer(key, value, known) for key, value in leaves(config) if key not in known}
     if sum(bool(answer) and synonyms.find_synonym(key) is not None for key, answer in answers.items()) >= LEAST_KNOWN:
         raise Unreadable([*_problems(answers, file), *problems])
@@ -72,7 +78,7 @@ def _answer(key: str, value: Any, known: Collection[str]) -> str | None:
     parts = key.split(".")
     ours = next((found for at in range(len(parts) - 1) if (found := ".".join(parts[at:])) in known), "")
     same = [each for each in known if each.rpartition(".")[2] == parts[-1]]
-    if ours or len(same) == 1:
+    if ours or (len(same) == 1 and value is not False):
         return f"write {ours or same[0]}={value_text(value)}"
     return "" if value is False else None
 

@@ -11,6 +11,8 @@ from ..arguments.cluster_argument import join_readings
 from ..arguments.overrides import Override
 from .own_sections import OF_DEVICE, dropped_keys, is_whole_section, kept_keys
 
+LINKS = {"inside": "inside a node", "between": "between nodes"}  # keys of a cluster, and where each link is
+
 
 def without_default(recipe: DictConfig, override: str) -> DictConfig:
     """Return a recipe without one `override` entry of its defaults: another cluster brings its own device."""
@@ -66,6 +68,16 @@ def note_dropped(config: DictConfig, choice: Override, own: Any) -> None:
 def device_figures(config: DictConfig) -> list[str]:
     """Return the keys of a composed cluster that are set and are figures of one device."""
     return [name for name in OF_DEVICE if OmegaConf.select(config, f"cluster.{name}") is not None]
+
+
+def note_links(config: DictConfig, choice: Override, before: DictConfig) -> None:
+    """Add to the reading of a config that its links stay, where the chosen device is another GPU than that of the config `before`."""
+    old, new = (OmegaConf.select(each, "cluster.device.name") for each in (before, config))
+    rates = [(where, OmegaConf.select(config, f"cluster.{key}.bandwidth")) for key, where in LINKS.items()]
+    known = [f"{rate / 1e9:g} GB/s {where}" for where, rate in rates if isinstance(rate, int | float)]
+    if old and old != new and known:
+        says = f"{choice.text}: links stay those of the cluster of {old} where no key sets them: {' and '.join(known)}, for each device"
+        config["reading"] = join_readings(config.get("reading"), says)
 
 
 def drop_device_figures(config: DictConfig, choice: Override, before: DictConfig) -> None:

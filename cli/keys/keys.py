@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -90,16 +90,20 @@ def completion_values(key: str) -> list[str]:
 
 
 def _suggest_key(key: str, known: Mapping[str, Any], sections: set[str]) -> str:
-    last = key.rpartition(".")[2]
-    same = [each for each in known if each.rpartition(".")[2] == last]
-    if same:
+    if same := same_named_keys(key, known):
         return f"did you mean {' or '.join(same)}?"
+    last = key.rpartition(".")[2]
     close = get_close_matches(key, [*known, *sections], n=1, cutoff=0.7) or _suggest_last_part(last, known)
     if close:
         return f"did you mean {close[0]}?"
     section = key.rpartition(".")[0]
     inside = [each for each in known if each.startswith(f"{section}.")] if section else []
     return f"known: {', '.join(inside or sorted(each for each in sections if '.' not in each))}"
+
+
+def same_named_keys(key: str, known: Iterable[str]) -> list[str]:
+    """Return the keys that differ from `key` in their section alone."""
+    return [each for each in known if each.rpartition(".")[2] == key.rpartition(".")[2]]
 
 
 def _suggest_last_part(last: str, known: Mapping[str, Any]) -> list[str]:

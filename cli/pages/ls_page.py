@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..keys.key_help import KeyHelp
 
 RECIPES = "recipes"
+ALMOST_SAME = 0.85  # likeness of two names that differ in a letter, as difflib measures it
 SECTION_OF_GROUP = {"device": "cluster.device"}  # the section of a group's keys, where it has another name
 
 
@@ -36,7 +37,9 @@ def description(name: str, config_dir: Path | None) -> str:
     files, keys = _options_and_keys(name, config_dir)
     options = [line.strip() for line in _lines(_descriptions(files))]
     rows = key_lines(keys, stdout_style())
-    return "\n".join([*options, *(["", f"Keys of {name}"] if files and rows else []), *rows])
+    return "\n".join(
+        [*options, *(["", f"Keys of {name}" if name in config_files.groups(config_dir) else "Keys"] if files and rows else []), *rows]
+    )
 
 
 def key_lines(keys: Sequence[KeyHelp], style: Style) -> list[str]:
@@ -75,8 +78,10 @@ def json_text(plain: object) -> str:
 
 
 def _options_and_keys(name: str, config_dir: Path | None) -> tuple[Mapping[str, Path], list[KeyHelp]]:
-    """The options and the keys of a name: of the group, key or section, else the options that are called so; raises Unreadable."""
+    """The options and the keys of a name: of the group, key or section, else the options and sections that are called so, else those
+    that are about such a word; raises Unreadable where there are none, or where one name is the same but for its spelling."""
     from ..keys.key_help import key_help
+    from ..keys.key_search import keys_about, keys_with_part, options_about
 
     if name == RECIPES:
         return config_files.recipes(config_dir), []
@@ -84,7 +89,13 @@ def _options_and_keys(name: str, config_dir: Path | None) -> tuple[Mapping[str, 
     options = config_files.options(name, config_dir) if name in groups else {}
     keys = key_help(SECTION_OF_GROUP.get(name, name))
     files = options or ({} if keys else _options_named(name, groups, config_dir))
-    if not files and not keys:
+    if files and not options:
+        keys = keys_with_part(name)
+    if not (files or keys):
+        if same := _same_name(name, groups):
+            raise Unreadable([same])
+        files, keys = options_about(name, config_dir), keys_about(name)
+    if not (files or keys):
         raise Unreadable([_unknown_name(name, groups)])
     return files, keys
 
@@ -120,18 +131,34 @@ def _options_named(name: str, groups: tuple[str, ...], config_dir: Path | None) 
     return found
 
 
+def _same_name(name: str, groups: tuple[str, ...]) -> Problem | None:
+    """The problem that no group and no key is called `name`, where another trainer's key is, or one of ours but for its section or a
+    letter; else None."""
+    from difflib import get_close_matches
+
+    from ..keys.keys import config_keys, same_named_keys
+    from ..keys.synonyms import synonym_problem
+
+    if problem := synonym_problem(name):
+        return problem
+    if "." not in name and (near := get_close_matches(name, (*groups, RECIPES, RUNS), n=1, cutoff=ALMOST_SAME)):
+        return Problem(rule="group", says=f"no group {name}", mend=f"did you mean {near[0]}?")
+    same = same_named_keys(name, config_keys())
+    return Problem(rule="unknown", says=f"no key {name}", mend=f"did you mean {' or '.join(same)}?") if same else None
+
+
 def _unknown_name(name: str, groups: tuple[str, ...]) -> Problem:
-    """The problem that no group and no key is called `name`, with the nearest of either."""
+    """The problem that no group and no key is called `name`, and that none is about such a word, with the nearest name."""
     from ..keys.key_help import sections
     from ..keys.keys import config_keys, unknown_key_problem
 
-    names, others = (*groups, RECIPES, RUNS), [each for each in sections() if "." not in each and each not in groups]
-    near = suggest_name(name, names)
+    near = suggest_name(name, (*groups, RECIPES, RUNS))
     if "." not in name and near.startswith("did"):
         return Problem(rule="group", says=f"no group {name}", mend=near)
     wrong = unknown_key_problem(name, config_keys())
     if wrong is not None and wrong.mend.startswith("did"):
         return wrong
+    others = [each for each in sections() if "." not in each and each not in groups]
     known = ", ".join([*sorted((*groups, *others)), RECIPES, RUNS])
     return Problem(rule="group", says=f"no group or key {name}", mend=f"known: {known}, and the keys in them")
 

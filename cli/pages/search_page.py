@@ -103,7 +103,7 @@ def _verdict(answer: Answer) -> str:
     if not answer.rows:
         return f"{one_line(answer.name)} on {where}: {'; '.join(map(str, answer.problems))}"
     best = answer.rows[0]
-    speed = f"; {_speed_text(best)}" if best.step is not None else "; step time not known"
+    speed = f"; {_speed_text(best)}" if best.step is not None else "; no step time is known: layouts are compared by memory alone"
     memory = part_of_size(best.memory, answer.capacity) + size_range_text(best.memory, best.memory_low, best.memory_high)
     fits = "fits" if _surely_fits(best, answer) else "probably fits"
     return f"{one_line(answer.name)} on {where}: best is {_mesh_words(best)}, {_other_words(best)}; {fits}: {memory}{speed}"

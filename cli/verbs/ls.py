@@ -12,7 +12,7 @@ from .common_options import ConfigDir
 
 
 def ls(
-    name: Annotated[str | None, typer.Argument(metavar="[GROUP|GROUP=NAME|KEY|runs]", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[GROUP|GROUP=NAME|KEY|WORD|runs]", show_default=False)] = None,
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="After `runs`: the folder that holds them.", show_default=False)
     ] = None,
@@ -21,13 +21,14 @@ def ls(
 ) -> int:
     """List recipes and config groups; describe a group or a key; print an option; or list the runs of a folder, newest first.
 
-    Exit status: 0; 2 there is no such group, option, key or folder.
+    Exit status: 0; 2 there is no such group, option, key, word or folder.
 
     \b
     distrain ls              recipes and groups
     distrain ls model        the models that model=NAME takes, and keys model.KEY
     distrain ls model=tiny   the file of an option; conf=NAME: of a recipe
     distrain ls train.clip   a key's values, its unit, its default, its meaning
+    distrain ls nvlink       what is about a word: recipes, options, keys
     distrain ls runs         the runs in runs/: steps, losses, checkpoint, state
     distrain ls runs DIR     the runs in DIR, which is their log.dir
     """

@@ -7,7 +7,7 @@ Each check runs in a process of its own with a deadline, those that time nothing
 run. --cpu rehearses everything on this machine's CPU with tiny models, in up to five times the time, which says nothing about a GPU. It
 needs no network.
 
-Exit status: 0 all checks passed; 1 one failed, was broken or not run; 2 the arguments are wrong.
+Exit status: 0 all checks passed or need another machine; 1 one failed, was broken or not run; 2 the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import get_args
 
 from ...trainer.system.stop_requests import StopSignal, raise_on_stop_signals
 from .acceptance import Report, carry_out, read_report
-from .check_context import CheckContext
-from .checks import CHECKS, MACHINE, REHEARSAL, GpuCheck, chosen_checks
-from .running_check import Row
+from .check_context import MACHINE, CheckContext
+from .checks import CHECKS, REHEARSAL, GpuCheck, chosen_checks
+from .running_check import Row, Status
 
 SECONDS = 480.0
 
@@ -64,7 +65,7 @@ def main() -> int:
             print(f"stopped; --resume goes on with {words.json}", file=sys.stderr)
             return 128 + (stop.number if isinstance(stop, StopSignal) else signal.SIGINT)
     print("\n".join(closing_lines(report, words.json)))
-    return int(any(row.status != "passed" for row in report.rows))
+    return int(any(row.status not in ("passed", "skipped") for row in report.rows))
 
 
 def _arguments() -> argparse.Namespace:
@@ -136,7 +137,7 @@ def summary(row: Row) -> str:
 
 def closing_lines(report: Report, path: Path) -> Sequence[str]:
     """How many checks came out how, and the names of those that were not run."""
-    counts = {status: [row.name for row in report.rows if row.status == status] for status in ("passed", "failed", "broken", "not run")}
+    counts = {status: [row.name for row in report.rows if row.status == status] for status in get_args(Status)}
     line = ", ".join(f"{len(names)} {status}" for status, names in counts.items() if names)
     missing = [f"not run: {', '.join(counts['not run'])}; --resume goes on"] if counts["not run"] else []
     rehearsal = ["a rehearsal on a CPU: its figures say nothing about a GPU"] if report.rehearsal else []

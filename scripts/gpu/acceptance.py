@@ -14,14 +14,12 @@ from pathlib import Path
 import msgspec
 
 from ...trainer.system.atomic_file import write_atomically
-from ...trainer.system.cpu import cpu_count
-from .check_context import CheckContext
-from .checks import MACHINE, GpuCheck
+from .check_context import MACHINE, CheckContext
+from .checks import GpuCheck
 from .running_check import POLL, Row, RunningCheck
 
 SCHEMA = 1
 LEAST = 10.0  # seconds that must be left for a check to be begun
-CORES = 4  # for each of the checks that run side by side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +76,12 @@ def carry_out(
             return None
         on_begin(check)
         known = {row.name: row.figures for row in report().rows if row.is_done}
-        return RunningCheck(check, replace(context, gpu=str(known.get(MACHINE, {}).get("gpu", "")), earlier=known), left)
+        machine = known.get(MACHINE, {})
+        return RunningCheck(check, replace(context, gpu=str(machine.get("gpu", "")), memory=machine.get("memory"), earlier=known), left)
 
     others = [row for name, row in done.items() if name not in rows]
-    with closing(run_checks([check for check in checks if not rows[check.name].is_done], start)) as ended:
+    left_over = [check for check in checks if not rows[check.name].is_done]
+    with closing(run_checks(left_over, start, context.checks_at_once)) as ended:
         for row in ended:
             rows[row.name] = row
             report().write(path)
@@ -93,13 +93,14 @@ def carry_out(
     return whole
 
 
-def run_checks(checks: Sequence[GpuCheck], start: Callable[[GpuCheck], RunningCheck | None]) -> Generator[Row]:
-    """Run checks in their order, neighbours that are not timed side by side; yield what became of each when it ends.
+def run_checks(checks: Sequence[GpuCheck], start: Callable[[GpuCheck], RunningCheck | None], together: int) -> Generator[Row]:
+    """Run checks in their order, neighbours that are not timed side by side, at most so many `together`; yield what became of each when it
+    ends.
 
     `start` returns None for a check that can't begin. Whatever ends this ends the checks that run.
     """
     for alone, group in groupby(checks, key=lambda check: check.alone):
-        at_once = 1 if alone else max(1, cpu_count() // CORES)
+        at_once = 1 if alone else together
         waiting, running = deque(group), list[RunningCheck]()
         with ExitStack() as stack:
             while waiting or running:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .check_context import CheckContext
-from .checks import MACHINE
+from .check_context import MACHINE, CheckContext
 from .finding import Finding
 from .run_distrain import run_distrain
 
@@ -18,8 +17,8 @@ def calibrate_machine(context: CheckContext) -> Finding:
     """Measure the machine as `distrain calibrate` does, and plan a run with what it writes: its rates must be those of the check of the
     machine, where it found a GPU's."""
     folder = context.folder / "calibrated"
-    device = () if context.on_gpu else ("device=cpu", "--devices", "1")
-    found = json.loads(run_distrain("calibrate", *device, "--output", str(folder), "--name", "here", "--json"))
+    device = () if context.on_gpu else ("device=cpu",)
+    found = json.loads(run_distrain("calibrate", *device, "--devices", "1", "--output", str(folder), "--name", "here", "--json"))
     planned = json.loads(
         run_distrain("plan", "conf=gpt2_124m_1gpu", "device=here", "cluster=here", "parallel.dp=1", "--config-dir", str(folder), "--json")
     )

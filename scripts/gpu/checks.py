@@ -9,7 +9,7 @@ from typing import Self
 
 import msgspec
 
-from .check_context import CheckContext
+from .check_context import MACHINE, CheckContext
 from .finding import Finding
 
 ROOM = "distrain.scripts.gpu"
@@ -65,7 +65,6 @@ def _untimed_check(name: str, function: str, **arguments: str) -> GpuCheck:
     return GpuCheck(name=name, seconds=300, function=f"{ROOM}.{function}", arguments=arguments, alone=False)
 
 
-MACHINE = "machine"
 REHEARSAL = 5  # times the seconds of a GPU has a CPU, which may do other work too
 CHECKS = (
     GpuCheck(name=MACHINE, seconds=60, function=f"{ROOM}.torch_rates:measure_ceilings"),
@@ -77,10 +76,13 @@ CHECKS = (
     _untimed_check("two ranks", "two_ranks.prove_two_ranks:prove_two_ranks"),
     _untimed_check("two ranks bf16", "two_ranks.prove_two_ranks:prove_two_ranks", layers="bf16"),
     _untimed_check("two ranks compiled", "two_ranks.prove_two_ranks:prove_two_ranks", layers="compiled"),
+    _untimed_check("two ranks windows", "two_ranks.prove_two_ranks:prove_two_ranks", layers="windows"),
+    _untimed_check("several GPUs", "several_gpus:train_on_several"),
     _untimed_check("generate", "generation:generate_text"),
     _untimed_check("trace", "profiled_steps:trace_steps"),
     _untimed_check("same curves", "options:compare_same_curves"),
     _untimed_check("other curves", "options:compare_other_curves"),
+    _untimed_check("further curves", "further_curves:compare_further_ways"),
     _untimed_check("quantized folder", "quantized_folder:train_from_quantized"),
     GpuCheck(name="calibrate", seconds=60, function=f"{ROOM}.calibration:calibrate_machine"),
     _plan("gpt2_124m"),

@@ -17,7 +17,7 @@ from .check_context import CheckContext
 from .finding import CheckBroken, Finding
 from .fit_runs import FitRun, fit_overrides
 from .kernel_table import events_of, longest_kernels
-from .planned_runs import KERNELS, PLANNED
+from .planned_runs import KERNELS, PLANNED, skip_too_large
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,9 @@ def compare_with_baseline(context: CheckContext, name: str) -> Finding:
     """Time a baseline; figures are its seconds, bytes and MFU, and how many of its tokens/s `fit` reached in this program."""
     baseline = BASELINES[name]
     planned = PLANNED[baseline.planned]
-    run = load_recipe(planned.recipe, fit_overrides(FitRun(name=name, recipe=planned.recipe, words=planned.overrides(context)), context))
+    sizes = FitRun(name=name, recipe=planned.recipe, words=planned.overrides(context))
+    skip_too_large(sizes, context)
+    run = load_recipe(planned.recipe, fit_overrides(sizes, context))
     timed = baseline.time(_sizes(run), torch.device("cuda" if context.on_gpu else "cpu"))
     if not all(loss == loss and abs(loss) < 1e4 for loss in timed.losses):
         raise CheckBroken(f"its losses are not finite: {timed.losses}")

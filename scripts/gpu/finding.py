@@ -17,3 +17,7 @@ class Finding:
 
 class CheckBroken(Exception):
     """A check could not be carried out, with the reason."""
+
+
+class CheckSkipped(Exception):
+    """A check needs another machine than this one, with the reason."""

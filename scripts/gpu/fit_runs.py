@@ -15,13 +15,11 @@ from typing import Any
 
 from ...trainer.rundir.read_files import read_mapping, read_rows
 from ...trainer.system.child_process import module_arguments, start_child
-from ...trainer.system.cpu import cpu_count
 from .check_context import CheckContext
 from .finding import CheckBroken
 
 RECIPE, ONE_DEVICE = "tiny_2x2x2", ("parallel.tp=1", "parallel.pp=1")  # of tiny models
 FIT_WORDS = ("log.every=1", "log.sinks=[jsonl]", "train.evaluate.every=0", "checkpoint=never", "launch=local")
-CORES = 2  # that a training beside others gets
 # Trainings side by side compile a few kernels each, and some compute on the CPU: without these every one starts a pool of processes and
 # threads, one for each core, and waits for threads of its own that others keep from a core.
 UNTIMED = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -81,7 +79,7 @@ def fit(run: FitRun, context: CheckContext, variables: Mapping[str, str] | None 
 
 
 def fit_together(runs: Sequence[FitRun], context: CheckContext) -> dict[str, FinishedFit]:
-    """Train runs, as many at a time as this machine has pairs of cores; by name. Raises CheckBroken with why each of the others failed."""
+    """Train runs, as many at a time as the machine can take; by name. Raises CheckBroken with why each of the others failed."""
     trained, failed = fit_each(runs, context)
     if failed:
         raise CheckBroken("; ".join(failed.values()))
@@ -97,7 +95,7 @@ def fit_each(runs: Sequence[FitRun], context: CheckContext) -> tuple[dict[str, F
         except CheckBroken as error:
             return str(error)
 
-    with ThreadPoolExecutor(max(1, cpu_count() // CORES)) as pool:
+    with ThreadPoolExecutor(context.trainings_at_once) as pool:
         ended = dict(zip((run.name for run in runs), pool.map(try_fit, runs), strict=True))
     return {name: each for name, each in ended.items() if not isinstance(each, str)}, {
         name: each for name, each in ended.items() if isinstance(each, str)

@@ -1,4 +1,5 @@
-"""The check of kernels: seconds of matrix products, attention and sums of sizes that models have, beside what a plan takes for them."""
+"""The check of kernels: seconds of matrix products, attention, sums, the optimizer and the loss, of sizes that models have, beside what a
+plan takes for them."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...cli.config.load import load_recipe
+from ...trainer.engines.native.adamw_kernel import adamw_kernel
+from ...trainer.layers.loss_kernels import loss_gradient, loss_rows
 from ...trainer.machine.device_seconds import mean_seconds
 from ...trainer.plan.costs.op_seconds import attention_seconds
 from ...trainer.plan.costs.roofline import DeviceRates, memory_seconds, product_seconds, rates
 from .check_context import CheckContext
-from .finding import CheckBroken, Finding
+from .finding import CheckSkipped, Finding
 
 SECONDS = 0.2  # for which one kernel is measured
 PRODUCTS = (  # rows, inner, columns: of layers forward, of their weights' gradients, of heads; then one dim after another
@@ -34,6 +37,9 @@ ATTENTION = (  # sequences, query heads, key heads, head size, tokens
 )  # fmt: skip
 EXPERTS = ((8, 8192, 4096, 14336), (8, 8192, 14336, 4096), (64, 32768, 2048, 1408))  # experts, rows in all, inner, columns
 SUMS = (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30)  # bytes of one tensor
+# Elements of buckets of GPT-2 1.5B and of a layer of Llama 3 8B, whose sides are powers of two.
+BUCKETS = (43_532_800, 61_443_200, 25_165_824, 58_720_256, 117_440_512)
+LOGITS = ((12288, 50304, 50257), (8192, 32768, 32768))  # rows, columns, and those that are no padding
 SMALL = 16  # by which a rehearsal divides dims
 
 
@@ -48,13 +54,11 @@ class KernelTime(NamedTuple):
 def compare_kernels(context: CheckContext) -> Finding:
     """Time kernels one after another; figures are [measured, planned] seconds by name, and the mean of measured / planned by kind."""
     device = torch.device("cuda" if context.on_gpu else "cpu")
-    run = load_recipe("gpt2_124m_1gpu", (*context.words(), "parallel.dp=1", f"train.precision={'bf16' if context.on_gpu else 'fp32'}"))
-    planned = rates(run.cluster.device, run.train.precision, fused=True, own=True, alone=True)
-    if planned is None:
-        raise CheckBroken(f"no rates of {run.cluster.device.name} are known")
+    planned = planned_rates(context)
     shrink, found = 1 if context.on_gpu else SMALL, dict[str, list[KernelTime]]()
     with torch.device(device):
-        for time_kind in (_products, _experts, _attention, _sums) if context.on_gpu else (_products, _sums):
+        kinds = (_products, _experts, _attention, _sums, _adamw, _loss) if context.on_gpu else (_products, _sums, _adamw, _loss)
+        for time_kind in kinds:
             for each in time_kind(planned, shrink):
                 found.setdefault(each.name.split()[0], []).append(each)
     return Finding(
@@ -63,6 +67,15 @@ def compare_kernels(context: CheckContext) -> Finding:
             "seconds, measured and planned": {each.name: [each.measured, each.planned] for some in found.values() for each in some},
         }
     )
+
+
+def planned_rates(context: CheckContext) -> DeviceRates:
+    """Return the rates that plans take; raises CheckSkipped where none are known."""
+    run = load_recipe("gpt2_124m_1gpu", (*context.words(), "parallel.dp=1", f"train.precision={'bf16' if context.on_gpu else 'fp32'}"))
+    planned = rates(run.cluster.device, run.train.precision, fused=True, own=True, alone=True)
+    if planned is None:
+        raise CheckSkipped(f"no rates of {run.cluster.device.name} are known: conf/device has no option of it")
+    return planned
 
 
 def _products(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
@@ -125,3 +138,27 @@ def _sums(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
             mean_seconds(partial(torch.add, one, other, out=out), SECONDS),
             memory_seconds(6.0 * one.numel(), 1, planned),
         )
+
+
+def _adamw(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
+    """AdamW's step of a bucket in bf16, one kernel: 28 bytes an element."""
+    one = torch.ones(())
+    for size in BUCKETS:
+        elements = size // shrink**2
+        weight, mean, square = (torch.zeros(elements) for _ in range(3))
+        gradient, copy = (torch.zeros(elements, dtype=torch.bfloat16) for _ in range(2))
+        step = partial(adamw_kernel, weight, copy, gradient, mean, square, one, one, one, one, one, None, None, 0.9, 0.95, 1e-8)
+        yield KernelTime(f"adamw of {elements} elements", mean_seconds(step, SECONDS), memory_seconds(28.0 * elements, 1, planned))
+
+
+def _loss(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
+    """The two passes of the loss: forward reads the logits, backward writes them too."""
+    for rows, columns, width in LOGITS:
+        rows //= shrink**2
+        logits = torch.zeros(rows, columns, dtype=torch.bfloat16)
+        labels, number = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
+        moved = 2.0 * rows * columns
+        forward = partial(loss_rows, logits, labels, width)
+        yield KernelTime(f"loss-forward {rows} x {columns}", mean_seconds(forward, SECONDS), memory_seconds(moved, 1, planned))
+        backward = partial(loss_gradient, logits, labels, number, number, width, 0.0)
+        yield KernelTime(f"loss-backward {rows} x {columns}", mean_seconds(backward, SECONDS), memory_seconds(2 * moved, 1, planned))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import isfinite
 
 from ...cli.config.load import load_recipe
-from .check_context import CheckContext
+from .check_context import MACHINE, CheckContext
 from .finding import CheckBroken, Finding
 from .fit_runs import ONE_DEVICE, RECIPE, FitRun, fit_each, fit_together
 from .loss_differences import largest, most_apart
@@ -23,6 +23,7 @@ FAMILIES = {
 }
 
 FLOAT32_LOSS = 2e-4  # nats between a GPU and a CPU, both in float32: ten Adam steps, in which rounding differs
+FP8_CAPABILITY = (8, 9)  # from which on GPUs have products of 8-bit floats
 HALF_LOSS = 0.02  # of a float32 loss, over the same steps in bf16 or fp16
 
 # A model that transformers alone makes: GPT-NeoX.
@@ -81,7 +82,7 @@ def train_zero_stages(context: CheckContext) -> Finding:
     for precision in ("fp32", "bf16", "fp16") if context.on_gpu else ("fp32", "bf16"):
         engines[f"{precision} native"] = ("engine=native", f"train.precision={precision}", "parallel.zero=1")
     engines["bf16 native offload"] = (*engines["bf16 native"], "parallel.offload.optimizer=true")
-    if _computes_in_fp8(context):
+    if computes_in_fp8(context):
         engines["fp8 native"] = ("engine=native", "train.precision=fp8", "parallel.zero=1")
     runs = [FitRun(name=name.replace(" ", "."), recipe=RECIPE, words=(*words, *each)) for name, each in engines.items()]
     trained, failed = fit_each(runs, context)
@@ -96,8 +97,11 @@ def train_zero_stages(context: CheckContext) -> Finding:
     return Finding(figures={"losses": losses}, departures=tuple(departures))
 
 
-def _computes_in_fp8(context: CheckContext) -> bool:
-    """Whether the device has products of 8-bit floats, as a CPU's arithmetic has in another type."""
+def computes_in_fp8(context: CheckContext) -> bool:
+    """Whether the device has products of 8-bit floats, as a CPU's arithmetic has in another type; a GPU by its compute capability, where
+    the check of the machine has found it."""
+    if capability := context.earlier.get(MACHINE, {}).get("compute capability"):
+        return tuple(capability) >= FP8_CAPABILITY
     device = load_recipe(RECIPE, [*context.words(), *ONE_DEVICE, "parallel.dp=1"]).cluster.device
     return device.kind == "cpu" or "fp8" in device.peak
 

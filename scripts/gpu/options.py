@@ -20,6 +20,7 @@ from .loss_differences import most_apart
 WORDS = (*TINY, "model=tiny_llama", "engine=native", "train.steps=6")
 PLAIN, GPT, MOMENTS, TIMELINE = "plain", "GPT", "moments in bf16", "timeline"  # options
 TIMED = (3, 4)  # first and last step of the timeline
+BF16 = "train.precision=bf16"
 COMPILED = ("train.compile=true",)
 GPT_WORDS = ("model=tiny",)  # whose products have biases
 SAME_CURVE: dict[str, tuple[str, ...]] = {
@@ -66,7 +67,7 @@ LIMITS = {"text": 1e-3, "documents": 1e-3, "documents and windows": 1e-3, "prefe
 def compare_same_curves(context: CheckContext) -> Finding:
     """Train ways to compute in bf16 on the device, in engine native: losses must be those of a plain run."""
     cases = {PLAIN: (), **SAME_CURVE}
-    trained, departures = _train({option: _option_run(option, words) for option, words in cases.items()}, context)
+    trained, departures = _train({option: option_run(option, words) for option, words in cases.items()}, context)
     if PLAIN not in trained:
         raise CheckBroken("; ".join(departures))
     losses = {option: each.losses for option, each in trained.items()}
@@ -88,8 +89,8 @@ def compare_other_curves(context: CheckContext) -> Finding:
     paths = {DOCUMENTS: _write_documents(context.folder), PAIRS: _write_pairs(context.folder)}
     given = {option: tuple(_with_path(word, paths) for word in words) for option, words in {PLAIN: (), **OTHER_CURVES}.items()}
     on_cpu = ("train.precision=fp32", "device=cpu")
-    runs = {option: _option_run(option, words) for option, words in given.items()}
-    exact = {f"{option}, exact": _option_run(f"{option}.cpu", given[option], on_cpu) for option in OTHER_CURVES}
+    runs = {option: option_run(option, words) for option, words in given.items()}
+    exact = {f"{option}, exact": option_run(f"{option}.cpu", given[option], on_cpu) for option in OTHER_CURVES}
     trained, departures = _train({**runs, **exact}, context)
     losses = {option: trained[option].losses for option in runs if option in trained}
     apart: dict[str, float] = {}
@@ -125,11 +126,11 @@ def timeline_departures(folder: Path) -> Iterator[str]:
             yield f"passes take {busy:.6f} of the {each.end - each.start:.6f} s of step {each.step} in the timeline"
 
 
-def _option_run(name: str, words: Sequence[str], where: Sequence[str] = ("train.precision=bf16",)) -> FitRun:
-    """Return the run of an option, without the plain run's words that its own set."""
+def option_run(name: str, words: Sequence[str], where: Sequence[str] = ()) -> FitRun:
+    """Return the run of an option, in bf16 unless it sets a precision, without the plain run's words that its own set."""
     own = {word.partition("=")[0] for word in words}
     plain = tuple(word for word in WORDS if word.partition("=")[0] not in own)
-    return FitRun(name=f"option.{name.replace(' ', '.')}", recipe=RECIPE, words=(*plain, *words, *where))
+    return FitRun(name=f"option.{name.replace(' ', '.')}", recipe=RECIPE, words=(BF16, *plain, *words, *where))
 
 
 def _with_path(word: str, paths: Mapping[str, Path]) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...cli.config.load import load_recipe
+from ...trainer.plan.plan import make_plan
 from ...trainer.rundir.measured_run import read_measured_run
 from .check_context import CheckContext
-from .finding import Finding
-from .fit_runs import FitRun, fit
+from .finding import CheckSkipped, Finding
+from .fit_runs import FitRun, fit, fit_overrides
 from .kernel_table import busy_seconds, longest_kernels, read_events
 
 MEMORY_GOAL, TIME_GOAL = 0.03, 0.10  # shares of the plan
@@ -80,6 +82,7 @@ def compare_with_plan(context: CheckContext, name: str) -> Finding:
     """Train a configuration, and compare its memory and step time with the plan: on a CPU its memory by kind, and no time."""
     planned = PLANNED[name]
     run = FitRun(name=f"plan.{name.replace(' ', '.')}", recipe=planned.recipe, words=planned.overrides(context))
+    skip_too_large(run, context)
     whole = fit(run, context)
     trained = replace(whole, rows=whole.rows[: PROFILED - 1])
     row, memory, events = trained.rows[-1], read_measured_run(trained.folder).memory, read_events(trained.folder)
@@ -92,12 +95,21 @@ def compare_with_plan(context: CheckContext, name: str) -> Finding:
         "planned_memory": {each.name: each.planned for each in memory},
         "memory_peak": trained.memory_peak if context.on_gpu else None,
         "planned_memory_peak": row.get("planned_memory_peak"),
+        "has_rates": context.has_rates,
         "mfu": row.get("mfu"),
         "tokens_per_second": trained.step_tokens / trained.step_seconds,
         "busy seconds": busy_seconds(events),
         "kernels: launches, seconds": longest_kernels(events, 1, KERNELS),
     }
     return Finding(figures=figures, departures=tuple(plan_departures(figures)))
+
+
+def skip_too_large(run: FitRun, context: CheckContext) -> None:
+    """Raise CheckSkipped where a run's plan takes more memory than the device has."""
+    planned = load_recipe(run.recipe, fit_overrides(run, context))
+    held, has = make_plan(planned).memory, planned.cluster.device.memory
+    if held is not None and isinstance(has, float | int) and held.peak > has:
+        raise CheckSkipped(f"it takes {held.peak / 2**30:.1f} GiB, and {planned.cluster.device.name} has {has / 2**30:.1f}")
 
 
 def plan_departures(figures: Mapping[str, Any]) -> Sequence[str]:
@@ -112,10 +124,11 @@ def plan_departures(figures: Mapping[str, Any]) -> Sequence[str]:
 def planned_measured(figures: Mapping[str, Any]) -> Iterator[tuple[str, float | None, float | None, float]]:
     """Yield what was measured of a planned run: its name, the measured figure, the planned one, and how far apart they may be (a share).
 
-    Peak memory and step time are those of a GPU; a rehearsal has memory by kind alone.
+    Peak memory and step time are those of a GPU; a rehearsal has memory by kind alone, and of a GPU without rates no time is planned.
     """
     for kind, measured in figures["memory"].items():
         yield f"memory of {kind}", measured, figures["planned_memory"][kind], MEMORY_GOAL
     if figures["memory_peak"] is not None:
         yield "peak memory", figures["memory_peak"], figures["planned_memory_peak"], MEMORY_GOAL
-        yield "step time", figures["step_seconds"], figures["planned_step_seconds"], TIME_GOAL
+        if figures.get("has_rates", True):
+            yield "step time", figures["step_seconds"], figures["planned_step_seconds"], TIME_GOAL

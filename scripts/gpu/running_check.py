@@ -16,7 +16,10 @@ from .checks import CheckRequest, GpuCheck
 
 POLL = 0.05  # seconds
 
-Status = Literal["passed", "failed", "broken", "not run"]  # failed: it ran, and figures are not as they must be
+# failed: it ran, and figures are not as they must be; skipped: it needs another machine
+Status = Literal["passed", "failed", "broken", "skipped", "not run"]
+
+STOPPED: tuple[Status, ...] = ("broken", "skipped")  # without figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class Row:
     @property
     def is_done(self) -> bool:
         """Whether it needs not be carried out again."""
-        return self.status in ("passed", "failed")
+        return self.status in ("passed", "failed", "skipped")
 
 
 class RunningCheck:
@@ -90,8 +93,9 @@ class RunningCheck:
         if not self._found.exists():
             return Row(name=name, status="broken", seconds=taken, says=[f"its process ended with {code}", *self._last_lines()])
         answer = json.loads(self._found.read_bytes())
-        if "broken" in answer:
-            return Row(name=name, status="broken", seconds=taken, says=[answer["broken"]])
+        for status in STOPPED:
+            if status in answer:
+                return Row(name=name, status=status, seconds=taken, says=[answer[status]])
         departures = answer["departures"]
         return Row(
             name=name, status="failed" if departures else "passed", seconds=taken, says=departures, figures=answer["figures"]

@@ -41,6 +41,7 @@ def measure_ceilings(context: CheckContext) -> Finding:
     if context.on_gpu:
         figures["gpu"] = torch.cuda.get_device_name(0)
         figures["compute capability"] = list(torch.cuda.get_device_capability(0))
+        figures["gpus"] = torch.cuda.device_count()
         figures["memory"] = torch.cuda.get_device_properties(0).total_memory
         figures["cuda"] = torch.version.cuda
     figures["matrix product, FLOP/s"] = {

@@ -1,5 +1,7 @@
 """Shell completion: the words that complete a command line, in the form that each shell reads."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +68,7 @@ def test_the_users_own_recipes_are_offered(tmp_path: Path) -> None:
         (["distrain", "plan", "conf", "="], "\n".join(config_files.recipes(None))),
         (["distrain", "plan", "conf", "=", "quickstart", "device", "=", "cp"], "cpu"),
         (["distrain", "pl"], "plan"),
+        (["distrain", "cp", "mod"], "model/\nmodel/VALUE"),
         (["distrain", "fit", "conf", "=", "quickstart", "train.ste"], "train.steps=\ntrain.steps=VALUE"),  # bash adds no space to either
         (["distrain", "fit", "conf", "=", "quickstart", "train.steps", "="], ""),
     ],
@@ -76,9 +79,25 @@ def test_words_that_bash_broke_at_the_equals_sign_are_joined(words: list[str], s
 
 def test_zsh_and_fish_get_whole_words() -> None:
     typed = {"_TYPER_COMPLETE_ARGS": "distrain plan conf=quick"}
-    assert completions("zsh", typed) == "_arguments '*: :((\"conf=quickstart\"))'"
+    assert completions("zsh", typed) == "compadd -- conf=quickstart;"
     assert completions("fish", typed) == "conf=quickstart"
     assert completions("zsh", {"_TYPER_COMPLETE_ARGS": "distrain plan conf=./"}) == "_files"
+
+
+def test_zsh_adds_no_space_after_a_word_that_goes_on(tmp_path: Path) -> None:
+    for line, word in (("distrain fit conf=quickstart train.ste", "train.steps="), ("distrain cp mod", "model/")):
+        assert completions("zsh", {"_TYPER_COMPLETE_ARGS": line}) == f"compadd -S '' -- {word};"
+    (tmp_path / "a$(b).yaml").touch()
+    typed = {"_TYPER_COMPLETE_ARGS": f"distrain plan --config-dir={tmp_path} conf=a"}
+    assert completions("zsh", typed) == "compadd -- 'conf=a$(b)';"  # which zsh evaluates, and must not run
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_evaluates_what_it_is_given() -> None:
+    typed = {**os.environ, "_DISTRAIN_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "distrain fit conf=quickstart train.st"}
+    script = 'compadd() { print -rl -- "$@" }; eval $("$1" -m distrain)'
+    done = subprocess.run(["zsh", "-fc", script, "zsh", sys.executable], env=typed, capture_output=True, text=True)
+    assert (done.stdout.split("\n"), done.stderr) == (["-S", "", "--", "train.steps=", ""], "")
 
 
 def test_completion_does_not_load_hydra() -> None:

@@ -176,6 +176,36 @@ def test_an_unknown_name_gets_the_list_of_known_ones(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("nvlink", ["cluster=dgx_h100", "cluster.inside"]),
+        ("huggingface", ["model.hf", "model.weights"]),
+        ("learning rate", ["optim.lr", "optim.min_lr"]),
+        ("COST", ["cluster.price", "search.by"]),
+        ("h100", ["conf=llama3_70b", "cluster=dgx_h100", "device=h100_80g"]),
+        ("offload", ["parallel=offload", "parallel.offload.optimizer"]),
+        ("tokens", ["data=tokens", "train.tokens"]),
+    ],
+)
+def test_a_word_finds_the_options_and_keys_that_are_about_it(word: str, named: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(f"ls {shlex.quote(word)}", capsys)
+    assert status == 0
+    assert [name for name in named if f"\n{name} " not in f"\n{out}"] == []
+    assert "\ntrain.seed " not in f"\n{out}"
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("gradient_checkpointing", "no key gradient_checkpointing: write parallel.recompute=VALUE (none, selective or full)"),
+        ("epochs", "no key epochs: train.steps or train.tokens sets the length of a run"),
+    ],
+)
+def test_another_trainers_word_gets_our_key(name: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(f"ls {name}", capsys) == (2, "", f"distrain: {line}\n")
+
+
+@pytest.mark.parametrize(
     ("name", "lines"),
     [("quickstart", ["conf=quickstart", "model=quickstart"]), ("tiny_moe", ["model=tiny_moe"]), ("zero3", ["parallel=zero3"])],
 )

@@ -1,5 +1,6 @@
 """Keys of other trainers: the message has our key, and the value if there is an equivalent."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.keys import config_files
 from distrain.cli.keys.keys import config_keys
-from distrain.cli.keys.synonyms import ROWS, TOP_LEVEL_ONLY, Synonym, synonym_problem
+from distrain.cli.keys.synonym_rows import ROWS, Synonym
+from distrain.cli.keys.synonyms import TOP_LEVEL_ONLY, synonym_problem
 from distrain.trainer.spec.problem import Unreadable
 
 KNOWN = config_keys()
@@ -27,6 +29,20 @@ MESSAGES: list[tuple[str, str]] = [
     ("lr=1e-3", "no key lr: write optim.lr=0.001"),
     ("train.lr=1e-3", "no key train.lr: write optim.lr=0.001"),
     ("outer.lr=1", "no key outer.lr: did you mean parallel.sync.outer.lr or optim.lr?"),
+    ("recompute_activations=true",
+        "no key recompute_activations: write parallel.recompute=selective (as --recompute-granularity=selective)"),
+    ("hidden_act=silu", "no key hidden_act: write model.act=swiglu"),
+    ("disable_bias_linear=true", "no key disable_bias_linear: write model.bias=false"),
+    ("training.dtype=float32",
+        "no key training.dtype: weights that are stepped are fp32; train.precision is what layers compute in"),
+    ("training.mixed_precision_reduce=float32", "no key training.mixed_precision_reduce: write train.gradients=fp32"),
+    ("pipeline_parallel_schedule=ZBVZeroBubble", "no key pipeline_parallel_schedule: write parallel.schedule=zb_v"),
+    ("offload_optimizer.device=nvme",
+        "no key offload_optimizer.device: write parallel.offload.optimizer=VALUE (in the host's memory, not on NVMe)"),
+    ("load_in_4bit=true",
+        "no key load_in_4bit: weights that train are not quantized: quantized folders are read as bf16"),
+    ("lr_warmup_samples=1000", "no key lr_warmup_samples: write optim.warmup=VALUE (in steps: SAMPLES / train.batch)"),
+    ("mock_data=true", "no key mock_data: write data=synthetic (random tokens)"),
     ("packing=true",
         "no key packing: always: text is cut into full sequences, whole examples are packed into one"),
     ("ema_decay=0.9", "no key ema_decay: write optim.ema=0.9 (the decay of an average of the weights)"),
@@ -108,16 +124,31 @@ def test_keys_of_other_trainers_in_a_file_print_our_keys(tmp_path: Path, capsys:
     assert len(lines) == 3
 
 
+def test_what_is_off_or_means_another_thing_in_its_section_is_not_taken_for_a_key_of_ours(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({
+        "train_batch_size": 8, "steps_per_print": 10, "aio": {"block_size": 1048576}, "activation_checkpointing": {"profile": False},
+    }))  # fmt: skip
+    with pytest.raises(Unreadable) as error:
+        load_recipe(str(file))
+    says = "\n".join(map(str, error.value.problems))
+    assert "nothing here means aio.block_size" in says
+    assert "train.seq" not in says
+    assert "profile" not in says
+
+
 def test_no_name_has_two_rows_or_is_a_key_of_ours() -> None:
     assert len(NAMES) == len(set(NAMES)) >= 200
-    assert set(TOP_LEVEL_ONLY) == set(NAMES) & {name for key in KNOWN for name in (key, key.rpartition(".")[2], key.partition(".")[0])}
+    assert set(TOP_LEVEL_ONLY) - {"block_size"} == set(NAMES) & {
+        name for key in KNOWN for name in (key, key.rpartition(".")[2], key.partition(".")[0])
+    }
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
 def test_a_row_has_a_key_of_ours_and_values_that_it_takes(row: Synonym) -> None:
     assert not row.key or row.key in (*KNOWN, *config_files.groups(None), "conf")
     for value in (row.values or {}).values() if row.key else ():
-        assert load_recipe("quickstart", [f"{row.key}={value}"]), (row.key, value)
+        assert load_recipe("quickstart", f"{row.key}={value}".split()), (row.key, value)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in TOP_LEVEL_ONLY])
@@ -227,6 +258,19 @@ def test_a_config_file_of_another_trainer_is_answered_key_by_key(name: str, text
     )
     without_notes = [re.sub(r" \([^)]*\)?$", "", str(problem)) for problem in error.value.problems]
     assert without_notes == [head, *answers]
+
+
+@pytest.mark.parametrize("key", ["model_type", "architectures"])
+def test_a_models_config_json_is_named_and_not_answered_key_by_key(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({key: "llama", "hidden_size": 64, "num_hidden_layers": 2}))
+    with pytest.raises(Unreadable) as error:
+        load_recipe(str(file))
+    says = f"{file} is the config.json of a Hugging Face model, not a recipe: write model.hf={file} beside a recipe, which has the rest"
+    assert list(map(str, error.value.problems)) == [f"{says}: `distrain ls` lists them"]
+    for path in (tmp_path, file):
+        assert command(["plan", "conf=quickstart", f"model={path}"]) == 2
+        assert capsys.readouterr().err == f"distrain: model={path} names no model: write model.hf={path}\n"
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "---\n"])

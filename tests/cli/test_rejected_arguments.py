@@ -66,6 +66,10 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan conf=quickstart parallel.tp==2", ["parallel.tp==2 has two equals signs: write parallel.tp=2"]),
     ("plan conf=quickstart =2", ["=2 has no key: write KEY=VALUE"]),
     ("plan conf=quickstart optim.betas=[0.9,0.99", ["optim.betas=[0.9,0.99: the value can't be read: close every bracket and quote"]),
+    (
+        "plan conf=quickstart optim.betas=[0.9,,0.99]",
+        ["optim.betas=[0.9,,0.99]: the value can't be read: write one comma between two entries"],
+    ),
     # unknown keys
     ("plan conf=quickstart model.layer=12", ["no key model.layer: did you mean model.layers?"]),
     ("plan conf=quickstart +model.layer=12", ["no key model.layer: did you mean model.layers?"]),
@@ -160,6 +164,15 @@ FILES: list[tuple[str, list[str]]] = [
     ("model: {hidden: 64 layers: 2}\n", ["FILE, line 1, column 26: a comma is missing before this: put commas between the entries"]),
     ("model: {hidden: 64 {a: 1}}\n", ["FILE, line 1, column 20: a comma is missing before this {: put commas between the entries"]),
     ('name: "x" 3\n', ["FILE, line 1, column 11: text stands behind a quoted value: put all of it inside the quotes"]),
+    ("a: [1,,2]\n", ["FILE, line 1, column 7: nothing stands before this comma: write an entry there, or leave the comma out"]),
+    ("a: {, b: 2}\n", ["FILE, line 1, column 5: nothing stands before this comma: write an entry there, or leave the comma out"]),
+    ("a: ]\n", ["FILE, line 1, column 4: no [ opens here: leave ] out, or put the text in quotes"]),
+    ("a: [1, }\n", ["FILE, line 1, column 8: no { opens here: leave } out, or put the text in quotes"]),
+    ("a: @b\n", ["FILE, line 1, column 4: no value begins with this character: put the value in quotes"]),
+    ("a: *b\n", ["FILE, line 1, column 4: * names an anchor, and none here is called so: put a text that begins with * in quotes"]),
+    ("a: !b c\n", ["FILE, line 1, column 4: ! begins a tag, and recipes have none: put a text that begins with ! in quotes"]),
+    ('a: "\\q"\n', ["FILE, line 1, column 6: a backslash and no letter that YAML knows behind it: put the text in single quotes"]),
+    ("a: |b\n", ["FILE, line 1, column 5: | or > begins a text on lines of its own: put a text that begins with it in quotes"]),
     ("name: 'x\ntrain:\n  steps: 1\n", ["FILE, line 1, column 7: a quote opens here and does not close: close it"]),
     ("train:\n  seq: 2\n  steps:1\n", ["FILE, line 3, column 3: this is not `KEY: VALUE`: write a colon and a space after the key"]),
     (
@@ -275,7 +288,7 @@ def test_a_file_that_calls_code_is_refused(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "mine.yaml"
     file.write_text("name: !!python/object/apply:os.mkdir ['made']\n")
     assert command(["plan", f"conf={file}"]) == 2
-    assert "could not determine a constructor for the tag" in capsys.readouterr().err
+    assert "! begins a tag, and recipes have none" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
 
 

@@ -153,6 +153,11 @@ def test_by_memory_the_smallest_layout_is_first(capsys: pytest.CaptureFixture[st
     assert rows[0]["memory"] < answer("", capsys)["rows"][0]["memory"]
 
 
+def test_without_step_times_the_page_says_that_memory_alone_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(f"{SMALL} cluster.device.bandwidth=null", capsys)
+    assert (status, " ".join(out.split()).count("no step time is known: layouts are compared by memory alone")) == (0, 1)
+
+
 def test_headroom_leaves_memory_free(capsys: pytest.CaptureFixture[str]) -> None:
     smallest = answer("search.by=memory", capsys)["rows"][0]["memory"]
     rows = answer(f"cluster.device.memory={round(smallest / 0.9)} search.headroom=0.05", capsys)["rows"]

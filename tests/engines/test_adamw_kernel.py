@@ -47,7 +47,7 @@ def test_the_compiled_step_is_one_kernel_that_moves_the_planned_bytes(widths: tu
     """The plan counts the norm too, which reads the gradient. In bf16 it is 30 bytes an element."""
     weight, gradient = widths
     graphs = answers[WIDTHS.index(widths)]["graphs"]
-    assert len(graphs) == 2  # for the first length, and for any
+    assert len(graphs) == 2  # of vectors, and of elements
     for graph in graphs:
         assert graph["kernels"] == 1
         assert (graph["loads"], graph["stores"]) == (gradient + 12, 12 + (2 if weight == 2 else 0))
@@ -63,22 +63,24 @@ def test_the_compiled_step_is_adamw_with_clipping_and_skips(widths: tuple[int, i
 @pytest.mark.skipif(sys.platform != "linux", reason="the compiler is found on Linux")
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_moments_in_bf16_are_rounded_in_the_same_kernel(rounding: str, answers: list[dict[str, Any]]) -> None:
-    """It moves 8 bytes an element less, 22 with the norm; words of rows and columns are read from a cache. As it is written it rounds
-    alike; one row has a kernel of its own."""
+    """It moves 8 bytes an element less, 22 with the norm; the 4 bytes of a column's words are read from a cache. As it is written it rounds
+    alike; one row has a kernel of its own. On a CPU some kernels store the narrow weight element by element, which is not counted."""
     found = answers[len(WIDTHS) + ROUNDINGS.index(rounding)]
-    (graph,) = found["graphs"]
-    assert (graph["kernels"], graph["loads"], graph["stores"]) == (1, 10, 10)
-    assert 2 + graph["loads"] + graph["stores"] == step_moves(2, 2, 4, one_kernel=True)
-    assert found["compiled"] == (3 if rounding == "stochastic" else 2)
+    words = 4 if rounding == "stochastic" else 0
+    assert len(found["graphs"]) == (3 if words else 2)
+    for graph in found["graphs"]:
+        assert (graph["kernels"], graph["loads"]) == (1, 10 + words)
+    most = max(graph["stores"] for graph in found["graphs"])
+    assert 2 + 10 + most == step_moves(2, 2, 4, one_kernel=True)
     assert found["apart"] <= 1e-6
     assert found["differing"] <= 1e-3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the compiler is found on Linux")
 def test_moments_in_8_bits_are_quantized_in_the_compiled_step(answers: list[dict[str, Any]]) -> None:
-    """A skipped step changes no bit. With the norm the plan counts 18.06 bytes."""
+    """A skipped step changes no bit; one kernel serves any number of blocks. With the norm the plan counts 18.06 bytes."""
     found = answers[QUANTIZED]
-    assert set(found["kernels"]) == {1}
+    assert found["kernels"] == [1]
     assert found["apart"] <= 1e-6
     assert found["differing"] <= 1e-3
     assert step_moves(2, 2, 2 + 8 / 256, one_kernel=True) == 18 + 16 / 256

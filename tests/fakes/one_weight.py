@@ -17,7 +17,6 @@ from distrain.trainer.loop.checkpoint import (
 )
 
 PART = whole_slice("layers.0.weight", "weight", (50, 20))
-MOMENT = whole_slice("layers.0.weight", "exp_avg", (50, 20))
 WEIGHTS = {"layers.0.weight": (50, 20)}
 WEIGHT, MANIFEST = "weight.0.0.safetensors", "manifest.json"  # files
 

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 from distrain.scripts.gpu.check_context import CheckContext
-from distrain.scripts.gpu.finding import CheckBroken, Finding
+from distrain.scripts.gpu.finding import CheckBroken, CheckSkipped, Finding
 
 
 def act(context: CheckContext, *, what: str) -> Finding:
-    """Do what is asked; raises CheckBroken, and KeyError for a crash."""
+    """Do what is asked; raises CheckBroken, CheckSkipped, and KeyError for a crash."""
     match what:
         case "sleeps":
             (context.folder / "asleep").write_text(str(os.getpid()))
@@ -25,6 +25,8 @@ def act(context: CheckContext, *, what: str) -> Finding:
             return Finding(figures={"alive": Path(f"/proc/{sleeper}").exists()})
         case "is broken":
             raise CheckBroken("for a reason")
+        case "needs another machine":
+            raise CheckSkipped("it needs two")
         case "crashes":
             raise KeyError("x")
         case "departs":

@@ -16,21 +16,35 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.scripts.gpu import acceptance, calibration, fit_runs, loss_checks, options, quantized_folder
-from distrain.scripts.gpu.__main__ import row_lines
+from distrain.scripts.gpu import (
+    calibration,
+    check_context,
+    fit_runs,
+    further_curves,
+    kernel_rates,
+    loss_checks,
+    options,
+    planned_runs,
+    quantized_folder,
+    several_gpus,
+)
+from distrain.scripts.gpu.__main__ import closing_lines, row_lines
 from distrain.scripts.gpu.acceptance import Report, carry_out, read_report
 from distrain.scripts.gpu.check_context import CheckContext
 from distrain.scripts.gpu.checks import CHECKS, GpuCheck, chosen_checks
-from distrain.scripts.gpu.finding import CheckBroken, Finding
+from distrain.scripts.gpu.finding import CheckBroken, CheckSkipped, Finding
 from distrain.scripts.gpu.fit_runs import FinishedFit, FitRun, fit_each, fit_overrides, fit_together
 from distrain.scripts.gpu.planned_runs import PLANNED, plan_departures
 from distrain.scripts.gpu.profiled_steps import wait_departures
 from distrain.scripts.gpu.replan import replan_departures
 from distrain.scripts.gpu.running_check import Row, RunningCheck
 from distrain.scripts.gpu.two_ranks import prove_two_ranks
+from distrain.trainer.machine import facts
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.timeline.timed_spans import TimedSpan, TimedStep
+from distrain.trainer.prove.trials.layouts import run_in_layout
 from distrain.trainer.prove.trials.plan_proof import Proof
+from distrain.trainer.rundir.metric_rows import AVERAGED_KEY, VALIDATION_KEY
 from distrain.trainer.rundir.timeline_files import RankTimeline, write_rank_timeline
 
 FAKE = "distrain.tests.gpu.fake_check:act"
@@ -55,7 +69,16 @@ def test_today_s_plan_is_no_further_from_what_a_gpu_measured(path: Path) -> None
     assert list(replan_departures(report)) == []
 
 
-REHEARSED = ("machine", "two ranks", "quantized folder", "calibrate", "plan gpt2_1_5b recomputed", "baseline fully_shard llama 16 layers")
+REHEARSED = (
+    "machine",
+    "two ranks",
+    "two ranks windows",
+    "several GPUs",
+    "quantized folder",
+    "calibrate",
+    "plan gpt2_1_5b recomputed",
+    "baseline fully_shard llama 16 layers",
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +131,7 @@ def test_a_time_on_a_gpu_is_planned_again() -> None:
     ("change", "found"),
     [
         ({}, []),
+        ({"has_rates": False, "planned_step_seconds": None}, []),
         ({"memory_peak": 104}, ["peak memory is +4.0 % of the plan's"]),
         ({"memory_peak": 96}, ["peak memory is -4.0 % of the plan's"]),
         ({"step_seconds": 1.2}, ["step time is +20.0 % of the plan's"]),
@@ -124,6 +148,7 @@ OUTCOMES: tuple[tuple[str, float, float, str, list[str]], ...] = (
     ("passes", 60, 99, "passed", []),
     ("departs", 60, 99, "failed", ["a is not 2"]),
     ("is broken", 60, 99, "broken", ["for a reason"]),
+    ("needs another machine", 60, 99, "skipped", ["it needs two"]),
     ("crashes", 60, 99, "broken", ["KeyError: 'x'"]),
     ("sleeps", 4, 99, "broken", ["killed after 4 s"]),
     ("sleeps", 60, 4, "not run", ["cut after 4 s: the program's time was over"]),
@@ -166,6 +191,16 @@ def test_the_page_s_order_of_calls_names_checks() -> None:
     assert sum(int(seconds) for seconds, _ in calls) <= 780
 
 
+def test_the_page_says_what_each_check_finds() -> None:
+    """Those of one kind have one row with their number."""
+    page = (Path(__file__).parents[2] / "docs" / "gpu_acceptance.md").read_text()
+    table = page.partition("| check | what must be true |")[2].partition("\n\n")[0]
+    rows = [row.split(" | ")[0].removeprefix("| ") for row in table.splitlines()[2:]]
+    kinds = {kind: sum(check.name.startswith(f"{kind} ") for check in CHECKS) for kind in ("plan", "baseline")}
+    others = {check.name for check in CHECKS if check.name.split()[0] not in kinds}
+    assert set(rows) == others | {f"{kind} NAME ({count})" for kind, count in kinds.items()}
+
+
 @pytest.mark.parametrize(
     ("waits", "found"),
     [(4, []), (3, []), (5, ["1.3 waits for the device a step"]), (10, ["3.0 waits for the device a step"])],
@@ -177,10 +212,10 @@ def test_the_profiler_s_end_is_no_wait_of_a_step(waits: int, found: list[str]) -
 
 def test_two_ranks_train_in_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """These checks run side by side where there are cores for it, and each begins with an empty folder."""
-    folders = list[Path]()
+    proofs = list[Proof]()
 
     def keep(proof: Proof, *_: Any) -> None:
-        folders.append(proof.folder)
+        proofs.append(proof)
         raise InterruptedError
 
     monkeypatch.setattr(prove_two_ranks, "run_proof", keep)
@@ -188,7 +223,11 @@ def test_two_ranks_train_in_folders_of_their_own(tmp_path: Path, monkeypatch: py
     for check in checks:
         with pytest.raises(InterruptedError):
             check.carry_out(CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA H200"))
-    assert len(checks) == len(set(folders)) == 3
+    assert len(checks) == len({each.folder for each in proofs}) == 4
+    runs = [(each.recipe.train.precision, each.recipe.train.compile, each.recipe.model.window) for each in proofs]
+    assert runs == [("fp32", False, None), ("bf16", False, None), ("bf16", True, None), ("bf16", False, 16)]
+    assert all(trial.plan.problems == () and trial.layout.ranks == 2 for each in proofs for trial in each.trials)
+    assert {each.layout.name for each in proofs[-1].trials} >= {"cp2.native", "dp2.zero3.offload_optimizer", "dp2.zero2.native"}
 
 
 def test_a_report_is_resumed(tmp_path: Path) -> None:
@@ -214,9 +253,17 @@ def test_a_report_is_resumed(tmp_path: Path) -> None:
         read_report(path, rehearsal=False)
 
 
+def test_a_check_that_needs_another_machine_is_counted_apart(tmp_path: Path) -> None:
+    """It is not tried again, and fails nothing."""
+    rows = [Row(name="a", status="passed"), Row(name="b", status="skipped", says=["it needs two"])]
+    assert rows[1].is_done
+    report = Report(schema=1, rehearsal=False, seconds=1.0, rows=rows)
+    assert closing_lines(report, tmp_path / "gpu.json")[0] == f"1 passed, 1 skipped; 1 s in all; {tmp_path}/gpu.json"
+
+
 def test_what_is_not_timed_runs_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with cores for two; a stop ends those that run, and one that is timed runs alone."""
-    monkeypatch.setattr(acceptance, "cpu_count", lambda: 2 * acceptance.CORES)
+    monkeypatch.setattr(check_context, "cpu_count", lambda: 2 * check_context.CHECK_CORES)
 
     def check(what: str, *, alone: bool = False) -> GpuCheck:
         return GpuCheck(name=what, seconds=60, function=FAKE, arguments={"what": what}, alone=alone)
@@ -280,6 +327,103 @@ def test_a_planned_run_fits_and_is_planned_whole(name: str, tmp_path: Path) -> N
     assert plan.memory.peak < 0.7 * 150.1e9
     assert plan.time is not None
     assert 0.1 < plan.time.step < 2
+
+
+@pytest.mark.parametrize(
+    ("gpu", "skipped"),
+    [
+        ("NVIDIA H200", set()),
+        ("NVIDIA A100-SXM4-80GB", set()),
+        ("NVIDIA H100 80GB HBM3", set()),
+        ("NVIDIA A100-SXM4-40GB", {"llama 16 layers", "llama 16 layers compiled", "gpt2_1_5b compiled", "mixtral 2 layers"}),
+        ("NVIDIA GeForce RTX 4090", set(PLANNED) - {"gpt2_124m", "gpt2_124m compiled"}),
+    ],
+)
+def test_what_a_smaller_gpu_can_not_hold_is_skipped(gpu: str, skipped: set[str], tmp_path: Path) -> None:
+    context, found = CheckContext(folder=tmp_path, on_gpu=True, gpu=gpu), dict[str, str]()
+    for name, run in PLANNED.items():
+        try:
+            planned_runs.skip_too_large(FitRun(name="a", recipe=run.recipe, words=run.overrides(context)), context)
+        except CheckSkipped as error:
+            found[name] = str(error)
+    assert set(found) == skipped
+    if gpu.endswith("4090"):
+        assert found["gpt2_1_5b recomputed"] == "it takes 28.7 GiB, and RTX-4090 has 23.6"
+
+
+def test_a_gpu_of_which_no_rates_are_known_is_measured_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"name": "NVIDIA A100 80GB PCIe", "memory": 84.9e9, "units": 108, "bf16": True}
+    monkeypatch.setattr(facts, "cached_facts", lambda: {"cuda": [gpu], "cpu": None})
+    context = CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA A100 80GB PCIe")
+    assert not context.has_rates
+    assert replace(context, gpu="NVIDIA H200").has_rates
+    with pytest.raises(CheckSkipped, match="conf/device has no option of it"):
+        kernel_rates.planned_rates(context)
+
+
+@pytest.mark.parametrize(
+    ("cores", "memory", "checks", "trainings"),
+    [(2, None, 1, 1), (16, 150e9, 4, 8), (208, 85e9, 4, 8), (16, 42e9, 4, 5), (16, 25.4e9, 4, 3), (8, 25.4e9, 2, 4), (64, 6e9, 4, 1)],
+)
+def test_no_more_runs_side_by_side_than_the_gpu_holds(
+    cores: int, memory: float | None, checks: int, trainings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All share one GPU, however many cores there are."""
+    monkeypatch.setattr(check_context, "cpu_count", lambda: cores)
+    context = CheckContext(folder=tmp_path, on_gpu=memory is not None, memory=memory)
+    assert (context.checks_at_once, context.trainings_at_once) == (checks, trainings)
+
+
+@pytest.mark.parametrize(("capability", "found"), [([8, 0], False), ([8, 9], True), ([9, 0], True), ([10, 0], True), (None, True)])
+def test_products_in_fp8_are_those_of_the_gpu(capability: list[int] | None, found: bool, tmp_path: Path) -> None:
+    """By what torch says of it; else by its data sheet, here that of an H100."""
+    machine = {"machine": {"compute capability": capability}} if capability else {}
+    context = CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA H100 80GB HBM3", earlier=machine)
+    assert loss_checks.computes_in_fp8(context) is found
+    assert not loss_checks.computes_in_fp8(replace(context, gpu="NVIDIA A100-SXM4-80GB", earlier={}))
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 4), (6, 4), (8, 8), (16, 8)])
+def test_several_gpus_train_as_a_power_of_two(gpus: int, ranks: int) -> None:
+    assert several_gpus.most_ranks(gpus) == ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_layouts_of_several_gpus_can_be_trained(ranks: int, tmp_path: Path) -> None:
+    """Each on all of them; the axes are all there."""
+    context = CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA H100 80GB HBM3")
+    layouts = several_gpus.layouts_of(ranks)
+    assert {each.ranks for each in layouts} == {ranks}
+    assert all(any(getattr(each, axis) > 1 for each in layouts) for axis in ("dp", "tp", "pp", "cp"))
+    for layout in layouts:
+        plan = make_plan(run_in_layout(load_recipe(fit_runs.RECIPE, (*context.words(ranks), *several_gpus.WORDS)), layout))
+        assert plan.problems == ()
+    words = several_gpus.fit_words(ranks, context)
+    plan = make_plan(load_recipe(fit_runs.RECIPE, fit_overrides(FitRun(name="a", recipe=fit_runs.RECIPE, words=words), context)))
+    assert (plan.problems, plan.world) == ((), ranks)
+
+
+def test_one_gpu_skips_what_needs_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(CheckSkipped, match="it needs two GPUs, and this machine has one"):
+        several_gpus.train_on_several(CheckContext(folder=tmp_path, on_gpu=True))
+
+
+def test_fit_on_several_gpus_that_trains_another_curve_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(several_gpus, "prove_layouts", lambda *_: Finding(figures={}, departures=("tp2: failed",)))
+    curves = {"on.1": LOSSES, "on.2": [5.5, 5.4, 5.3003]}
+
+    def fit(run: FitRun, *_: Any) -> FinishedFit:
+        return FinishedFit(folder=tmp_path, rows=tuple({"loss": each} for each in curves[run.name]), plan={})
+
+    monkeypatch.setattr(several_gpus, "fit", fit)
+    context = CheckContext(folder=tmp_path, on_gpu=True)
+    assert several_gpus.train_on_several(context).departures == ("tp2: failed", "fit on 2 GPUs is 3.0e-04 nats from one")
+    curves["on.2"] = LOSSES
+    assert several_gpus.train_on_several(context).departures == ("tp2: failed",)
 
 
 LOSSES = [5.5, 5.4, 5.3]
@@ -429,6 +573,84 @@ def test_options_that_train_another_curve_are_named(
     held = iter(BYTES.values())
     monkeypatch.setattr(options, "_optimizer_bytes", lambda trained: next(held))
     assert list(check(CheckContext(folder=tmp_path, on_gpu=True)).departures) == found
+
+
+WEIGHTS, AVERAGES = (5.51, 5.49), (5.54, 5.52)  # validation losses
+OF_OTHERS = {
+    f"option.further.{name.replace(' ', '.')}{place}": FAR
+    for name in ("hybrid", "hybrid in fp8", "LoRA", "offloaded zero3 of a large model", "large")
+    for place in ("", ".cpu")
+}
+OF_ADAPTED = {
+    f"option.further.{name}{place}": [5.5, 5.4, 5.0] for name in ("LoRA.of.a.hybrid", "LoRA.with.dropout") for place in ("", ".cpu")
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "averages", "found"),
+    [
+        ({}, AVERAGES, []),
+        ({"option.further.offloaded.zero3": FAR}, AVERAGES, ["offloaded zero3 is 0.55 % from what it must be"]),
+        ({"option.further.moments.in.8.bits": [5.5, nan, 5.3]}, AVERAGES, ["moments in 8 bits is nan % from what it must be"]),
+        ({"option.further.moments.in.8.bits": "moments: no"}, AVERAGES, ["moments: no"]),
+        (
+            {"option.further.offloaded.zero3.of.a.large.model": [5.5, 5.4, 5.2]},
+            AVERAGES,
+            ["offloaded zero3 of a large model is 1.27 % from what it must be"],
+        ),
+        ({"option.further.hybrid.in.fp8": [5.5, 5.4, 5.1]}, AVERAGES, ["hybrid in fp8 is 3.09 % from what it must be"]),
+        (
+            {"option.further.LoRA.with.dropout": FAR, "option.further.LoRA.with.dropout.cpu": FAR},
+            AVERAGES,
+            ["LoRA with dropout trains the curve of LoRA"],
+        ),
+        ({"option.further.average.of.the.weights": "average: no"}, AVERAGES, ["average: no"]),
+        ({}, (5.54, 5.5), ["the average of the weights is 0.36 % from what it must be"]),
+        (
+            {},
+            WEIGHTS,
+            ["the average of the weights is 0.54 % from what it must be", "the average of the weights is validated as the weights are"],
+        ),
+        ({}, (), ["the average of the weights was validated 0 times, 2 on the CPU"]),
+    ],
+)
+def test_further_ways_that_train_another_curve_are_named(
+    changed: dict[str, Any], averages: Sequence[float], found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_runs = {**OF_OTHERS, **OF_ADAPTED, **changed}
+
+    def fits(runs: Sequence[FitRun], context: CheckContext) -> tuple[dict[str, FinishedFit], dict[str, str]]:
+        ended = {run.name: of_runs.get(run.name, LOSSES) for run in runs}
+        return {name: finished(name, each) for name, each in ended.items() if not isinstance(each, str)}, {
+            name: each for name, each in ended.items() if isinstance(each, str)
+        }
+
+    def finished(name: str, losses: Sequence[float]) -> FinishedFit:
+        shown = AVERAGES if name.endswith(".cpu") else averages
+        validated = (
+            [{VALIDATION_KEY: one, AVERAGED_KEY: other} for one, other in zip(WEIGHTS, shown, strict=False)] if "average" in name else []
+        )
+        rows = tuple({"loss": loss, **(validated[at] if at < len(validated) else {})} for at, loss in enumerate(losses))
+        return FinishedFit(folder=tmp_path, rows=rows, plan={})
+
+    monkeypatch.setattr(further_curves, "fit_each", fits)
+    context = CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA H200")
+    assert list(further_curves.compare_further_ways(context).departures) == found
+
+
+def test_further_ways_on_a_gpu_without_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[str]()
+
+    def fits(runs: Sequence[FitRun], context: CheckContext) -> tuple[dict[str, FinishedFit], dict[str, str]]:
+        begun.extend(run.name for run in runs)
+        return {}, {run.name: "no" for run in runs}
+
+    monkeypatch.setattr(further_curves, "fit_each", fits)
+    for context in (CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA A100-SXM4-80GB"), CheckContext(folder=tmp_path, on_gpu=False)):
+        with pytest.raises(CheckBroken, match="no; no"):
+            further_curves.compare_further_ways(context)
+    assert begun.count("option.further.hybrid.in.fp8") == begun.count("option.further.large") == 1  # a CPU computes fp8 in another type
+    assert len(set(begun)) < len(begun)
 
 
 def test_moments_that_take_as_many_bytes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from distrain.trainer.layers.transformer.feed_forward import clamped_swiglu  # n
 from distrain.trainer.layers.transformer.windowed_core import gpu_window_gradients, gpu_window_values  # noqa: E402
 
 B, S, A, N, D = 2, 21, 6, 2, 8
-MANY = 9  # sinks of a whole layer, of which the heads' are some
 WINDOWS = (None, 1, 4, 7, 30)
 
 

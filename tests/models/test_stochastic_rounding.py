@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from distrain.tests.fakes.rounded_states import random_bits  # noqa: E402
 from distrain.trainer.engines.native.data_parallel.weight_buckets import Piece  # noqa: E402
 from distrain.trainer.engines.native.shard_rows import ShardRows  # noqa: E402
-from distrain.trainer.layers.stochastic_rounding import column_words, random_words, round_at_random, row_words, tensor_key, words_at  # noqa: E402
+from distrain.trainer.layers.stochastic_rounding import column_words, random_words, round_at_random, row_words, tensor_key  # noqa: E402
 from distrain.trainer.plan.axes.weight_slices import WeightShard  # noqa: E402
 
 NAME, SEED = "layers.1.mlp.up.weight", 7
@@ -81,7 +81,7 @@ def test_each_element_has_the_bits_of_its_place_in_the_logical_tensor(most: int,
         at = block.place.stop
         own = rows.words(taken)[block.row : block.row + block.rows], columns[block.column : block.column + block.columns]
         found.append(random_words(*own).flatten())
-        assert torch.equal(words_at(*own, torch.arange(block.rows * block.columns)), found[-1])
+        assert torch.equal(random_words(own[0], own[1].view(-1, 1)).flatten(), found[-1])
     assert torch.equal(torch.cat(found), expected[first:stop])
 
 

@@ -21,7 +21,7 @@ from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.keys.units import percent_text
 from distrain.trainer.spec.run import Cluster, Link, Run
 
-RANK, BF16, FP32 = 4, 2, 4
+RANK, BF16 = 4, 2
 COMPRESSED: dict[str, Any] = {"parallel__compress__name": "powersgd", "engine": "native"}
 
 

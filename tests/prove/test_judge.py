@@ -26,6 +26,7 @@ from distrain.trainer.prove.judge import (
     widened_tolerance,
 )
 from distrain.trainer.prove.judge_exits import exit_verdict, rank_positions
+from distrain.trainer.prove.prover import start_seconds
 from distrain.trainer.prove.trials.control_and_resume_trials import control_trial
 from distrain.trainer.prove.trials.plan_proof import ProveRequest, plan_proof
 from distrain.trainer.prove.trials.trial import Trial
@@ -49,6 +50,12 @@ TOLERANCE = Tolerance(loss=1e-5, norm=1e-3, first_norm=5e-5, weights=1e-5)
 
 def job(**given: Any) -> JobResult:
     return JobResult(**{"codes": (0, 0), "steps": (7, 7), "lines": (), "problems": (), "timed_out": False, "says": "", **given})
+
+
+@pytest.mark.parametrize(("one_process", "seconds"), [(0.0, 60.0), (20.0, 60.0), (50.0, 150.0)])
+def test_a_layout_may_start_three_times_as_long_as_one_process_takes(one_process: float, seconds: float) -> None:
+    """Where layers are compiled, ranks that do it side by side take longer than a minute before their first step."""
+    assert start_seconds(one_process) == seconds
 
 
 def test_how_ranks_end_decides_the_verdict() -> None:

@@ -183,7 +183,7 @@ def plain_kernels() -> ExitStack:
     """Have the loss take a GPU's passes, as they are written: the ops' first call imports torch's compiler, for 4 s."""
     stack = ExitStack()
     stack.enter_context(patch.object(loss_kernels, "has_loss_kernels", lambda device: True))
-    stack.enter_context(patch.object(loss_kernels, "loss_rows", loss_kernels.row_statistics))
+    stack.enter_context(patch.object(loss_kernels, "loss_rows", loss_kernels.row_statistics_by_parts))
     stack.enter_context(patch.object(loss_kernels, "loss_gradient", loss_kernels.write_gradient))
     return stack
 

@@ -65,21 +65,26 @@ def nearest_codes(numbers: Tensor, tables: CodeTables) -> Tensor:
 
 
 def widen_blocks(codes: Tensor, scales: Tensor, tables: CodeTables) -> Tensor:
-    """Return the float32 numbers [N] of codes, uint8 [N], with scales [B]."""
-    numbers = tables.numbers.index_select(0, codes.int())
-    return numbers.view(len(scales), -1).mul_(scales.unsqueeze(-1)).view(-1)
+    """Return the float32 numbers of codes, uint8 [N] or [B, N / B], with scales [B], in the shape of the codes."""
+    rows = _in_blocks(codes, len(scales))
+    numbers = tables.numbers.index_select(0, rows.int().view(-1))
+    return numbers.view(rows.shape).mul_(scales.unsqueeze(-1)).view(codes.shape)
 
 
 def quantize_blocks(values: Tensor, blocks: int, tables: CodeTables) -> tuple[Tensor, Tensor]:
-    """Return codes, int32 [N], and scales [B] of float32 numbers [N] in so many blocks."""
-    rows = values.view(blocks, -1)
+    """Return codes, int32, in the shape of `values`, and scales [B] of float32 numbers [N] or [B, N / B] in so many blocks."""
+    rows = _in_blocks(values, blocks)
     scales = rows.amax(-1)
     if tables.signed:
         lowest = rows.amin(-1)
         scales = torch.where(scales >= -lowest, scales, lowest)
     scales = torch.where(scales.abs() < SMALLEST_SCALE, 0.0, scales)
     shares = rows / torch.where(scales == 0, 1.0, scales).unsqueeze(-1)
-    return nearest_codes(shares.view(-1), tables), scales
+    return nearest_codes(shares.view(-1), tables).view(values.shape), scales
+
+
+def _in_blocks(tensor: Tensor, blocks: int) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.view(blocks, -1)
 
 
 def round_in_blocks(values: Tensor, block: int, tables: CodeTables) -> Tensor:

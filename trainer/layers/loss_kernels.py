@@ -2,6 +2,9 @@
 
 Forward reads each logit once; backward reads it once and writes its gradient in its place. In separate kernels, some rows in float32 at a
 time, they would move seven times the bytes.
+
+A GPU is bound by their instructions, not by these bytes: forward over whole rows took three times as long as its reads on an H200. So a
+row is cut into parts that a warp holds at once, elements are read several at a time, and exp is exp2, for which a GPU has an instruction.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from math import log
 from typing import Any
 
 import torch
@@ -21,6 +25,9 @@ from .dtypes import at_least_float32
 # V logits of this rank with vocabulary padding, of which the first `width` count; R rows
 
 RowStatistics = tuple[Tensor, Tensor, Tensor]
+
+LOG2_E = 1 / log(2)
+PARTS = (512, 384, 256, 128)  # logits of a part of a row, the first of these that divides it
 
 _broken = list[str]()  # why torch's compiler could not make a kernel
 
@@ -35,6 +42,24 @@ def row_statistics(logits: Tensor, local: Tensor, width: int) -> RowStatistics:
     return largest[:, 0], total[:, 0], torch.where((local >= 0) & (local < width), label, 0.0)
 
 
+def row_statistics_by_parts(logits: Tensor, local: Tensor, width: int) -> RowStatistics:
+    """Return `row_statistics` of logits [R, V] as a GPU computes them fast: of each part of a row first, then of these.
+
+    In torch 2.11's code for sm_90 it has 13 instructions a logit where a row has 32,768, and 23 where it has 50,304; `row_statistics` has
+    44 everywhere.
+    """
+    part = next((each for each in PARTS if logits.shape[1] % each == 0), logits.shape[1])
+    column = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    given = at_least_float32(logits)
+    x = torch.where(column < width, given, torch.finfo(given.dtype).min).view(logits.shape[0], -1, part)
+    highest = x.amax(-1)
+    sums = torch.exp2((x - highest[:, :, None]) * LOG2_E).sum(-1)
+    largest = highest.amax(-1)
+    total = (sums * torch.exp2((highest - largest[:, None]) * LOG2_E)).sum(-1)
+    label = at_least_float32(logits.gather(1, local.clamp(0, width - 1)[:, None])[:, 0])
+    return largest, total, torch.where((local >= 0) & (local < width), label, 0.0)
+
+
 def softmax_weight(log_sum: Tensor, z_loss: float) -> Tensor:
     """Return what softmax is multiplied by in the gradient of -log softmax(label) + z_loss log_sum^2, where log_sum is log sum exp(logits);
     of a z_loss of 0 it is 1."""
@@ -45,7 +70,7 @@ def write_gradient(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor
     """Replace logits [R, V] by their gradient, (softmax - one-hot label) x scale and that of `z_loss`, 0 of padding; the other tensors are
     [R]."""
     column, label = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device), local.to(torch.int32)
-    softmax = torch.exp(at_least_float32(logits) - log_sum[:, None]) * softmax_weight(log_sum[:, None], z_loss)
+    softmax = torch.exp2((at_least_float32(logits) - log_sum[:, None]) * LOG2_E) * softmax_weight(log_sum[:, None], z_loss)
     gradient = torch.where(column == label[:, None], softmax - 1, softmax) * scale[:, None]
     logits.copy_(torch.where(column < width, gradient, 0.0))
 
@@ -81,8 +106,8 @@ def _run(passes: Callable[..., Any], logits: Tensor, *further: Any) -> Any:
 
 @torch.library.custom_op("distrain::loss_rows", mutates_args=())
 def loss_rows(logits: Tensor, local: Tensor, width: int) -> RowStatistics:
-    """`row_statistics` in one kernel."""
-    found: RowStatistics = _run(row_statistics, logits, local, width)
+    """`row_statistics_by_parts`, compiled."""
+    found: RowStatistics = _run(row_statistics_by_parts, logits, local, width)
     return found
 
 

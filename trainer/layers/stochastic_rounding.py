@@ -35,14 +35,10 @@ def column_words(columns: Tensor) -> Tensor:
 
 
 def random_words(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return 32 random bits, int32 [R, C], of each element of rows [R, 2] and columns [C], given by their words."""
-    return mixed_words(rows[:, :1], rows[:, 1:], columns)
-
-
-def words_at(rows: Tensor, columns: Tensor, places: Tensor) -> Tensor:
-    """Return the bits of `random_words`, int32 [N], at flat places (int64 [N]) of its rows and columns."""
-    row = places // len(columns)
-    return mixed_words(rows[row, 0], rows[row, 1], columns[places - row * len(columns)])
+    """Return 32 random bits, int32 [R, C] or [R, C / W, W], of each element of rows [R, 2] and columns [C] or [C / W, W], given by their
+    words."""
+    first, second = (rows[:, each].view(-1, *(1 for _ in columns.shape)) for each in (0, 1))
+    return mixed_words(first, second, columns)
 
 
 def round_at_random(values: Tensor, words: Tensor, half: int) -> Tensor:

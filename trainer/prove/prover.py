@@ -36,12 +36,20 @@ from .trials.control_and_resume_trials import move_midway_checkpoint
 from .trials.plan_proof import Proof, without_evaluation
 from .trials.trial import Trial, write_run_folder
 
-PATIENCE = 60.0  # seconds that a layout has for its start and its end
+PATIENCE = 60.0  # seconds that a layout has at least for its start and its end
+LONGER = (
+    3.0  # times the seconds of one process, from start to end, that a layout has for them: where layers are compiled, that takes longest
+)
 SLOWER = 10.0  # times the seconds of one process's steps that each rank of a layout has for its own
 TRACING_FACTOR = 5.0  # times as long again where every module is traced
 
 Show = Callable[[str], None]
 StartServer = Callable[[Path, Mapping[str, str]], AbstractContextManager[ForkServer]]  # from its log file and its environment
+
+
+def start_seconds(one_process: float) -> float:
+    """The seconds that a layout has for its start and its end, where one process took so many from start to end."""
+    return max(PATIENCE, LONGER * one_process)
 
 
 class Prover:
@@ -51,6 +59,7 @@ class Prover:
         self.proof = proof
         self._server = server
         self._live = live
+        self._patience = PATIENCE
 
     def prove(self, on_result: Callable[[LayoutResult], None]) -> ProofResult:
         """Train one process, then each layout, then the checks; call `on_result` with each result. Stops if one process fails.
@@ -68,7 +77,9 @@ class Prover:
 
     def _prove_reference(self) -> ProofResult:
         """Train one process; without an evaluation if it fails with one, as where no text is held out for it."""
+        began = monotonic()
         reference, why = self._train(self.proof.reference, "one process", None), ""
+        self._patience = start_seconds(monotonic() - began)
         if reference.verdict == "failed":
             evaluated, self.proof = reference, without_evaluation(self.proof)
             reference = self._train(self.proof.reference, "one process", None)
@@ -114,7 +125,7 @@ class Prover:
 
     def _limit(self, trial: Trial, proof: ProofResult) -> float:
         """The seconds that a layout has."""
-        return PATIENCE + SLOWER * trial.plan.world * proof.reference.seconds
+        return self._patience + SLOWER * trial.plan.world * proof.reference.seconds
 
     def _train(self, trial: Trial, where: str, limit: float | None, prepare: Callable[[], None] = lambda: None) -> LayoutResult:
         """Train a run to its end, in `limit` seconds; if all its ranks succeed it counts as the same until it is judged.
@@ -179,7 +190,7 @@ class Prover:
         ):
             return ""
         self._live(f"{result.trial.layout.name}: traces where it departs")
-        limit = PATIENCE + TRACING_FACTOR * SLOWER * result.trial.plan.world * proof.reference.seconds
+        limit = self._patience + TRACING_FACTOR * SLOWER * result.trial.plan.world * proof.reference.seconds
         step = departure_step(proof.reference, result, proof.tolerance)
         figures = figure_departures(proof.reference, result, proof.tolerance)
         return locate_departure(proof.reference.trial, result.trial, step, figures, lambda trial: self._run_job(trial, limit))

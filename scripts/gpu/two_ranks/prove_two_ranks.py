@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ from ....cli.config.load import load_recipe
 from ....trainer.plan.plan import make_plan
 from ....trainer.prove.fork_client import ForkServer
 from ....trainer.prove.judge import LayoutResult
-from ....trainer.prove.prover import run_proof
+from ....trainer.prove.prover import StartServer, run_proof
 from ....trainer.prove.trials.layouts import ONE_PROCESS, ProveLayout, run_in_layout
 from ....trainer.prove.trials.plan_proof import Proof, shortened_run
 from ....trainer.prove.trials.trial import Trial
 from ..check_context import CheckContext
 from ..finding import Finding
-from ..fit_runs import UNTIMED
+from ..fit_runs import RECIPE, UNTIMED
 from .staged_messages import STAGED
 
 SERVER = (sys.executable, "-m", "distrain.scripts.gpu.two_ranks.staged_ranks")
@@ -41,6 +41,12 @@ COMPILED_LAYOUTS = (
     ProveLayout(cp=2, all_to_all=True),
     ProveLayout(tp=2, sequence=True),
 )
+WINDOWED_LAYOUTS = (
+    ProveLayout(cp=2, engine="native"),  # each rank's windows are FlashAttention-2's own
+    ProveLayout(cp=2, all_to_all=True),
+    ProveLayout(dp=2, zero=3, offload="optimizer"),  # its rows travel to the host and back
+    ProveLayout(dp=2, zero=2, engine="native"),
+)
 WORDS = ("model=tiny_llama", "data=synthetic", "train.seq=64", "train.batch=8", "train.microbatch=2")
 
 
@@ -59,6 +65,7 @@ PROOFS = {
     "compiled": LayersProof(  # on a CPU attention across context ranks is in the graphs, which takes minutes to compile
         words=("train.precision=bf16", "train.compile=true"), layouts=COMPILED_LAYOUTS, rehearsed=(2,)
     ),
+    "windows": LayersProof(words=("train.precision=bf16", "model.window=16"), layouts=WINDOWED_LAYOUTS, rehearsed=(0, 2)),
 }
 
 
@@ -66,24 +73,32 @@ def prove_two_ranks(context: CheckContext, layers: str = "fp32") -> Finding:
     """Train one process and two ranks in each layout, with layers of a row of PROOFS; figures are the largest differences by layout."""
     proved = PROOFS[layers]
 
+    layouts = tuple(each for at, each in enumerate(proved.layouts) if context.on_gpu or at in proved.rehearsed)
+    found = prove_layouts(context, f"two_ranks.{layers}", (*WORDS, *proved.words), layouts, _start_server)
+    return replace(found, figures={**found.figures, "staged through host memory": list(STAGED)})
+
+
+def prove_layouts(
+    context: CheckContext, name: str, words: Sequence[str], layouts: Sequence[ProveLayout], start_server: StartServer
+) -> Finding:
+    """Train a tiny recipe with overrides as one process and in each layout, in a folder of this name, and judge these as `prove` does."""
+
     def trial(layout: ProveLayout) -> Trial:
-        overrides = (*context.words(layout.ranks), *WORDS, *proved.words, f"log.dir={context.folder}")
-        run = run_in_layout(shortened_run(load_recipe("tiny_2x2x2", overrides), STEPS, f"two_ranks.{layers}"), layout)
+        overrides = (*context.words(layout.ranks), *words, f"log.dir={context.folder}")
+        run = run_in_layout(shortened_run(load_recipe(RECIPE, overrides), STEPS, name), layout)
         return Trial(layout=layout, run=run, plan=make_plan(run))
 
-    trials = tuple(trial(each) for at, each in enumerate(proved.layouts) if context.on_gpu or at in proved.rehearsed)
-    reference = trial(ONE_PROCESS)
+    reference, trials = trial(ONE_PROCESS), tuple(map(trial, layouts))
     proof = Proof(
         recipe=reference.run, reference=reference, trials=trials, control=None, saver=None, resume=None, unchosen=0, skipped=()
     )  # fmt: skip
-    result = run_proof(proof, lambda each: None, lambda text: None, _start_server)
+    result = run_proof(proof, lambda each: None, lambda text: None, start_server)
     rows = [result.reference, *result.layouts]
     return Finding(
         figures={
             "layouts": {each.trial.name: _figures(each) for each in result.layouts},
             "steps": STEPS,
             "tolerance": {"loss": result.tolerance.loss, "norm": result.tolerance.norm},
-            "staged through host memory": list(STAGED),
         },
         departures=tuple(f"{each.trial.name}: {each.reason or each.verdict}" for each in rows if each.verdict != "same"),
     )

@@ -1,0 +1,72 @@
+"""The check of several GPUs: ranks that send each other messages over NCCL train the curve of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ...trainer.prove.fork_client import ForkServer
+from ...trainer.prove.trials.layouts import ProveLayout
+from .check_context import CheckContext
+from .finding import CheckSkipped, Finding
+from .fit_runs import RECIPE, UNTIMED, FitRun, fit
+from .loss_checks import FIVE, FLOAT32_LOSS
+from .loss_differences import most_apart
+from .two_ranks.prove_two_ranks import prove_layouts
+
+MOST = 8  # ranks, among which the tiny model's batch is shared out
+BATCH = ("train.batch=16", "train.microbatch=2")
+WORDS = ("model=tiny_llama", "data=synthetic", "train.seq=64", *BATCH, "train.precision=fp32")
+FIT_WORDS = (*FIVE, "model=tiny_llama", "engine=native", *BATCH, "train.precision=fp32")
+
+
+def train_on_several(context: CheckContext) -> Finding:
+    """Train layouts on the machine's GPUs, the greatest power of two of them, and judge them as `prove` does, their messages too; then
+    `fit` on all of these at once, whose losses must be those of one GPU. Raises CheckSkipped where there is one. A rehearsal has two
+    processes, and gloo."""
+    ranks = most_ranks(torch.cuda.device_count()) if context.on_gpu else 2
+    if ranks < 2:
+        raise CheckSkipped("it needs two GPUs, and this machine has one")
+    found = prove_layouts(context, "several_gpus", WORDS, layouts_of(ranks) if context.on_gpu else layouts_of(ranks)[::3], _start_server)
+    one, all_of_them = (
+        fit(FitRun(name=f"on.{each}", recipe=RECIPE, words=fit_words(each, context)), context, UNTIMED) for each in (1, ranks)
+    )
+    apart = most_apart(one.losses, all_of_them.losses)
+    departures = [f"fit on {ranks} GPUs is {apart:.1e} nats from one"] if not apart <= FLOAT32_LOSS else []
+    figures = {**found.figures, "ranks": ranks, "fit, from one GPU, nats": apart}
+    return Finding(figures=figures, departures=(*found.departures, *departures))
+
+
+def most_ranks(gpus: int) -> int:
+    """Return how many of a machine's GPUs train: a power of two, which divides the batch."""
+    return min(MOST, 1 << gpus.bit_length() - 1) if gpus else 0
+
+
+def layouts_of(ranks: int) -> tuple[ProveLayout, ...]:
+    """Return layouts of so many ranks, a power of two: each axis with data parallel beside it, and several axes at once."""
+    rest = ranks // 2
+    together = {4: (ProveLayout(tp=2, pp=2),), 8: (ProveLayout(tp=2, cp=2, pp=2), ProveLayout(dp=2, tp=2, pp=2, zero=1))}
+    return (
+        ProveLayout(dp=rest, tp=2),
+        ProveLayout(dp=rest, cp=2),
+        ProveLayout(dp=rest, pp=2),
+        ProveLayout(dp=ranks, zero=1),
+        ProveLayout(dp=ranks, zero=2, engine="native"),
+        ProveLayout(dp=ranks, zero=3),
+        ProveLayout(dp=ranks, zero=3, engine="native"),
+        ProveLayout(dp=rest, tp=2, sequence=True, engine="native"),
+        ProveLayout(dp=rest, cp=2, all_to_all=True),
+        *together.get(ranks, ()),
+    )
+
+
+def fit_words(ranks: int, context: CheckContext) -> tuple[str, ...]:
+    """Return the overrides of `fit` on so many GPUs: two tensor ranks, and data parallel."""
+    tensor = min(2, ranks)
+    return (*context.words(ranks), *FIT_WORDS, f"parallel.dp={ranks // tensor}", f"parallel.tp={tensor}")
+
+
+def _start_server(log: Path, environment: Mapping[str, str]) -> ForkServer:
+    return ForkServer(log, {**environment, **UNTIMED})
