@@ -218,13 +218,10 @@ def _single_changes(run: Run) -> Iterator[Change]:
         (train.attention == "math", "train.attention", "flash"),
         *((True, key, degree) for key, degree in _larger_degrees(run)),
         (not parallel.offload.optimizer, "parallel.offload.optimizer", True),
+        (parallel.zero == 3 and parallel.offload.names == ("optimizer",), "parallel.offload.parameters", True),
     ):
         if applies:
             yield ((key, value),)
-    if not parallel.offload.parameters:
-        zero, optimizer = ("parallel.zero", 3), ("parallel.offload.optimizer", True)
-        first = [zero] * (parallel.zero < 3) + [optimizer] * (not parallel.offload.optimizer)
-        yield (*first, ("parallel.offload.parameters", True))  # with states and gradients
     if moved := parallel.offload.names:
         yield tuple([(f"parallel.offload.{name}", False) for name in moved])
     if run.engine == "auto" and data_ranks(run, parallel) == 1 and is_gpu:
