@@ -47,7 +47,7 @@ def trace_host_step(run: Run) -> HostStepBytes:
     with ExitStack() as stack:
         grid = stack.enter_context(fake_grid(run, 0))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_no_streams())
+        stack.enter_context(no_streams())
         live = stack.enter_context(LiveBytes("cuda", block=1))
         engine: Any = build_engine(run, grid, "native")
         weights, host = live.now, engine.bucket_optimizer.host
@@ -81,8 +81,25 @@ def planned_host_step(run: Run) -> HostStepBytes:
     )
 
 
+class _Stream:
+    """A stream on which nothing waits. fully_shard has keys of streams."""
+
+    def __init__(self, event: SimpleNamespace) -> None:
+        self._event = event
+
+    def record_event(self, *_: Any) -> SimpleNamespace:
+        """Return the event of all."""
+        return self._event
+
+    def wait_event(self, _: Any) -> None:
+        """Wait for nothing."""
+
+    def wait_stream(self, _: Any) -> None:
+        """Wait for nothing."""
+
+
 @contextmanager
-def _no_streams() -> Iterator[None]:
+def no_streams() -> Iterator[None]:
     """Have CUDA's streams and events be there, and order nothing: fake tensors have no data."""
     import torch
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -95,8 +112,8 @@ def _no_streams() -> Iterator[None]:
         with unset_fake_temporarily():
             return make_mesh(*given)
 
-    event = SimpleNamespace(synchronize=lambda: None)
-    stream = SimpleNamespace(record_event=lambda *_: event, wait_event=lambda _: None, wait_stream=lambda _: None)
+    event = SimpleNamespace(synchronize=lambda: None, record=lambda *_: None)
+    stream = _Stream(event)
     empty = torch.empty
 
     def pageable(*size: Any, pin_memory: bool = False, **options: Any) -> Any:
@@ -104,6 +121,7 @@ def _no_streams() -> Iterator[None]:
 
     with (
         patch.object(torch.cuda, "Stream", lambda *_, **__: stream),
+        patch.object(torch.cuda, "Event", lambda *_, **__: event),
         patch.object(torch.cuda, "current_device", lambda: 0),
         patch.object(torch.cuda, "current_stream", lambda *_: stream),
         patch.object(torch.cuda, "stream", lambda _: nullcontext()),

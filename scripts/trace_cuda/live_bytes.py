@@ -43,6 +43,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forget the peak so far."""
         self.peak = self.now
 
+    def count_again(self, tensor: Tensor) -> None:
+        """Count a storage that was made larger or smaller since it was counted."""
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) in self._sizes:
+            size = -(-storage.nbytes() // self._block) * self._block
+            self.now += size - self._sizes[key]
+            self._sizes[key] = size
+            if self.now > self.peak:
+                self.peak, self.peak_operator = self.now, "resize_"
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.kernels += func.namespace != "c10d" and func._overloadpacket.__name__ not in NO_KERNEL

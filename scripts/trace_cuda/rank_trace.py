@@ -110,7 +110,10 @@ def fake_grid(run: Run, rank: int) -> Iterator[Grid]:
     try:
         with patch.object(dist, "new_group", own_group):
             grid = make_grid(
-                World(rank=rank, size=size, device=CUDA), mesh_position(run, rank), copies=head_shards(run, run.parallel.tp).copies
+                World(rank=rank, size=size, device=CUDA),
+                mesh_position(run, rank),
+                copies=head_shards(run, run.parallel.tp).copies,
+                alone=run.parallel.offload.parameters,
             )
         yield grid
     finally:

@@ -56,6 +56,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
                            "parallel.offload.optimizer=true"),
     "native zero3 shard2": ("cluster.gpus=4", "parallel.zero=3", "parallel.shard=2", "train.microbatch=2", "engine=native",
                             "parallel.offload.optimizer=true"),
+    "native zero3 host":   ("cluster.gpus=2", "parallel.zero=3", "train.microbatch=2", "engine=native",
+                            "parallel.offload={optimizer: true, parameters: true}"),
     "native tp2 pp2 zbv": ("cluster.gpus=4", "parallel.zero=0", "train.microbatch=2", "parallel.pp=2", "parallel.tp=2",
                            "parallel.schedule=zb_v", "engine=native"),
     "native interleaved": ("cluster.gpus=4", "parallel.zero=1", "train.microbatch=2", "parallel.pp=2", "parallel.dp=2",

@@ -144,6 +144,7 @@ def test_offload_changes_no_curve(ranks: RankPool, tmp_path: Path) -> None:
         ("native1",    "parallel.zero=1", "parallel.offload.optimizer=true", "engine=native", "parallel.bucket=30_000"),
         ("native2",    "parallel.zero=2", "parallel.offload.optimizer=true", "engine=native", "train.microbatch=4"),
         ("native3",    "parallel.zero=3", "parallel.offload.optimizer=true", "engine=native"),
+        ("nativeboth", "parallel.zero=3", "parallel.offload={optimizer: true, parameters: true}", "engine=native"),
         ("pipeline",   "parallel.zero=1", "parallel.offload.optimizer=true", "parallel.pp=2", "parallel.schedule=zb_h1"),
         ("sequence",   "parallel.zero=1", "parallel.offload.optimizer=true", "parallel.tp=2", "parallel.sequence=true"),
     ):  # fmt: skip

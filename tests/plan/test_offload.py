@@ -281,13 +281,34 @@ def test_rows_of_zero_3_are_half_as_wide_where_the_host_steps_them() -> None:
     assert [each.sent for each in messages[0]] == [each.sent for each in messages[1]]
 
 
-def test_weights_that_engine_native_does_not_offload_yet_are_planned_on_the_host() -> None:
-    """In forward's type, beside an offloaded optimizer."""
-    plan = plan_of("engine=native", "parallel.zero=3", "parallel.offload.parameters=true")
+def test_native_keeps_offloaded_weights_and_gradients_on_the_host_and_copies_them_at_each_micro_batch() -> None:
+    """Weights in forward's type, pinned, to the device twice a micro-batch, those of the ends once; gradients in their type to the host
+    once. The step copies nothing."""
+    words = ("engine=native", "parallel.zero=3", "parallel.offload.parameters=true", "train.batch=256", "train.microbatch=2")
+    plan = plan_of(*words)
+    assert plan.runnable
     assert plan.memory
     assert plan.model
-    assert (plan.runnable, plan.memory.stages[0].bytes.weights) == (False, 0)
-    assert host_of(plan).rank.weights == pytest.approx(2 * plan.model.parameters / 8, rel=1e-3)
+    own, micros, ends = plan.model.parameters / 8, 16, 2 * 128256 * 4096 / 8
+    held, host = plan.memory.stages[0].bytes, host_of(plan).rank
+    assert (held.weights, held.gradients, held.optimizer) == (0, 0, 0)
+    assert 2 * own < host.weights < 4 * own
+    assert (host.gradients, host.optimizer, host.buffers) == pytest.approx((4 * own, 12 * own, 2 * 2 * 2**27), rel=1e-3)
+    copied = [(each.verb, each.sent) for each in plan.traffic if each.axis == "host"]
+    sent = {verb: sorted(size for each, size in copied if each == verb) for verb in ("to_device", "to_host")}
+    assert sent["to_device"] == pytest.approx([micros * 2 * (own - ends), micros * 2 * own], rel=1e-3)
+    assert sent["to_host"] == pytest.approx([micros * 2 * own], rel=1e-3)
+
+
+def test_one_rank_alone_keeps_offloaded_weights_on_its_host() -> None:
+    """Of 8 B parameters 128 GiB: its GPU has the ends and some layers."""
+    words = ("cluster.gpus=1", "engine=native", "parallel.zero=3", "parallel.offload.parameters=true", "parallel.recompute=full")
+    plan = plan_of(*words)
+    assert plan.runnable
+    assert plan.memory
+    assert plan.memory.stages[0].bytes.buffers == pytest.approx(2 * 2 * 128256 * 4096, rel=1e-3)
+    assert plan.memory.peak < 20e9
+    assert host_of(plan).node > 16 * 8e9
 
 
 def test_the_norm_reads_float32_gradients_of_zero_3_before_the_host_steps() -> None:

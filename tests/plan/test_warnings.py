@@ -218,9 +218,18 @@ UNRUN: list[tuple[Keys, str]] = [
         "pipe does not run parallel.scatter=true: set parallel.scatter=false or parallel.scatter=false parallel.sequence=true"),
     ({"parallel.pp": 2, "parallel.zero": 1, "parallel.offload.optimizer": True, "engine": "pipe"},
         "pipe does not run parallel.offload.optimizer=true: set parallel.offload.optimizer=false or engine=auto"),
-    ({"parallel.zero": 3, "parallel.offload": Offload(optimizer=True, parameters=True), "engine": "native"},
-        ("native does not run parallel.offload.parameters=true: "
-         "set parallel.offload.parameters=false or parallel.offload.optimizer=false parallel.offload.parameters=false")),
+    ({"parallel.zero": 3, "parallel.offload": Offload(parameters=True), "engine": "native"},
+        ("native does not run parallel.offload.parameters=true with parallel.offload.optimizer=false: "
+         "set parallel.offload.optimizer=true or parallel.offload.parameters=false")),
+    ({"parallel.zero": 3, "parallel.offload": Offload(optimizer=True, parameters=True), "engine": "native", "parallel.shard": 2},
+        ("native does not run parallel.offload.parameters=true with parallel.shard=2: "
+         "set parallel.shard=all or parallel.offload.parameters=false")),
+    ({"parallel.zero": 3, "parallel.offload": Offload(optimizer=True, parameters=True), "engine": "native", "parallel.gather": "step"},
+        ("native does not run parallel.offload.parameters=true with parallel.gather=step: "
+         "set parallel.gather=micro or parallel.offload.parameters=false")),
+    ({"parallel.zero": 3, "parallel.offload": Offload(optimizer=True, parameters=True), "engine": "native", "parallel.pp": 2},
+        ("native does not run parallel.offload.parameters=true with parallel.pp=2: "
+         "set parallel.gather=micro or parallel.offload.parameters=false")),
     ({"engine": "zero", "optim.moments": "bf16"},
         "zero does not run optim.moments=bf16: set engine=auto or engine=native"),
     ({"parallel.zero": 1, "parallel.offload.optimizer": True, "engine": "native", "optim.name": "sgd"},

@@ -462,3 +462,31 @@ def test_a_rank_whose_host_steps_its_rows_holds_and_copies_the_bytes_that_are_pl
     answer = json.loads(ended.stdout.splitlines()[-1])
     assert answer["traced"] == pytest.approx(answer["planned"], rel=1e-4, abs=0)
     assert answer["traced"]["gradients"] == answer["traced"]["to_host"] == 2 * answer["traced"]["to_device"] > 0
+
+
+# fmt: off
+HOST_ROWS = [
+    ("llama3_8b_1node", "model.layers=4", "train.batch=16"),
+    ("llama3_8b_1node", "model.layers=4", "train.batch=16", "parallel.recompute=full", "train.loss_chunks=16", "train.gradients=fp32"),
+    ("llama3_8b_1node", "model.layers=4", "cluster.gpus=1", "train.batch=2", "train.seq=1024"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("words", HOST_ROWS)
+def test_a_rank_with_its_weights_on_the_host_holds_and_copies_the_bytes_that_are_planned(words: tuple[str, ...]) -> None:
+    """By engine native under fully_shard: nothing between steps but a few numbers, at most what is planned within 3 %, and copies to the
+    byte."""
+    try:
+        device_guard()
+    except NoGuard as error:
+        pytest.skip(str(error))
+    layout = ("engine=native", "parallel.zero=3", "parallel.offload={optimizer: true, parameters: true}", "train.compile=false")
+    command = [sys.executable, "-m", "distrain.scripts.trace_cuda.host_rows", *words, *layout]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True, env=environment)
+    answer = json.loads(ended.stdout.splitlines()[-1])
+    traced, planned = answer["traced"], answer["planned"]
+    assert (traced["to_host"], traced["to_device"]) == (planned["to_host"], planned["to_device"])
+    assert traced["held"] == pytest.approx(planned["held"], abs=64)
+    assert traced["peak"] == pytest.approx(planned["peak"], rel=0.03)

@@ -268,7 +268,7 @@ class Engine(ABC):
                 continue
             gradients = list(self._summed_gradients(rows))
             if gradients:
-                flat = torch.cat([each.reshape(-1) for each in gradients])
+                flat = torch.cat([each.reshape(-1) for each in gradients]).to(self.grid.world.device)  # they may be on the host
                 if flat.numel():  # at ZeRO 3 some ranks have no rows
                     all_reduce(flat, group)
                 for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):

@@ -98,7 +98,7 @@ def set_up_training(
     position, shard = mesh_position(run, world.rank), run.parallel.shard if run.parallel.zero else "all"
     worker = worker_ranks(run.parallel, position.mesh, run.cluster.gpus)
     inner = inner_ranks(run.parallel, position.mesh, run.cluster.gpus)
-    groups = make_grid(world, position, copies=copies, shard=shard, worker=worker, inner=inner)
+    groups = make_grid(world, position, copies=copies, shard=shard, worker=worker, inner=inner, alone=run.parallel.offload.parameters)
     engine = build_engine(run, groups, plan.engine)
     start, recent = load_initial_state(run, folder, groups, engine, batches, validations, channel, gather, host, stop)
 

@@ -66,10 +66,11 @@ def make_grid(
     shard: int | Literal["all"] = "all",
     worker: int | None = None,
     inner: int = 1,
+    alone: bool = False,
 ) -> Grid:
     """Create the process groups; every rank calls it. `copies` neighbours on the tensor axis hold the same key and value heads; ZeRO shards
     over `shard` ranks of the data axis, `worker` ranks of which step together (None: all); `inner` of them, where there are several, sum
-    gradients before the nodes do."""
+    gradients before the nodes do. `alone`: a group of one rank is needed whatever the axes are."""
     groups: dict[GroupName, Group] = {}
     apart = worker is not None and worker < position.mesh.size("data")
     for name, rows in _group_ranks(position.mesh, copies, shard, worker if apart else None, inner):
@@ -86,7 +87,8 @@ def make_grid(
         _name_again(groups, {"worker_data": "data", "expert_worker_data": "expert_copies"})
     if shard == "all":
         _name_again(groups, {"shard": "worker_data", "expert_shard": "expert_worker_data"})
-    return Grid(world=world, position=position, groups=groups, alone=_single_rank_group(world) if {"ep", "tp"} & groups.keys() else None)
+    needs_own = alone or {"ep", "tp"} & groups.keys()
+    return Grid(world=world, position=position, groups=groups, alone=_single_rank_group(world) if needs_own else None)
 
 
 def _name_again(groups: dict[GroupName, Group], names: Mapping[GroupName, GroupName]) -> None:

@@ -218,6 +218,7 @@ def _single_changes(run: Run) -> Iterator[Change]:
         (train.attention == "math", "train.attention", "flash"),
         *((True, key, degree) for key, degree in _larger_degrees(run)),
         (not parallel.offload.optimizer, "parallel.offload.optimizer", True),
+        (parallel.zero == 3 and parallel.offload.names == ("optimizer",), "parallel.offload.parameters", True),
     ):
         if applies:
             yield ((key, value),)

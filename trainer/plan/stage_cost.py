@@ -114,7 +114,8 @@ def _deferred_bytes(blocks: BlockCosts, kind: StageKind) -> DeferredBytes:
 def passes_of_kinds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: tuple[StageKind, ...]) -> list[StagePasses]:
     """The passes of kinds of stage, cached by all that decides them: `blocks`, what of them a stage has, and what an engine holds for
     stages and their parts."""
-    key = (id(blocks), kinds, layout.engine, layout.mesh.pp > 1, layout.chunks, layout.is_folded)
+    on_host = (layout.mesh, layout.shard_ranks) if layout.parallel.offload.parameters else None
+    key = (id(blocks), kinds, layout.engine, layout.mesh.pp > 1, layout.chunks, layout.is_folded, on_host)
     found: list[StagePasses] | None = context.passes.get(key)
     if found is None:
         found = context.passes[key] = [_stage_passes(context, layout, blocks, kind) for kind in kinds]
@@ -175,7 +176,7 @@ def _synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kin
     states = held_states(context, layout, blocks, kind)
     messages = data_messages(context, layout, kind, states.elements, layout.gradient_sync)
     if layout.offloads:
-        messages += cost_model(layout.engine).host_copies(context, layout, states.elements, context.layers_of(kind))
+        messages += cost_model(layout.engine).host_copies(context, layout, blocks, kind, states.elements)
     return SyncedStates(states, messages)
 
 

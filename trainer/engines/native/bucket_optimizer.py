@@ -67,7 +67,7 @@ class BucketOptimizer:
         on_host = [each for each in others if each.on_host]
         gradient = MASTER_DTYPE if any(isinstance(each, ShardedWeight) for each in on_host) else types[1]
         self.host = HostOptimizer(self.optimizer, on_host, device, (types[0], gradient), rounding) if on_host else None
-        self._average = WeightAverage(run, buckets, self.optimizer, modules) if run.optim.ema else None
+        self._average = WeightAverage(run, buckets, self.optimizer, modules, device) if run.optim.ema else None
         self.steps_in_one_kernel = self._is_adamw and self.host is None and has_kernel(device, *types, rounding, warn)
 
     def set_rate(self, lr: float) -> None:

@@ -33,12 +33,14 @@ from .compute_types import compute_types, row_type
 from .data_parallel.bucket_reducer import BucketReducer
 from .data_parallel.gradient_squares import counted_squares
 from .data_parallel.hierarchical_sum import HierarchicalSum
+from .data_parallel.host_gradients import HostGradients, sum_on_device
 from .data_parallel.shard_groups import RowGroups, row_groups, shard_groups
 from .data_parallel.sharded_weights import (
     ShardedReducer,
     ShardedWeight,
     collect_gathered,
     first_element,
+    held_rows,
     keep_own_rows,
     local_rows,
     sharded_weights,
@@ -64,11 +66,9 @@ class NativeEngine(Engine):
         self._types = compute_types(run)
         self._sharding = sharding = row_groups(run, grid)
         if sharding:
-            from .data_parallel.fully_sharded import shard_module
+            from .data_parallel.fully_sharded import shard_modules
 
-            for module in self.modules:
-                shard_module(module, sharding, *self._types, grid.world.device)
-                module.compute_type = self._types[0]  # type: ignore[assignment]
+            shard_modules(self.modules, sharding, self._types, grid.world.device, on_host=run.parallel.offload.parameters)
         super().__init__(run, parts, grid)
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         self._owned = self._distinct_parameters()
@@ -247,9 +247,8 @@ class NativeEngine(Engine):
         return sums
 
     def _summed_gradients(self, rows: Sequence[RankParameter]) -> Iterator[Tensor]:
-        """Yield whole gradients, before the data axis sums them; those of late buckets alone are asked for."""
-        for row in rows:
-            yield self._bucket_of[row.parameter].own_gradient(row.parameter)
+        """Return whole gradients, before the data axis sums them; those of late buckets alone are asked for."""
+        return (self._bucket_of[row.parameter].own_gradient(row.parameter) for row in rows)
 
     def _sum_tied_gradients(self) -> None:
         """Sum the embedding's gradients of the first stage and of the last, which has a copy: both step with the sum."""
@@ -258,14 +257,13 @@ class NativeEngine(Engine):
             return
         for row in self._owned:
             if row.parameter.requires_grad and is_tied_over_stages(self.run, self.grid.position.mesh, row.name):
-                all_reduce(self._bucket_of[row.parameter].own_gradient(row.parameter), group)
+                sum_on_device(self._bucket_of[row.parameter].own_gradient(row.parameter), group, self.grid.world.device)
 
     def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.buckets:
             yield from bucket.held_tensors()
-        for row in self._owned:
-            if not row.parameter.requires_grad:
-                yield "weights", local_rows(row.parameter) if self._sharding else row.parameter.data
+        yield from (held_rows(row.parameter) for row in self._owned if not row.parameter.requires_grad)
+        yield from (("host", each) for each in self.reducer.host.held_tensors()) if self.reducer.host else ()
         yield from self.bucket_optimizer.held_tensors()
         yield from (("optimizer", each) for each in self.together.held_tensors()) if self.together else ()
 
@@ -322,7 +320,8 @@ class NativeEngine(Engine):
         from .data_parallel.fully_sharded import sum_gradients
 
         apart = sum_gradients if self._defers_weight_gradients else None
-        return weights, ShardedReducer(self.modules, weights, self._types[1], apart, once=gathers_once(self.run.parallel))
+        host = HostGradients(weights, self.grid.world.device, self._types[1]) if self.run.parallel.offload.parameters else None
+        return weights, ShardedReducer(self.modules, weights, self._types[1], apart, host, once=gathers_once(self.run.parallel))
 
     @property
     def _schedule(self) -> Schedule:

@@ -7,8 +7,7 @@ being copied. At ZeRO 3 a piece holds this rank's rows of several weights, most 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,38 +15,13 @@ from torch import Tensor
 
 from ...plan.native.optimizer_step import AT_HAND, PIECE, stepped_at_once
 from ..rank_parameter import optimizer_state
+from .copy_stream import CopyStream, wait_for_copies
 from .data_parallel.sharded_weights import ShardedWeight
 from .data_parallel.weight_buckets import WeightBucket
 from .rounded_moments import MomentPart, MomentRounding, adamw_of_part, step_adamw
 
 PART = 2**20  # elements that are cast, stepped and cast again at once: they stay in a processor's cache (scripts/bench_host_step.py)
 CUT = 64  # a shard is cut at multiples of it: the same elements are left over from a processor's vectors as of a whole shard
-
-
-class CopyStream:
-    """Copies in one direction between a device and its host, one after the other, beside what the device computes. Where the device is a
-    CPU, each is done at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.bytes = 0  # copied so far
-
-    def wait_for_device(self) -> None:
-        """Have the copies to come wait for the work that the device has been given."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def begin(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-        """Begin copies, each given as where to and where from. Return their end; None: they are done."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for into, source in pairs:
-                self.bytes += source.nbytes
-                into.copy_(source, non_blocking=self._stream is not None)
-                if source.is_cuda:  # the device may free it before the copy has ended
-                    source.record_stream(self._stream)
-            end: torch.cuda.Event | None = self._stream.record_event() if self._stream is not None else None
-        return end
 
 
 class PiecePart(NamedTuple):
@@ -83,9 +57,11 @@ class HostOptimizer:
         weight, gradient = types
         self._optimizer, self._device, self._rounding = optimizer, device, rounding
         self._group_of = {master: group for group in optimizer.param_groups for master in group["params"]}
-        self._pieces = list(_pieces(buckets))
+        self._here = [each for each in buckets if each.host_rows is not None]  # weights and gradients are on the host
+        copied = [each for each in buckets if each.host_rows is None]
+        self._pieces = list(_pieces(copied))
         self.to_host, self.to_device = CopyStream(device), CopyStream(device)
-        held = min(PIECE, sum(each.master.numel() for each in buckets))
+        held = min(PIECE, sum(each.master.numel() for each in copied))
         self._gradients, self._weights = (
             [torch.empty(held, dtype=dtype, pin_memory=device.type == "cuda") for _ in range(AT_HAND)] for dtype in (gradient, weight)
         )
@@ -93,6 +69,9 @@ class HostOptimizer:
     def step(self, divisor: Tensor) -> None:
         """Step with the gradients over `divisor`, a number without dims, and gather the weights that other ranks step."""
         on_host = divisor.to("cpu", torch.float32)
+        for bucket in self._here:
+            whole = PiecePart(bucket, 0, bucket.master.numel(), 0, is_last=True)
+            self._step_part(whole, bucket.shard_gradient, bucket.own_weights, on_host)
         self.to_host.wait_for_device()
         self.to_device.wait_for_device()
         sent: list[torch.cuda.Event | None] = [None] * AT_HAND
@@ -101,8 +80,8 @@ class HostOptimizer:
         for at, piece in enumerate(self._pieces):
             arrived, turn = arrival, at % AT_HAND
             arrival = self._fetch(at + 1) if at + 1 < len(self._pieces) else None
-            _wait(arrived)
-            _wait(sent[turn])  # the weights of the piece that had this memory have left
+            wait_for_copies(arrived)
+            wait_for_copies(sent[turn])  # the weights of the piece that had this memory have left
             for part in piece:
                 self._step_part(part, self._gradients[turn][part.place], self._weights[turn][part.place], on_host)
             weights = ((each.bucket.own_weights[each.start : each.stop], self._weights[turn][each.place]) for each in piece)
@@ -113,7 +92,7 @@ class HostOptimizer:
         for work in filter(None, gathers):
             work.wait()
         for each in sent:
-            _wait(each)
+            wait_for_copies(each)
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Yield the host's memory that copies go through."""
@@ -171,9 +150,3 @@ def _pieces(buckets: Sequence[WeightBucket | ShardedWeight]) -> Iterator[HostPie
                 parts, filled = [], 0
     if parts:
         yield tuple(parts)
-
-
-def _wait(event: torch.cuda.Event | None) -> None:
-    """Have the host wait until a copy is done."""
-    if event is not None:
-        event.synchronize()

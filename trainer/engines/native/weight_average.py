@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...plan.layout.checkpoint_kinds import AVERAGE
 from ...spec.run import Run
 from ..rank_parameter import optimizer_state
+from .copy_stream import wait_for_device
 from .data_parallel.sharded_weights import ShardedWeight, drop_gathered
 from .data_parallel.weight_buckets import WeightBucket
 
@@ -28,8 +29,9 @@ class WeightAverage:
         buckets: Sequence[WeightBucket | ShardedWeight],
         optimizer: torch.optim.Optimizer,
         modules: Sequence[nn.Module],
+        device: torch.device,
     ) -> None:
-        self._share, self._buckets, self._modules = 1 - run.optim.ema, buckets, modules
+        self._share, self._buckets, self._modules, self._device = 1 - run.optim.ema, buckets, modules, device
         self._states = [optimizer_state(optimizer, each.master) for each in buckets]
         for bucket, state in zip(buckets, self._states, strict=True):
             state[AVERAGE] = bucket.master.detach().clone()
@@ -61,6 +63,8 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         """Have the weights and their average change places, part by part, and give forward the weights that are stepped then."""
+        if any(each.host_rows is not None for each in self._buckets):
+            wait_for_device(self._device)  # it may still be copying rows that change here
         for average, bucket in zip(self._averages, self._buckets, strict=True):
             for one, other in zip(*(torch.split(each, EXCHANGED) for each in (average, bucket.master.data)), strict=True):
                 kept = one.clone()

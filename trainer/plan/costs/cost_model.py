@@ -207,10 +207,12 @@ class CostModel:
         moved = 2 * ((width.master or width.weight) + context.states) + width.gradient + width.weight
         return HostWork(stepped * moved, to_device=stepped * width.weight)
 
-    def host_copies(self, context: CostContext, layout: Layout, held: StageElements, layers: int) -> list[dp.DataMessages]:
-        """Return the copies of a step between a rank's device and its host: gradients under backward, stepped weights to where they are
-        held, and offloaded weights of `layers` layers before they are used."""
-        parallel, found = layout.parallel, list[dp.DataMessages]()
+    def host_copies(
+        self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements
+    ) -> list[dp.DataMessages]:
+        """Return the copies of a step between the device of a rank of a kind of stage and its host: gradients under backward, stepped
+        weights to where they are held, and offloaded weights before they are used."""
+        parallel, layers, found = layout.parallel, context.layers_of(kind), list[dp.DataMessages]()
         if parallel.offload.optimizer:
             stepped = elements_to_step(layout, held)
             for each in self.gradient_copies(context, layout):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ...spec.changed_run import Change
 from ..costs.muon import MUON
 from ..costs.precision import has_moments
+from ..native.dim0_shards import gathers_once
 from .asked_layout import AskedLayout, Conflict
 from .engine_limit import EngineLimit
 
@@ -95,8 +96,23 @@ def offload_limits(asked: AskedLayout) -> Iterator[EngineLimit]:
             asked.moments_of_8_bits,
         )
         yield from asked.first_conflict(key, "true", conflicts, keep)
+        if parallel.offload.parameters:
+            yield from _parameter_limits(asked)
     elif parallel.tp > 1 and parallel.sequence:
         yield asked.limit(key, "true with parallel.sequence=true", (("parallel.sequence", False),), keep)
     elif parallel.tp > heads:
         fewer: Change = (("parallel.tp", heads), *asked.fill)
         yield asked.limit(key, f"true with more tensor-parallel ranks than model.kv_heads={heads}", fewer, keep)
+
+
+def _parameter_limits(asked: AskedLayout) -> Iterator[EngineLimit]:
+    """Rows that are gathered from the host are stepped there; they are gathered layer by layer, and their gradients summed at once."""
+    parallel, key = asked.parallel, "parallel.offload.parameters"
+    by_micro: Change = (("parallel.gather", "micro"),)
+    conflicts = (
+        Conflict(not parallel.offload.optimizer, "parallel.offload.optimizer", "false", (("parallel.offload.optimizer", True),)),
+        asked.shards_of_some,
+        Conflict(parallel.gather == "step", "parallel.gather", "step", by_micro),
+        Conflict(gathers_once(parallel), "parallel.pp", parallel.pp, by_micro),
+    )
+    yield from asked.first_conflict(key, "true", conflicts, ((key, False),))

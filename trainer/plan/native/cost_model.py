@@ -22,6 +22,7 @@ from ..costs.cost_model import (
     sharded_elements,
 )
 from ..costs.muon import MUON, data_place, element_bytes, sent_parts, step_bytes
+from ..costs.number_or_array import larger
 from ..costs.offload import GradientCopies, HostBytes, HostWork
 from ..costs.precision import MASTER_BYTES, Widths, average_bytes, has_moments, scale_share, widths
 from ..costs.stage_temporary_bytes import stage_temporary_bytes
@@ -34,6 +35,7 @@ from ..layout.workers import worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
 from .dim0_shards import elements_on_rank, gathers_once, rows_of_size, stage_rows
+from .host_rows import host_row_copies, host_row_pass_bytes, host_row_work
 from .moment_blocks import scale_bytes
 from .optimizer_step import bucket_host_bytes, bucket_work, cast_bytes, rounded_step_moves, step_moves, steps_in_one_kernel
 from .posted_receives import receives_ahead
@@ -65,7 +67,7 @@ class NativeCosts(CostModel):
         ZeRO 2 its shard, two buckets of one micro-batch, and all gradients that other axes sum first."""
         parallel, width = layout.parallel, context.widths
         zero = parallel.zero if layout.shard_ranks > 1 else 0
-        if zero == 3:
+        if is_sharded(layout):
             return stage3_bytes(context, layout, blocks, kind, held)
         whole, stepped = held.trained_parameters, elements_to_step(layout, held)
         often, master = zero == 2, MASTER_BYTES if width.weight < MASTER_BYTES else 0
@@ -92,10 +94,10 @@ class NativeCosts(CostModel):
         return stage_factors(context, layout, kind, expert=expert)
 
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
-        return PassBytes(
-            workspace=_message_bytes(layout, blocks),
-            passes=stage_temporary_bytes(context, blocks, kind),
-        )
+        passes = stage_temporary_bytes(context, blocks, kind)
+        if layout.parallel.offload.parameters and is_sharded(layout):
+            passes = larger(passes, host_row_pass_bytes(context, layout, blocks, kind))
+        return PassBytes(workspace=_message_bytes(layout, blocks), passes=passes)
 
     def _late_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
         """Return the elements of weights whose gradients another axis sums before the data axis does."""
@@ -135,6 +137,8 @@ class NativeCosts(CostModel):
             return 0.0
         width = context.widths
         copied = 2 * width.weight * held.trained_parameters if layout.delay else 0
+        if layout.parallel.offload.parameters:
+            return self.host_seconds(context, layout, held)
         if layout.parallel.offload.optimizer:
             normed = elements_to_step(layout, held) * stepped_width(context, layout) / context.own_rates.memory
             return normed + self.host_seconds(context, layout, held)
@@ -153,8 +157,21 @@ class NativeCosts(CostModel):
         return (moved + copied) / context.own_rates.memory
 
     def host_step(self, context: CostContext, layout: Layout, held: StageElements) -> HostWork:
-        """Pieces of buckets are copied, stepped and copied back in turn."""
+        """Pieces of buckets are copied, stepped and copied back in turn; rows that are on the host with their gradients are not."""
+        if layout.parallel.offload.parameters:
+            return host_row_work(context, elements_to_step(layout, held))
         return bucket_work(context, elements_to_step(layout, held), stepped_width(context, layout))
+
+    def host_copies(
+        self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements
+    ) -> list[dp.DataMessages]:
+        """With offloaded parameters rows and gradients travel layer by layer (host_rows.py)."""
+        if not layout.parallel.offload.parameters:
+            return super().host_copies(context, layout, blocks, kind, held)
+        sums: tuple[TensorCopies, ...] = ("shared", "replicated") if layout.parallel.sequence else ("shared",)
+        summed = sum(self.summed_elements(context, layout, blocks, kind, each, None) for each in sums) if layout.mesh.tp > 1 else 0
+        tied = self.tied_elements(context, layout, blocks, None) if layout.mesh.pp > 1 and kind.first != kind.last else 0
+        return host_row_copies(context, layout, kind, summed + tied)
 
     def gradient_copies(self, context: CostContext, layout: Layout) -> Iterator[GradientCopies]:
         """None: the step copies the sums of gradients."""

@@ -18,6 +18,7 @@ from ..layout.mesh import Mesh
 from ..layout.workers import outer_state_bytes
 from .buckets import sharing_ranks
 from .dim0_shards import gathers_once, padded_elements, stage_rows
+from .host_rows import gathered_ends, host_row_bytes
 from .moment_blocks import scale_bytes
 from .optimizer_step import bucket_host_bytes, cast_bytes
 
@@ -26,8 +27,8 @@ AVERAGED = "the weights that workers average"
 
 
 def is_sharded(layout: Layout) -> bool:
-    """Whether ranks share out the weights."""
-    return layout.parallel.zero == 3 and layout.shard_ranks > 1
+    """Whether fully_shard gathers the weights: ranks share them out, or a rank's are in its host's memory."""
+    return layout.parallel.zero == 3 and (layout.shard_ranks > 1 or layout.parallel.offload.parameters)
 
 
 def steps_alone(layout: Layout) -> bool:
@@ -48,8 +49,8 @@ def stepped_width(context: CostContext, layout: Layout) -> int:
 
 def stage3_bytes(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
     """fully_shard keeps float32 weights and gradients of this rank's rows; with an offloaded optimizer these weights are as wide as those
-    that are gathered, and the float32 ones are on the host. Gathered are the ends of the model and two layers, with the gradients of one,
-    or, where weights are gathered once a step, all weights and all gradients."""
+    that are gathered, and the float32 ones are on the host; with offloaded parameters all are (host_rows.py). Gathered are the ends of the
+    model and two layers, with the gradients of one, or, where weights are gathered once a step, all weights and all gradients."""
     width = context.widths
     rows = [
         (each, many * each.on_rank(layout.expert_shard_ranks if each.expert else layout.shard_ranks, None))
@@ -65,20 +66,23 @@ def stage3_bytes(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
         ends = held.dense + held.experts - kind.layers * layer - context.dense_layers * dense - modules * blocks.module
         layer = max(layer, dense, kind.last * blocks.module)
         gathered = (ends + 2 * layer) * width.weight + max(ends, layer) * (width.weight + width.gradient)
-    offload, on_host = layout.parallel.offload, layout.parallel.offload.optimizer
+    if layout.parallel.offload.parameters:
+        states = (context.states + outer_bytes(layout)) * stepped + scale_bytes(context, layout, kind)
+        return StateBytes(0, 0, 0, gathered_ends(context, layout, kind), host=host_row_bytes(context, layout, kind, states))
+    on_host = layout.parallel.offload.optimizer
     weights = (width.weight if on_host else MASTER_BYTES) * own
     optimizer = ((MASTER_BYTES if on_host else 0) + context.states + outer_bytes(layout)) * stepped
     optimizer += scale_bytes(context, layout, kind) - context.spared * matrices
     host = bucket_host_bytes(context, optimizer, stepped, MASTER_BYTES) if on_host else HostBytes()
     return StateBytes(
-        weights=0 if offload.parameters else weights,
+        weights=weights,
         gradients=MASTER_BYTES * stepped,
         optimizer=0 if on_host else optimizer,
         buffers=gathered,
         step=(min(layout.parallel.bucket, stepped) * MASTER_BYTES if steps_alone(layout) else 0)
         + (0 if on_host else cast_bytes(context.run, 0, stepped, casts=False))
         + step_bytes(context, layout, kind, MASTER_BYTES),
-        host=host._replace(weights=weights) if offload.parameters else host,
+        host=host,
     )
 
 

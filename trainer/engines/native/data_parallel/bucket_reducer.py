@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from .fused_gradient_sums import GradientsTogether, add_gradients
 from .weight_buckets import WeightBucket
+
+if TYPE_CHECKING:
+    from .host_gradients import HostGradients
 
 
 class BucketReducer:
@@ -18,6 +22,8 @@ class BucketReducer:
     `uses` is how often a weight gets a gradient in a micro-batch. A bucket is complete after the last micro-batch, or after each one if
     it travels often. Late buckets wait until other axes have summed them.
     """
+
+    host: HostGradients | None = None  # it sums none on the host
 
     def __init__(
         self, buckets: Sequence[WeightBucket], uses: Mapping[nn.Parameter, int], layers: Iterable[nn.Module], *, overlap: bool

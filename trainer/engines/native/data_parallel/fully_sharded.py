@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,17 +10,29 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from .host_rows import keep_rows_on_host
 from .shard_groups import RowGroups, ShardGroups
 from .sharded_weights import local_rows
 from .weight_buckets import MASTER_DTYPE
 
 
-def shard_module(module: nn.Module, groups: RowGroups, compute: torch.dtype, reduced: torch.dtype, device: torch.device) -> None:
-    """Shard the parameters of a module, which `keep_own_rows` made, by rows: each layer alone, and each module that predicts a further
+def shard_modules(
+    modules: Sequence[nn.Module], groups: RowGroups, types: tuple[torch.dtype, torch.dtype], device: torch.device, *, on_host: bool
+) -> None:
+    """Shard the parameters of modules, which `keep_own_rows` made, by rows: each layer alone, and each module that predicts a further
     token, their experts apart, embedding and head together.
 
-    They are gathered in the type `compute`; gradients are summed in the type `reduced`, and kept in float32 whatever the rows' type is.
+    They are gathered in the first of two `types`; gradients are summed in the second, and kept in float32 whatever the rows' type is, or
+    where the rows stay in the host's memory (`on_host`), taken there in the second.
     """
+    for module in modules:
+        _shard_module(module, groups, *types, device, on_host=on_host)
+        module.compute_type = types[0]  # type: ignore[assignment]
+
+
+def _shard_module(
+    module: nn.Module, groups: RowGroups, compute: torch.dtype, reduced: torch.dtype, device: torch.device, *, on_host: bool
+) -> None:
     own: dict[str, Any] = {name: getattr(parameter, "own_rows", None) for name, parameter in module.named_parameters()}
     mesh = _device_mesh(groups[False], device.type)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced, cast_forward_inputs=False)
@@ -31,31 +43,42 @@ def shard_module(module: nn.Module, groups: RowGroups, compute: torch.dtype, red
             fully_shard(part, mesh=_device_mesh(groups[True], device.type), mp_policy=policy)
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
-    module.to_empty(device=device)
-    for name, parameter in module.named_parameters():
-        local_rows(parameter).copy_(own[name])
+    if on_host:
+        rows = {parameter: own[name] for name, parameter in module.named_parameters()}
+        states = [fully_shard.state(each) for each in module.modules() if isinstance(each, FSDPModule)]  # type: ignore[attr-defined]
+        keep_rows_on_host(_groups_of(states), rows, device)
+    else:
+        module.to_empty(device=device)
+        for name, parameter in module.named_parameters():
+            local_rows(parameter).copy_(own[name])
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.set_gradient_divide_factor(1.0)  # the loss is the global batch's mean already
             each.set_force_sum_reduction_for_comms(True)
-    if any(each.dtype != MASTER_DTYPE for each in module.parameters()):
-        _keep_gradients_wide(module)
+    kept = reduced if on_host else MASTER_DTYPE
+    if any(each.dtype != kept for each in module.parameters()):
+        _keep_gradients_in(kept, module)
 
 
-def _keep_gradients_wide(module: nn.Module) -> None:
-    """Have fully_shard keep gradients in float32 where the rows that it gathers are narrower: else it casts each sum to their type."""
+def _keep_gradients_in(dtype: torch.dtype, module: nn.Module) -> None:
+    """Have fully_shard keep gradients in a type other than that of the rows that it gathers, to which it would cast each sum."""
     root: Any = fully_shard.state(module)  # type: ignore[attr-defined]
     root._lazy_init()  # else the first forward does, which would read the rows' type again
     for group in _parameter_groups(root):
-        group._orig_dtype = MASTER_DTYPE
+        group._orig_dtype = dtype
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.grad_dtype = MASTER_DTYPE
+            parameter.grad_dtype = dtype
 
 
 def _parameter_groups(root: Any) -> Iterator[Any]:
     """Yield fully_shard's groups of parameters of a module, given its state."""
-    for state in root._state_ctx.all_states:
+    return _groups_of(root._state_ctx.all_states)
+
+
+def _groups_of(states: Iterable[Any]) -> Iterator[Any]:
+    """Yield the groups of parameters of fully_shard's states of modules."""
+    for state in states:
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before it a state has one group at most
         yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
 

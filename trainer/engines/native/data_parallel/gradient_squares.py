@@ -21,4 +21,4 @@ def counted_squares(buckets: Iterable[WeightBucket | ShardedWeight], device: tor
     ]
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(pieces, dtype=MASTER_DTYPE)).double().square().sum()
+    return torch.stack(torch._foreach_norm(pieces, dtype=MASTER_DTYPE)).double().square().sum().to(device)

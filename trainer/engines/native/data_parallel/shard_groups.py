@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ....layers.rank_group import Group
+import torch.distributed as dist
+
+from ....layers.rank_group import Group, GroupName
 from ....parallel.process_groups import Grid
 from ....plan.layout.gradient_routes import server_count
 from ....spec.run import Run
@@ -40,11 +42,16 @@ def shard_groups(run: Run, grid: Grid, *, expert: bool) -> ShardGroups:
 
 def row_groups(run: Run, grid: Grid) -> RowGroups | None:
     """Return the groups over which ZeRO 3 shards rows, of experts that ranks share out (True) and of other weights; None where each rank
-    keeps its weights whole."""
-    if run.parallel.zero != 3 or not grid.group("shard"):
+    keeps its weights whole. One rank alone has rows too where they stay in the host's memory."""
+    if run.parallel.zero != 3 or not (grid.group("shard") or run.parallel.offload.parameters):
         return None
-    experts = shard_groups(run, grid, expert=True)
-    if experts.sharing is None and grid.alone:
+    experts, others = shard_groups(run, grid, expert=True), shard_groups(run, grid, expert=False)
+    if alone := grid.alone:
         rank = grid.world.rank
-        experts = experts._replace(sharing=Group(name="expert_shard", ranks=(rank,), rank=0, handle=grid.alone))
-    return {False: shard_groups(run, grid, expert=False), True: experts}
+        experts, others = _of_one_rank(experts, "expert_shard", rank, alone), _of_one_rank(others, "shard", rank, alone)
+    return {False: others, True: experts}
+
+
+def _of_one_rank(groups: ShardGroups, name: GroupName, rank: int, alone: dist.ProcessGroup) -> ShardGroups:
+    """Give a weight that no other rank shards a group of this rank alone."""
+    return groups if groups.sharing else groups._replace(sharing=Group(name=name, ranks=(rank,), rank=0, handle=alone))

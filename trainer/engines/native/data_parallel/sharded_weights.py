@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from ....plan.native.buckets import Bucket, BucketKind
 from ...rank_parameter import RankParameter
 from .shard_groups import RowGroups
 from .weight_buckets import MASTER_DTYPE, Piece
+
+if TYPE_CHECKING:
+    from .host_gradients import HostGradients
 
 
 def keep_own_rows(parameter: nn.Parameter, shard: WeightShard, groups: RowGroups, dtype: torch.dtype) -> nn.Parameter:
@@ -55,22 +58,36 @@ def drop_gathered(modules: Sequence[nn.Module]) -> None:
 
 
 def local_rows(sharded: Any) -> Tensor:
-    """Return the rows of a sharded tensor that this rank has."""
-    rows: Tensor = sharded.detach().to_local()
+    """Return the rows of a sharded tensor that this rank has: those in the host's memory, where they are there."""
+    on_host: Tensor | None = getattr(sharded, "host_rows", None)
+    rows: Tensor = sharded.detach().to_local() if on_host is None else on_host
     return rows
+
+
+def held_rows(parameter: nn.Parameter) -> tuple[str, Tensor]:
+    """Return the kind of bytes and the rows of what this rank has of a weight, which may be whole."""
+    on_host: Tensor | None = getattr(parameter, "host_rows", None)
+    if on_host is not None:
+        return "host", on_host
+    return "weights", local_rows(parameter) if hasattr(parameter, "to_local") else parameter.data
 
 
 class ShardedWeight:
     """One weight, of which this rank has some rows in float32: those that fully_shard gathers, or with `on_host` others in the host's
-    memory. It has what `WeightBucket` offers to the engine."""
+    memory, where the rows that are gathered may be too (`host_rows`), with the sums of their gradients. It has what `WeightBucket` offers
+    to the engine."""
 
     def __init__(self, row: RankParameter, kind: BucketKind, groups: RowGroups, *, on_host: bool) -> None:
         self.row, self.rows, self.kind, self.on_host = row, [row], kind, on_host
         group = groups[row.shard.expert]
         self.sharing, self.copies = group.sharing, group.copies
         self._start = first_element(row, groups)
-        stepped = self.own_weights.to("cpu", MASTER_DTYPE, copy=True) if on_host else self.own_weights
+        self.host_rows: Tensor | None = getattr(row.parameter, "host_rows", None)
+        own = self.own_weights
+        self._steps_gathered = not on_host or (self.host_rows is not None and own.dtype == MASTER_DTYPE)
+        stepped = own if self._steps_gathered else own.to("cpu", MASTER_DTYPE, copy=True)
         self.master = nn.Parameter(stepped, requires_grad=False)
+        self._host_sum = None if self.host_rows is None else torch.zeros(own.numel(), dtype=MASTER_DTYPE)
 
     @property
     def pieces(self) -> Iterator[Piece]:
@@ -89,6 +106,8 @@ class ShardedWeight:
 
     @property
     def shard_gradient(self) -> Tensor:
+        if self._host_sum is not None:
+            return self._host_sum
         gradient = self.row.parameter.grad
         return torch.zeros_like(self.own_weights, dtype=MASTER_DTYPE) if gradient is None else local_rows(gradient).view(-1)
 
@@ -103,7 +122,7 @@ class ShardedWeight:
     @property
     def compute_copy(self) -> Tensor | None:
         """This rank's rows of the weight that forward gathers; None where they are the float32 rows that are stepped."""
-        return self.own_weights if self.on_host else None
+        return None if self._steps_gathered else self.own_weights
 
     def copy_master(self) -> None:
         """Give the stepped rows to those that forward gathers, as wide as these are."""
@@ -114,10 +133,12 @@ class ShardedWeight:
         """Do nothing: forward gathers the weight."""
 
     def held_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield "weights", self.own_weights
+        yield "weights" if self.host_rows is None else "host", self.own_weights
+        if self._host_sum is not None:
+            yield "host", self._host_sum
         if self.on_host:
             yield "host", self.master.data
-        if self.row.parameter.grad is not None:
+        if self._host_sum is None and self.row.parameter.grad is not None:
             yield "gradients", self.shard_gradient
 
 
@@ -139,7 +160,7 @@ class ShardedReducer:
     """Decides when fully_shard gathers weights and sums gradients: around every micro-batch's passes, or (`once`) once a step.
 
     Where products of weights' gradients are deferred, `sum_gradients` sums a module's gradients with them, in their type `reduced`, after
-    all actions; else it is None. It has what `BucketReducer` offers to the engine.
+    all actions; else it is None. `host` sums the gradients of rows that are on the host. It has what `BucketReducer` offers to the engine.
     """
 
     def __init__(
@@ -148,12 +169,13 @@ class ShardedReducer:
         weights: Sequence[ShardedWeight],
         reduced: torch.dtype,
         sum_gradients: Callable[[nn.Module, dict[nn.Parameter, Tensor]], None] | None,
+        host: HostGradients | None,
         *,
         once: bool,
     ) -> None:
         assert once or sum_gradients is None, "weights are gathered until their gradients are computed"
         self._modules, self._weights, self._once = modules, weights, once
-        self._reduced, self._sum_gradients = reduced, sum_gradients
+        self._reduced, self._sum_gradients, self.host = reduced, sum_gradients, host
         self._deferred: dict[nn.Parameter, Tensor] = {}  # the sum of each gathered weight's gradients that were deferred
 
     def begin(self, micros: int) -> None:
@@ -161,6 +183,8 @@ class ShardedReducer:
         self._done = [0] * len(self._modules)
         for each in self._weights:
             each.row.parameter.grad = None
+        if self.host:
+            self.host.begin()
         if self._once:
             for module in self._modules:
                 _keep_gathered(module, keep=True)
@@ -186,6 +210,8 @@ class ShardedReducer:
         if self._sum_gradients:
             for module in self._modules:
                 self._sum_gradients(module, self._deferred)
+        if self.host:
+            self.host.finish()
 
     def send_late(self) -> None:
         """Do nothing: no weight waits for other axes."""

@@ -64,7 +64,7 @@ class WeightBucket:
             parameter.data = view
         whole = bucket.shard(sharing.size, sharing.rank) if sharing else bucket.shard(1, 0)
         self.shard = servers.own(bucket) if servers else whole
-        self.on_host = on_host
+        self.on_host, self.host_rows = on_host, None
         own = self.own_weights
         stepped = own.to("cpu", MASTER_DTYPE, copy=True) if on_host else own.to(MASTER_DTYPE)
         self.master = nn.Parameter(stepped, requires_grad=False)
