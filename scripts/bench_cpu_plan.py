@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..cli.config.load import load_recipe
-from ..trainer.machine.facts import measure_once
+from ..trainer.machine.measure_machine import measure_once
 from ..trainer.plan.plan import make_plan
 from ..trainer.prove.fork_client import ForkServer
 from ..trainer.system.cpu import cpu_count

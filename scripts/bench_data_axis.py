@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from ..cli.config.load import load_recipe
-from ..trainer.machine.facts import measure_once
+from ..trainer.machine.measure_machine import measure_once
 from ..trainer.plan.plan import make_plan
 from ..trainer.rundir.metric_rows import read_step_rows
 from .show_help import show_help

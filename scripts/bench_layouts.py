@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ..cli.config.load import load_recipe
-from ..trainer.machine.facts import measure_once
+from ..trainer.machine.measure_machine import measure_once
 from ..trainer.plan.plan import make_plan
 from ..trainer.prove.fork_client import ForkServer
 from .show_help import show_help

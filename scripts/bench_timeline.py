@@ -13,7 +13,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from ..cli.config.load import load_recipe
-from ..trainer.machine.facts import measure_once
+from ..trainer.machine.measure_machine import measure_once
 from ..trainer.plan.timeline.simulated_seconds import simulated_seconds
 from ..trainer.plan.timeline.step_costs import step_costs
 from ..trainer.prove.fork_client import ForkServer

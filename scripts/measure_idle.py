@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 
 from ..cli.config.load import load_recipe
-from ..trainer.machine.facts import measure_once
+from ..trainer.machine.measure_machine import measure_once
 from ..trainer.plan.layout.actions_without_flush import flush_actions, step_actions
 from ..trainer.plan.layout.schedule_of_run import schedule_of
 from ..trainer.plan.layout.simulate import simulate
 from ..trainer.plan.plan import make_plan
-from ..trainer.plan.result import Plan
+from ..trainer.plan.plan_data import Plan
 from ..trainer.prove.fork_client import ForkServer
 from ..trainer.rundir.metric_rows import read_step_rows
 from ..trainer.spec.run import Run

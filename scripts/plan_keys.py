@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..trainer.plan.costs.operator_kinds import OPERATOR_KINDS
-from ..trainer.plan.result_keys import PLAN_KEYS
+from ..trainer.plan.plan_json_keys import PLAN_KEYS
 from .show_help import show_help
 
 PAGE = Path(__file__).parents[1] / "docs" / "plan_json.md"
@@ -19,7 +19,7 @@ layout. `fit` writes the same document as `plan.json` into the run's folder. All
 of 1 is all. `[]` stands for each of a list, as jq writes it, `.*` for each of a table by name. What is not known is null, never a
 guess. Keys may be added; none is renamed or taken out.
 
-This page is made by `python -m distrain.scripts.plan_keys` from `trainer/plan/result_keys.py`.
+This page is made by `python -m distrain.scripts.plan_keys` from `trainer/plan/plan_json_keys.py`.
 """
 
 

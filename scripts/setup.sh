@@ -19,21 +19,27 @@ fail() {
     exit 1
 }
 
-# Print the first Python on PATH that is 3.11 or later and can make an environment; PYTHON=... sets it.
+# Print the first Python on PATH that is 3.11 to 3.14 and can make an environment; PYTHON=... sets it.
+# The packages of requirements.lock have wheels for these; numpy and torch have none for later ones.
 find_python() {
-    local candidate new=""
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
+    local candidate new="" newer=""
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.14 python3.13 python3.12 python3.11; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 </dev/null; then
-            if "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1 </dev/null; then
+            if ! "$candidate" -c 'import sys; sys.exit(sys.version_info >= (3, 15))' >/dev/null 2>&1 </dev/null; then
+                newer=${newer:-$candidate}
+            elif "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1 </dev/null; then
                 printf '%s' "$candidate"
                 return
+            else
+                new=${new:-$candidate}
             fi
-            new=${new:-$candidate}
         fi
         if [ -n "${PYTHON:-}" ]; then break; fi
     done
     if [ -n "$new" ]; then
         fail "$new has no venv module: install it (on Debian and Ubuntu: apt install python3-venv), or set PYTHON to another Python"
+    elif [ -n "$newer" ]; then
+        fail "$newer is newer than Python 3.14, the last that requirements.lock has packages for: set PYTHON to 3.14 or an older one"
     elif [ -n "${PYTHON:-}" ]; then
         fail "PYTHON=$PYTHON is not Python 3.11 or later: set it to one, or unset it"
     else

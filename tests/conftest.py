@@ -57,7 +57,7 @@ PARTS: dict[str, Callable[[str], bool]] = {
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare a process that runs tests."""
-    gc.set_threshold(50_000, 20, 100)  # also while test files are imported: a tenth of a worker's collection
+    gc.disable()  # while test files are imported, until the first test: a tenth of a worker's collection
     restore_signals()
     if config.getoption("--part") == "untimed" and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
         keep_to_one_core(int(worker.removeprefix("gw")))
@@ -123,6 +123,8 @@ def one_thread() -> Iterator[None]:
 def rare_garbage_collection() -> None:
     """Leave what was imported and collected out of garbage collection, which takes a third of a composition's time."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

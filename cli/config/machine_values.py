@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...trainer.machine import facts
-from ...trainer.machine.facts import DEVICE_OPTIONS
+from ...trainer.machine import measure_machine
 from ...trainer.machine.layer_rates import HEAD_DIM
+from ...trainer.machine.measure_machine import DEVICE_OPTIONS
 from ...trainer.plan.costs.measured_rates import cpu_shares
 from ...trainer.spec.problem import Problem
 from ...trainer.system.memory import program_memory
@@ -24,7 +24,7 @@ def fill_auto_device(config: dict[str, Any], read_device: ReadDevice, *, is_size
     device = cluster.get("device") if isinstance(cluster, dict) else None
     gpus: Sequence[Mapping[str, Any]] = []
     if isinstance(cluster, dict) and isinstance(device, dict) and device.get("kind") == "auto":
-        machine = facts.cached_facts()
+        machine = measure_machine.cached_facts()
         gpus = machine["cuda"] if machine else []
         device = cluster["device"] = _gpu_device(gpus[0], read_device) if gpus else {**device, "kind": "cpu"}
         if gpus and isinstance(host := cluster.setdefault("host", {}), dict):
@@ -54,7 +54,7 @@ def fill_cpu_rates(config: Mapping[str, Any]) -> None:
     processes = cluster.get("gpus") if isinstance(cluster, dict) else None
     if not isinstance(device, dict) or device.get("kind") != "cpu" or not isinstance(processes, int) or processes < 1:
         return
-    machine = facts.cached_facts()
+    machine = measure_machine.cached_facts()
     cpu = machine["cpu"] if machine else None
     if cpu is None or not isinstance(cluster, dict):
         return

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from msgspec import to_builtins
 
-from ...trainer.plan.result import Memory, Plan
+from ...trainer.plan.plan_data import Memory, Plan
 from ...trainer.plan.timeline.step_simulation import StepSimulation
 from ...trainer.spec.numbers.as_text import count_text, plural, seconds_text, share_text
 from ...trainer.spec.problem import one_line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...trainer.plan.result import Plan
+from ...trainer.plan.plan_data import Plan
 from ...trainer.spec.numbers.as_text import plural, seconds_text
 from ...trainer.spec.problem import one_line
 from ..pages.plan_facts import mesh_text

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ...trainer.machine.cluster_measurement import ClusterMeasurement
-from ...trainer.machine.facts import BUSY
+from ...trainer.machine.measure_machine import BUSY
 from ...trainer.machine.measurement import DeviceMeasurement
 from ...trainer.spec.numbers.as_text import plural, rate_text, seconds_text, share_text, size_text
 from ..recipe_files.calibrated_figures import slow_host_text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...trainer.plan.result import Plan
+from ...trainer.plan.plan_data import Plan
 from ...trainer.spec.numbers.as_text import count_text, seconds_text, share_text
 
 SLOWEST = 1.005  # times the mean from which a rank with more attention is named

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from ...trainer.launch.hosts.hostfile import Host
 from ...trainer.launch.preflight.checks import HostState
 from ...trainer.launch.preflight.preflight import PreflightReport, host_requirements, run_preflight
-from ...trainer.plan.result import Plan
+from ...trainer.plan.plan_data import Plan
 from ...trainer.spec.numbers.as_text import plural, rate_text, seconds_text, size_text
 from ...trainer.spec.run import Run
 from .text_layout import narrow_table, page_width, wrap

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ...trainer.plan.result import Memory, MemoryBytes, StageMemory
+from ...trainer.plan.plan_data import Memory, MemoryBytes, StageMemory
 from ...trainer.spec.numbers.as_text import binary_unit, count_text, digits, in_unit
 
 MEMORY_KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "temporary", "overhead")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...trainer.plan.costs.operator_kinds import OPERATOR_KINDS
-from ...trainer.plan.result import OperatorSeconds, Plan
+from ...trainer.plan.plan_data import OperatorSeconds, Plan
 from ...trainer.spec.numbers.as_text import seconds_text, share_text
 from .plan_facts import TIME_PARTS
 

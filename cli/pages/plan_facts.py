@@ -7,7 +7,7 @@ from dataclasses import asdict
 from ...trainer.launch.file_checks import WOULD_REFUSE
 from ...trainer.plan.axes.dp import HOST
 from ...trainer.plan.engines.engine_limit import DOES_NOT_RUN
-from ...trainer.plan.result import Message, Plan
+from ...trainer.plan.plan_data import Message, Plan
 from ...trainer.spec.numbers.as_text import (
     count_text,
     part_of_size,

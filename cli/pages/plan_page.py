@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ...trainer.plan.result import Memory, Plan
+from ...trainer.plan.plan_data import Memory, Plan
 from ...trainer.spec.numbers.as_text import plural, seconds_text, share_text
 from ...trainer.spec.problem import Problem
 from . import plan_facts as facts

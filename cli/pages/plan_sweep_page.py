@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...trainer.plan.result import Plan
+from ...trainer.plan.plan_data import Plan
 from ...trainer.spec.numbers.as_text import count_text, part_of_size, seconds_text, share_text
 from ...trainer.spec.problem import one_line
 from .plan_facts import engine_limit, fit_words, host_part, overflows_host, refusal_here

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...trainer.plan.result import Plan
+from ...trainer.plan.plan_data import Plan
 from ...trainer.plan.save_interval import ENOUGH, WORTH
 from ...trainer.spec.numbers.as_text import count_text, plural, seconds_text, share_text, size_text
 

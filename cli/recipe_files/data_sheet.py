@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...trainer.machine.facts import DEVICE_OPTIONS, cached_facts
+from ...trainer.machine.measure_machine import DEVICE_OPTIONS, cached_facts
 from ...trainer.machine.measurement import DeviceMeasurement
 from ..config.composition import to_plain
 from ..config.yaml_file import read_config

@@ -92,7 +92,7 @@ def _check_run(arguments: Sequence[str], config_dir: Path | None) -> bool:
     from ...trainer.launch.doctor_run_checks import checks_of_run
     from ...trainer.launch.hosts_and_commands import resolve_hosts
     from ...trainer.machine.doctor_checks import version_checks
-    from ...trainer.machine.facts import measure_once
+    from ...trainer.machine.measure_machine import measure_once
     from ...trainer.plan.plan import make_plan
     from ..config.load import load_recipe
     from ..keys.config_files import distrain_version

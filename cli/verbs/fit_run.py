@@ -11,9 +11,9 @@ from ...trainer.launch.file_checks import FileChecks, epoch_warnings, prepare_fi
 from ...trainer.launch.hosts.ssh import SshInterrupted
 from ...trainer.launch.hosts_and_commands import for_first_host
 from ...trainer.launch.train_run import TrainingResult
-from ...trainer.machine import facts as machine
+from ...trainer.machine import measure_machine as machine
 from ...trainer.plan.plan import make_plan
-from ...trainer.plan.result import Plan
+from ...trainer.plan.plan_data import Plan
 from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.rundir.files import run_folder
 from ...trainer.spec.problem import one_line

@@ -16,7 +16,7 @@ from ...trainer.launch.admission import check_start
 from ...trainer.launch.file_checks import FileChecks
 from ...trainer.launch.rank.channel import STOPPED
 from ...trainer.launch.train_run import TrainingResult
-from ...trainer.machine import facts as machine
+from ...trainer.machine import measure_machine as machine
 from ...trainer.plan.plan import make_plan
 from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.rundir.files import run_folder

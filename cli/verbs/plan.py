@@ -17,7 +17,7 @@ from .common_options import ConfigDir, HtmlFile, RecipeAndOverrides, recipe_and_
 from .exit_status import FAILED, OK
 
 if TYPE_CHECKING:
-    from ...trainer.plan.result import Plan
+    from ...trainer.plan.plan_data import Plan
     from ...trainer.plan.timeline.step_simulation import StepSimulation
     from ...trainer.spec.run import Run
     from ..pages.search_page import LayoutHint

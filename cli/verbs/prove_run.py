@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...trainer.machine import facts as machine
+from ...trainer.machine import measure_machine as machine
 from ...trainer.prove.fork_client import ForkServer, ServerGone
 from ...trainer.prove.judge import LayoutResult, ProofResult
-from ...trainer.prove.prover import StartServer, run_proof
+from ...trainer.prove.run_trials import StartServer, run_proof
 from ...trainer.prove.trials.plan_proof import NothingToProve, Proof, ProveRequest, plan_proof
 from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.spec.problem import Problem, Unreadable

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...trainer.machine.facts import DEVICE_OPTIONS
+from ...trainer.machine.measure_machine import DEVICE_OPTIONS
 from ...trainer.system.cpu import cpu_count
 
 MACHINE = "machine"  # the check whose figures all others may read

@@ -14,7 +14,7 @@ from .finding import CheckSkipped, Finding
 from .fit_runs import RECIPE, UNTIMED, FitRun, fit
 from .loss_checks import FIVE, FLOAT32_LOSS
 from .loss_differences import most_apart
-from .two_ranks.prove_two_ranks import prove_layouts
+from .proved_layouts import prove_layouts
 
 MOST = 8  # ranks, among which the tiny model's batch is shared out
 BATCH = ("train.batch=16", "train.microbatch=2")
@@ -29,7 +29,7 @@ def train_on_several(context: CheckContext) -> Finding:
     ranks = most_ranks(torch.cuda.device_count()) if context.on_gpu else 2
     if ranks < 2:
         raise CheckSkipped("it needs two GPUs, and this machine has one")
-    found = prove_layouts(context, "several_gpus", WORDS, layouts_of(ranks) if context.on_gpu else layouts_of(ranks)[::3], _start_server)
+    found = prove_layouts(context, "several_gpus", WORDS, layouts_of(ranks) if context.on_gpu else layouts_of(ranks)[::6], _start_server)
     one, all_of_them = (
         fit(FitRun(name=f"on.{each}", recipe=RECIPE, words=fit_words(each, context)), context, UNTIMED) for each in (1, ranks)
     )

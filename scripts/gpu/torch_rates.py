@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from ...cli.config.load import load_recipe
 from ...trainer.machine.device_rates import context_bytes, copy_rate, launch_seconds, product_rate
 from ...trainer.machine.device_seconds import mean_seconds, wait_for_device
-from ...trainer.machine.facts import measure_once
+from ...trainer.machine.measure_machine import measure_once
 from .check_context import CheckContext
 from .finding import CheckBroken, Finding
 

@@ -37,12 +37,12 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
         RECORD.unlink(missing_ok=True)
         LineRecorder(ROOT, RECORD)
     from ...cli.verbs.prove_run import RecipeForRanks
-    from ...trainer.prove import prover
+    from ...trainer.prove import run_trials
     from ...trainer.prove.fork_client import ServerGone
     from ...trainer.prove.trials.plan_proof import NothingToProve, ProveRequest, plan_proof
 
-    prover.PATIENCE = PATIENCE
-    vars(prover)["locate_departure"] = lambda *_: ""  # where it departs is not asked
+    run_trials.PATIENCE = PATIENCE
+    vars(run_trials)["locate_departure"] = lambda *_: ""  # where it departs is not asked
     recipe = RecipeForRanks(RECIPE, [f"log.dir={Path.cwd() / 'proofs'}"], None)
     try:
         proof = plan_proof(ProveRequest(), recipe.run(), recipe.run_on)
@@ -67,7 +67,7 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
             raise Found(f"{name}: {result.verdict}: {result.reason}")
 
     try:
-        result = prover.run_proof(proof, on_result, lambda _: None)
+        result = run_trials.run_proof(proof, on_result, lambda _: None)
     except Found as found:
         return {"found": str(found), **results}
     except ServerGone as error:

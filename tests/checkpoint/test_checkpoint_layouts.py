@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.checkpoint import (
     CheckpointReader,
     SavedCheckpoint,
@@ -21,6 +22,7 @@ from distrain.trainer.loop.checkpoint import (
     save_shards,
     whole_slice,
 )
+from distrain.trainer.loop.state.resume_loss_check import mismatch_reason
 from distrain.trainer.rundir.metric_rows import read_step_rows
 
 if TYPE_CHECKING:
@@ -154,6 +156,13 @@ def test_a_checkpoint_that_loads_with_another_loss_ends_the_run(
     loss = newest_tensors(source)[0].extra["first"]["loss"]
     assert problem.startswith(f"step {SAVED} was saved with a loss of {loss:.4f} on its next 2 sequences, and loads with 5.")
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no step was taken"
+
+
+def test_a_run_of_lora_that_loads_with_another_loss_is_told_of_its_frozen_weights() -> None:
+    tuned, drawn = load_recipe("finetune_llama", ["model.weights=/base"]), load_recipe("quickstart")
+    assert mismatch_reason(tuned) == "the frozen weights in /base may not be those that it was trained with: put these back"
+    for run in (drawn, load_recipe("finetune_llama", ["model.weights=/base", "model.lora.rank=0"])):
+        assert mismatch_reason(run).startswith("the model is computed in another way now, or this is a bug")
 
 
 def test_the_resume_check_tolerates_half_precision(ranks: RankPool, saved_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_the_same_rates_give_the_same_plan_as_an_automatic_device(folder: Path, 
         "layer": {"fp32": layer},
         "link": link,
     }
-    monkeypatch.setattr("distrain.trainer.machine.facts.cached_facts", lambda: {"cuda": [], "cpu": cpu})
+    monkeypatch.setattr("distrain.trainer.machine.measure_machine.cached_facts", lambda: {"cuda": [], "cpu": cpu})
     automatic, calibrated = (
         make_plan(load_recipe("quickstart")),
         make_plan(load_recipe("quickstart", ["cluster=measured"], folder / "calibrated")),

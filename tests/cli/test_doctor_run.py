@@ -15,7 +15,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.trainer.launch.admission import check_start
 from distrain.trainer.launch.doctor_run_checks import checks_of_run
 from distrain.trainer.launch.file_checks import FileChecks
-from distrain.trainer.machine import facts as machine
+from distrain.trainer.machine import measure_machine as machine
 from distrain.trainer.machine.doctor_checks import MachineCheck
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.lock import hold_run_folder

@@ -10,7 +10,7 @@ from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.plan_sweep_page import sweep_text
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style, table, wrap
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Memory, MemoryBytes, Plan, StageMemory
+from distrain.trainer.plan.plan_data import Memory, MemoryBytes, Plan, StageMemory
 from distrain.trainer.spec.numbers.as_text import count_text, digits, in_unit, part_of_size, rate_text, seconds_text, share_text, size_text
 from distrain.trainer.spec.problem import Problem, one_line
 

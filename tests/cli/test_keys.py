@@ -17,6 +17,7 @@ from distrain.cli.config.composition import config_yaml
 from distrain.cli.config.load import compose_config, load_recipe
 from distrain.cli.keys import config_files
 from distrain.cli.keys.key_help import REQUIRED, family_defaults, key_comments, key_fields, key_help, sections, type_summary
+from distrain.cli.keys.key_search import keys_about
 from distrain.cli.keys.keys import WRITTEN_KEYS, config_keys
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH
 from distrain.cli.recipe_files import yaml_edit
@@ -185,6 +186,7 @@ def test_an_unknown_name_gets_the_list_of_known_ones(capsys: pytest.CaptureFixtu
         ("h100", ["conf=llama3_70b", "cluster=dgx_h100", "device=h100_80g"]),
         ("offload", ["parallel=offload", "parallel.offload.optimizer"]),
         ("tokens", ["data=tokens", "train.tokens"]),
+        ("moe", ["model=tiny_moe", "model.family"]),
     ],
 )
 def test_a_word_finds_the_options_and_keys_that_are_about_it(word: str, named: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +194,11 @@ def test_a_word_finds_the_options_and_keys_that_are_about_it(word: str, named: l
     assert status == 0
     assert [name for name in named if f"\n{name} " not in f"\n{out}"] == []
     assert "\ntrain.seed " not in f"\n{out}"
+
+
+def test_a_word_is_found_at_its_begin_alone() -> None:
+    assert [row.key for row in keys_about("InfiniB")] == ["cluster.between"]
+    assert keys_about("nfiniband") == keys_about("a") == []
 
 
 @pytest.mark.parametrize(

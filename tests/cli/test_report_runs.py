@@ -19,6 +19,7 @@ from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.tests.fakes.run_command import run_command
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.measured_run import read_measured_run
+from distrain.trainer.spec.numbers.as_text import count_text
 from distrain.trainer.spec.run import Run
 
 SMALL = ("model.hidden=32", "model.heads=2", "model.ffn=64", "model.layers=1", "train.seq=16", "train.batch=4", "train.microbatch=2")
@@ -71,7 +72,7 @@ def test_speed_and_memory_are_shown_as_measured_and_as_planned(runs: tuple[Path,
     held = [sum(each.measured or 0 for each in read_measured_run(folder).memory) for folder in runs]
     assert rows["weights"].count(f"{(read_measured_run(runs[0]).memory[0].measured or 0) / 1024:.1f} KiB (") == 2
     assert rows["these together"].count(f"{held[0] / 1024:.0f} KiB (") == 2
-    assert f"{read_measured_run(runs[0]).speed[0].measured:,.0f} (" in rows["tokens/s"]
+    assert f"{count_text(read_measured_run(runs[0]).speed[0].measured or 0)} (" in rows["tokens/s"]
 
 
 def test_json_of_several_runs_is_a_list_and_of_one_a_document(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

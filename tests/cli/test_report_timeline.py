@@ -174,7 +174,7 @@ def test_the_page_has_the_documents_figures_in_80_columns(runs: Path, capsys: py
         seconds = document["stages"][number // 2][("measured", "simulated")[number % 2]]
         for cell, (_, causes) in zip(shown, COLUMNS, strict=True):
             value = sum(seconds[keys.get(cause, cause)] for cause in causes)
-            assert (0.0 if cell == "-" else float(cell) * unit) == pytest.approx(value, rel=0.01, abs=0.006 * unit)
+            assert (0.0 if cell == "-" else float(cell.replace(",", "")) * unit) == pytest.approx(value, rel=0.01, abs=0.006 * unit)
 
 
 def test_the_page_says_what_makes_the_step_longer(runs: Path) -> None:
@@ -248,7 +248,8 @@ def test_the_drawing_has_both_steps_on_one_scale(runs: Path, tmp_path: Path, cap
     boxes = ElementTree.parse(file).getroot().findall("{http://www.w3.org/2000/svg}rect")
     widths = [float(box.attrib["width"]) for box in boxes if box.attrib["fill"] == "#f0f0ee"]
     assert len(widths) == 4
-    assert widths[0] / widths[2] == pytest.approx(report.measured.seconds / report.simulated.seconds, rel=1e-3)
+    rounded = 0.006 / widths[0] + 0.006 / widths[2]  # to two decimals; a step of a busy machine may be hundreds of times as long as planned
+    assert widths[0] / widths[2] == pytest.approx(report.measured.seconds / report.simulated.seconds, rel=rounded)
     shown = [len(each.spans) for timeline in (report.measured, report.simulated) for each in timeline.stages]
     titled = [box for box in boxes if len(box)]
     assert len(titled) == sum(shown)

@@ -40,7 +40,7 @@ from distrain.trainer.launch.hosts_and_commands import BOOTSTRAP_MODULE, RANK_MO
 from distrain.trainer.launch.launch_script import script_lines
 from distrain.trainer.launch.preflight.preflight import _program
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 from distrain.trainer.rundir.absolute_paths import with_absolute_paths
 from distrain.trainer.rundir.files import run_folder
 from distrain.trainer.spec.changed_run import with_changes

@@ -85,7 +85,7 @@ def test_a_terminal_that_hangs_up_ends_a_command_silently() -> None:
         process.send_signal(signal.SIGHUP)
         assert process.stderr is not None
         assert process.stderr.read() == b""
-        assert process.wait(60) == -signal.SIGHUP
+        assert process.wait(DEADLINE) == -signal.SIGHUP
 
 
 # Signals
@@ -144,7 +144,7 @@ def test_a_signal_ends_a_verb_and_its_children(
         process.send_signal(number)
         assert process.stderr is not None
         said = process.stderr.read().decode()
-        status = process.wait(60)
+        status = process.wait(DEADLINE)
     assert "Traceback" not in said
     assert all(line.startswith("distrain: ") for line in said.splitlines())
     assert status in (128 + number, -number) or "no checkpoint" in said, said  # which `generate` may have found before the signal

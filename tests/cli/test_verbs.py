@@ -16,7 +16,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.cli.keys import config_files
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 
 RECIPES = list(config_files.recipes(None))
 

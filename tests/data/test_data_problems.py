@@ -76,6 +76,9 @@ WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "a folder without text": (lambda at: lines(at, "a.md", "x"), {"name": "text", "path": "AT"},
         ("data.path=AT has no .txt, .jsonl, .json, .ndjson (or one of them as .gz or .zst), .parquet or .arrow in it, only 1 .md: "
          "name files of other kinds with a pattern: data.path='AT/**/*.md'")),
+    "a folder of other text": (lambda at: [lines(at, name, "x") for name in ("a.py", "b.md", "c.py")], {"name": "text", "path": "AT"},
+        ("data.path=AT has no .txt, .jsonl, .json, .ndjson (or one of them as .gz or .zst), .parquet or .arrow in it, only 2 .py, 1 .md: "
+         "name files of other kinds with a pattern: data.path='AT/**/*.py'")),
     "a folder without tokens": (lambda at: None, {"name": "tokens", "path": "AT"},
         "data.path=AT has no .bin, .npy or .ds in it"),
     "an empty file": (lambda at: lines(at, "a.txt"), {"name": "text", "path": "AT/a.txt"},

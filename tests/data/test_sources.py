@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from distrain.tests.fakes.small_corpus import documents, mapped_tokens, small_corpus, split_tokens
-from distrain.trainer.loop.data.files.find import DataFile, library_files
+from distrain.trainer.loop.data.check_data import TEXT_SEARCH
+from distrain.trainer.loop.data.files.find import DataFile, find_files, library_files
 from distrain.trainer.loop.data.prepare import cache_folder
 from distrain.trainer.loop.data.tokenize.text_files import SHARE, split_turns
 from distrain.trainer.loop.data.tokenize.workers import tokenize_turns
@@ -227,3 +228,16 @@ def test_the_cache_is_in_the_users_cache_folder_by_default(monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     assert cache_folder(Data()) == Path("/x/distrain/data")
     assert cache_folder(Data(cache="/y")) == Path("/y")
+
+
+def test_a_folder_is_read_with_links_to_files_but_not_to_folders_and_without_what_is_hidden(tmp_path: Path) -> None:
+    for name in ("text/b/two.txt", "text/b.txt", "text/b/c/three.txt", "text/.git/four.txt", "text/.five.txt", "elsewhere/six.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "text" / "linked.txt").symlink_to(tmp_path / "elsewhere" / "six.txt")
+    (tmp_path / "text" / "folder.txt").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "text" / "dangling.txt").symlink_to("nowhere")
+    (found,) = find_files([str(tmp_path / "text")], TEXT_SEARCH, lambda _: None, [])
+    assert [file.name for file in found] == ["b.txt", "b/c/three.txt", "b/two.txt", "linked.txt"]
+    assert [file.path for file in found] == [tmp_path / "text" / file.name for file in found]
+    assert [file.size for file in found] == [file.path.stat().st_size for file in found]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.processes import alive, descendants, until
 from distrain.tests.fakes.small_tokenizer import LINE, write_tokenizer
 from distrain.trainer.system.child_process import end_child
@@ -95,7 +96,7 @@ def test_a_signal_ends_the_survey_and_its_children_and_leaves_no_partial_cache(
 ) -> None:
     children = descendants(preparing.pid)
     preparing.send_signal(number)
-    assert preparing.wait(60) == 128 + number
+    assert preparing.wait(DEADLINE) == 128 + number
     until(lambda: not alive(children))  # one that was being started dies by itself when its parent has ended
     assert [path.suffix for path in (tmp_path / "cache").iterdir() if path.name != "hashes"] == [".lock"]
     assert preparing.stderr is not None

@@ -3,7 +3,7 @@
 from typing import Any
 
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Message, Plan
+from distrain.trainer.plan.plan_data import Message, Plan
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 

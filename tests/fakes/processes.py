@@ -5,6 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from distrain.tests.fakes.deadline import DEADLINE
+
 
 def marked_processes(name: str, value: object) -> dict[int, str]:
     """Return the processes whose environment has NAME=VALUE: their command lines by their ids."""
@@ -49,8 +51,8 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def until(met: Any) -> Any:
-    """Wait until a condition holds and return its value; fail after a minute."""
-    deadline = time.monotonic() + 60
+    """Wait until a condition holds and return its value; fail at the deadline."""
+    deadline = time.monotonic() + DEADLINE
     while not (found := met()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

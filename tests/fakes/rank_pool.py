@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.launch.admission import check_start
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.prove.fork_client import ForkServer
+from distrain.trainer.prove.fork_client import COMMAND, ForkServer
 from distrain.trainer.rundir.metric_rows import SAVE_KEY
 
 
@@ -50,7 +49,7 @@ class PoolJob:
         return list({row["step"]: row[key] for row in self.rows if key in row}.values())
 
 
-PROGRAM = Path(__file__).parents[1] / "rank_programs" / "pool_ranks.py"
+PROGRAM = "distrain.tests.rank_programs.pool_ranks"  # a module whose `main` serves
 
 
 def choose_program(folder: Path, name: str, *given: Any) -> None:
@@ -60,10 +59,10 @@ def choose_program(folder: Path, name: str, *given: Any) -> None:
 
 
 class RankPool:
-    """A fork server as that of `distrain prove`; it runs one job at a time."""
+    """A fork server as that of `distrain prove`, of the module `program`; it runs one job at a time."""
 
-    def __init__(self, log: Path, command: Sequence[str] = (sys.executable, str(PROGRAM))) -> None:
-        self.server = ForkServer(log, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, command=command)
+    def __init__(self, log: Path, program: str = PROGRAM) -> None:
+        self.server = ForkServer(log, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, command=(*COMMAND, program))
 
     def fit(self, folder: Path, *words: str, signals: Sequence[tuple[int, int, int]] = ()) -> PoolJob:
         """Train conf=`words[0]` with the other words as `distrain fit` would, with `folder` as RUN_DIR; ranks may exit with any status.

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.loop.checkpoint import Gather
 
 ThreadResult = TypeVar("ThreadResult")
@@ -36,7 +37,7 @@ def try_on_ranks(world: int, work: Callable[[int, Gather], Any]) -> list[Any]:
 
 
 def _run_threads(world: int, work: Callable[[int, Gather], ThreadResult]) -> list[Future[ThreadResult]]:
-    lines, barrier = [""] * world, threading.Barrier(world, timeout=60)
+    lines, barrier = [""] * world, threading.Barrier(world, timeout=DEADLINE)
 
     def gather_of(rank: int) -> Gather:
         def gather(line: str) -> Sequence[str]:

@@ -25,6 +25,7 @@ from distrain.scripts.gpu import (
     loss_checks,
     options,
     planned_runs,
+    proved_layouts,
     quantized_folder,
     several_gpus,
 )
@@ -38,8 +39,7 @@ from distrain.scripts.gpu.planned_runs import PLANNED, plan_departures
 from distrain.scripts.gpu.profiled_steps import wait_departures
 from distrain.scripts.gpu.replan import replan_departures
 from distrain.scripts.gpu.running_check import Row, RunningCheck
-from distrain.scripts.gpu.two_ranks import prove_two_ranks
-from distrain.trainer.machine import facts
+from distrain.trainer.machine import measure_machine
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.timeline.timed_spans import TimedSpan, TimedStep
 from distrain.trainer.prove.trials.layouts import run_in_layout
@@ -97,7 +97,7 @@ def test_checks_pass_on_a_cpu(rehearsal: tuple[subprocess.CompletedProcess[str],
     assert report is not None
     assert {row.name: row.status for row in report.rows} == dict.fromkeys(REHEARSED, "passed")
     lines = ended.stdout.splitlines()
-    assert [line.split("  ")[0] for line in lines[: len(REHEARSED)]] == list(REHEARSED)
+    assert {line.split("  ")[0] for line in lines[: len(REHEARSED)]} == set(REHEARSED)
     assert lines[-2].startswith(f"{len(REHEARSED)} passed; ")
     (two_ranks,) = (row.figures for row in report.rows if row.name == "two ranks")
     assert {each["verdict"] for each in two_ranks["layouts"].values()} == {"same"}
@@ -218,7 +218,7 @@ def test_two_ranks_train_in_folders_of_their_own(tmp_path: Path, monkeypatch: py
         proofs.append(proof)
         raise InterruptedError
 
-    monkeypatch.setattr(prove_two_ranks, "run_proof", keep)
+    monkeypatch.setattr(proved_layouts, "run_proof", keep)
     checks = [check for check in CHECKS if check.name.startswith("two ranks")]
     for check in checks:
         with pytest.raises(InterruptedError):
@@ -351,9 +351,43 @@ def test_what_a_smaller_gpu_can_not_hold_is_skipped(gpu: str, skipped: set[str],
         assert found["gpt2_1_5b recomputed"] == "it takes 28.7 GiB, and RTX-4090 has 23.6"
 
 
+COMPARED: tuple[tuple[Any, Callable[[CheckContext], Finding]], ...] = (
+    (loss_checks, loss_checks.train_families),
+    (loss_checks, loss_checks.compare_precisions),
+    (loss_checks, loss_checks.train_zero_stages),
+    (options, options.compare_same_curves),
+    (options, options.compare_other_curves),
+    (further_curves, further_curves.compare_further_ways),
+)
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA A100-SXM4-40GB"])
+@pytest.mark.parametrize(("module", "check"), COMPARED, ids=[check.__name__ for _, check in COMPARED])
+def test_no_plan_refuses_what_is_compared_on_a_gpu(
+    module: Any, check: Callable[[CheckContext], Finding], gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An A100 has no products in fp8, and is given none."""
+    begun = list[FitRun]()
+
+    def keep(runs: Sequence[FitRun], context: CheckContext) -> Any:
+        begun.extend(runs)
+        raise InterruptedError
+
+    for name in ("fit_each", "fit_together"):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, keep)
+    context = CheckContext(folder=tmp_path, on_gpu=True, gpu=gpu)
+    with pytest.raises(InterruptedError):
+        check(context)
+    loaded = {run.name: load_recipe(run.recipe, fit_overrides(run, context)) for run in begun}
+    assert len(loaded) == len(begun) > 2
+    assert {name: problems for name, run in loaded.items() if (problems := make_plan(run).problems)} == {}
+    assert not ("A100" in gpu and any(run.train.precision == "fp8" for run in loaded.values()))
+
+
 def test_a_gpu_of_which_no_rates_are_known_is_measured_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = {"name": "NVIDIA A100 80GB PCIe", "memory": 84.9e9, "units": 108, "bf16": True}
-    monkeypatch.setattr(facts, "cached_facts", lambda: {"cuda": [gpu], "cpu": None})
+    monkeypatch.setattr(measure_machine, "cached_facts", lambda: {"cuda": [gpu], "cpu": None})
     context = CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA A100 80GB PCIe")
     assert not context.has_rates
     assert replace(context, gpu="NVIDIA H200").has_rates

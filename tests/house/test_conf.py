@@ -15,10 +15,10 @@ import distrain
 from distrain.cli.config.load import load_recipe
 from distrain.cli.keys.keys import WRITTEN_KEYS
 from distrain.trainer.launch.file_checks import weight_problems
-from distrain.trainer.machine.facts import DEVICE_OPTIONS
+from distrain.trainer.machine.measure_machine import DEVICE_OPTIONS
 from distrain.trainer.models.families import FAMILIES
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 from distrain.trainer.spec.read import read
 from distrain.trainer.spec.run import Checkpoint, Data, Device, Launch, Log, Model, Parallel, Train
 from distrain.trainer.spec.sections.optimizer import Optim

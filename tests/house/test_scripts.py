@@ -70,6 +70,19 @@ def test_an_old_python_is_skipped(checkout: Path) -> None:
     assert run(checkout, "test").stderr.startswith("scripts/test: python3.12 has no venv module: install it")
 
 
+def test_a_python_without_wheels_is_skipped(checkout: Path) -> None:
+    write_program(checkout.parent / "bin/python3", 'case "$2" in *"(3, 15)"*) exit 1;; *) exit 0;; esac')
+    done = run(checkout, "test")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "scripts/test: python3 is newer than Python 3.14, the last that requirements.lock has packages for: "
+        "set PYTHON to 3.14 or an older one\n"
+    )
+    write_program(checkout.parent / "bin/python3.13", 'case "$2" in *ensurepip*) exit 1;; *) exit 0;; esac')
+    assert "python3 is newer than Python 3.14" in run(checkout, "test", PYTHON="python3").stderr
+    assert run(checkout, "test").stderr.startswith("scripts/test: python3.13 has no venv module: install it")
+
+
 def test_only_the_python_in_the_PYTHON_variable_is_tried(checkout: Path) -> None:
     done = run(checkout, "test", PYTHON="/nowhere/python3")
     assert done.stderr == "scripts/test: PYTHON=/nowhere/python3 is not Python 3.11 or later: set it to one, or unset it\n"
@@ -120,7 +133,7 @@ def test_quickstart_plans_the_quickstart_recipe_and_trains_it(checkout: Path) ->
     set_up(checkout)
     lines = run(checkout, "quickstart", "train.steps=30").stdout.splitlines()
     assert [line for line in lines if line] == [
-        "python -m distrain.trainer.machine.facts",
+        "python -m distrain.trainer.machine.measure_machine",
         "distrain plan conf=quickstart train.steps=30",
         "distrain fit conf=quickstart train.steps=30",
     ]
@@ -129,7 +142,7 @@ def test_quickstart_plans_the_quickstart_recipe_and_trains_it(checkout: Path) ->
 def test_quickstart_does_not_train_if_the_plan_fails(checkout: Path) -> None:
     set_up(checkout)
     done = run(checkout, "quickstart", STATUS="1")
-    assert (done.returncode, done.stdout) == (1, "python -m distrain.trainer.machine.facts\ndistrain plan conf=quickstart\n")
+    assert (done.returncode, done.stdout) == (1, "python -m distrain.trainer.machine.measure_machine\ndistrain plan conf=quickstart\n")
     assert "distrain plan conf=quickstart failed with exit status 1" in done.stderr.splitlines()[-1]
 
 

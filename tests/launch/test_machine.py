@@ -12,8 +12,9 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
-from distrain.trainer.machine import facts as machine
-from distrain.trainer.machine import probe
+from distrain.trainer.launch import doctor_smoke_test
+from distrain.trainer.machine import measure_machine as machine
+from distrain.trainer.machine import measurement, probe
 from distrain.trainer.machine.cache import MOST_FILES, OLD_FILE, CacheEntry, cache_file, write_entry
 from distrain.trainer.machine.layer_rates import HEAD_DIM, dispatch_seconds, layer_rates
 from distrain.trainer.plan.costs.op_seconds import attention_seconds
@@ -236,7 +237,7 @@ def test_the_oldest_entries_are_removed(remember_facts: Any, tmp_path: Path) -> 
 
 WRITER = """
 import sys
-from distrain.trainer.machine import facts as machine
+from distrain.trainer.machine import measure_machine as machine
 from distrain.trainer.machine.cache import CacheEntry, write_entry
 for turn in range(60):
     write_entry(CacheEntry(key=machine.measurement_key(), load=0.0, found=machine.cached_facts()))
@@ -319,6 +320,38 @@ def test_this_machine_is_measured_in_a_child_and_cached(tmp_path: Path, monkeypa
     assert again is not None
     assert again["cpu"] is not None
     assert again["cpu"]["bandwidth"] > slow["cpu"]["bandwidth"]
+
+
+def test_a_busy_machine_has_longer_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside 14 processes per core, importing torch alone takes more than two minutes."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for processes, limit in ((0.0, 120.0), (2.0, 120.0), (28.0, 1680.0)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=processes: (load, 0.0, 0.0))
+        assert machine.time_limit(120.0) == limit
+
+
+@pytest.mark.parametrize(("load", "seconds"), [(1.0, 0), (6.0, 1)])
+def test_the_children_that_measure_and_check_have_longer_on_a_busy_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, seconds: int
+) -> None:
+    """With a tenth of a second for an idle machine; none of them imports torch in 0.6 s."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    for module, name in ((machine, "PATIENCE"), (measurement, "PATIENCE"), (doctor_smoke_test, "TIMEOUT")):
+        monkeypatch.setattr(module, name, 0.1)
+    (check,) = doctor_smoke_test.engine_checks(load_recipe("quickstart", (f"log.dir={tmp_path}",)))
+    assert f"did not answer in {seconds} s" in str(check)
+    assert f"could not be measured in {seconds} s" in str(machine.measure_now())
+    assert f"it did not end in {seconds} s" in str(measurement.measure_devices("cpu", 1, lambda _: None))
+
+
+def test_a_measurement_that_does_not_end_in_time_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "PATIENCE", 0.0)
+    assert str(machine.measure_now()) == (
+        "this machine could not be measured in 0 s: try again when it is less busy, or python -m distrain.trainer.machine.probe says why"
+    )
 
 
 def test_a_cache_that_can_not_be_written_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.rank_pool import choose_program
 from distrain.tests.fakes.rank_threads import run_on_ranks
 from distrain.trainer.engines.quantized_moment import QuantizedMoment
@@ -103,7 +104,7 @@ def test_a_checkpoint_holds_what_the_shards_were_when_it_was_begun(tmp_path: Pat
 
     def work(rank: int, gather: Gather) -> tuple[bool, bool, int, set[str]]:
         def held_up(line: str) -> Sequence[str]:
-            assert changed.wait(60)
+            assert changed.wait(DEADLINE)
             return gather(line)
 
         tensor, progress, writer = torch.full((40, 2), 1.0 + rank), set[str](), BackgroundWriter()
@@ -129,7 +130,7 @@ def test_progress_of_the_thread_reaches_who_waits(tmp_path: Path) -> None:
 
     def gather(line: str) -> Sequence[str]:
         calls.append(line)
-        assert len(calls) != 2 or heard.wait(60)
+        assert len(calls) != 2 or heard.wait(DEADLINE)
         return [line]
 
     writer = BackgroundWriter()

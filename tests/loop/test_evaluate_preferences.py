@@ -1,10 +1,9 @@
-"""`distrain evaluate` of runs on preferences, of LoRA and of family hf, end to end: the figures are those of the runs' own evaluations."""
+"""`distrain evaluate` of runs on preferences and of LoRA, end to end: the figures are those of the runs' own evaluations."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distrain.cli.config.load import load_recipe
-from distrain.tests.fakes.hf_models import NEOX, WORDS, write_config
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.loop.offline.evaluate_run import evaluate_run
 from distrain.trainer.models.build import build_model
@@ -178,19 +176,3 @@ def test_lora_on_text_has_the_loss_of_the_runs_validation(ranks: RankPool, files
     (held,) = evaluated(capsys, job.folder)
     assert held["loss"] == pytest.approx(job.figures("validation_loss")[-1], abs=1e-5)
     assert held["tokens"] == 2 * 8 * 48
-
-
-def test_a_model_of_transformers_has_the_loss_of_the_runs_validation(tmp_path: Path, capsys: Capture) -> None:
-    """Of its weights and of their average."""
-    pytest.importorskip("transformers", reason="transformers, which has this model, is not installed")
-    program = Path(__file__).parents[1] / "rank_programs" / "hf_ranks.py"
-    pool = RankPool(tmp_path / "server.log", command=[sys.executable, str(program)])
-    folder = write_config(tmp_path / "neox", NEOX)
-    words = (*WORDS, f"model.hf={folder}", "model.dropout=0", "train.microbatch=2", "train.steps=3", f"data.cache={tmp_path / 'cache'}")
-    layout = ("cluster.gpus=2", "parallel.zero=1", "engine=native", "optim.ema=0.5", "train.evaluate={every: 3, batches: 2}")
-    with pool.server:
-        job = pool.train(tmp_path / "run", "quickstart", *words, *layout, "data.validation=0.3")
-    for ema, key in ((False, "validation_loss"), (True, "validation_ema_loss")):
-        (held,) = evaluated(capsys, job.folder, ema=ema)
-        assert held["loss"] == pytest.approx(job.figures(key)[-1], abs=1e-5)
-    assert job.figures("validation_loss") != job.figures("validation_ema_loss")

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
 from distrain.trainer.loop.offline.export import export
-from distrain.trainer.loop.offline.export_checks import CHECK_BYTES, check_export, check_logits, layers_in
+from distrain.trainer.loop.offline.export_checks import CHECK_BYTES, check_export, check_logits, layers_in, silent_transformers
 from distrain.trainer.loop.offline.export_folder import new_folder
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
 from distrain.trainer.loop.offline.saved_weights import finite_in
@@ -339,3 +340,12 @@ def test_a_destination_that_can_only_be_read_is_refused_before_the_model_is_load
     assert command(["export", str(tmp_path), f"{read_only_disk}/new/out"]) == 2
     says = f"{read_only_disk}/new/out: nothing can be created in {read_only_disk}: choose another folder"
     assert capsys.readouterr().err == f"distrain: {says}\n"
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_what_transformers_warns_of_its_own_future_is_not_shown() -> None:
+    silent_transformers()
+    with warnings.catch_warnings(record=True) as shown:
+        for module in ("transformers.modeling_utils", "ours"):
+            warnings.warn_explicit("old", FutureWarning, f"{module}.py", 1, module=module)
+    assert [each.filename for each in shown] == ["ours.py"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +28,7 @@ def hf_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Return ranks that have already imported transformers."""
     from distrain.tests.fakes.rank_pool import RankPool
 
-    program = Path(__file__).parents[1] / "rank_programs" / "hf_ranks.py"
-    pool = RankPool(tmp_path_factory.mktemp("hf") / "server.log", command=[sys.executable, str(program)])
+    pool = RankPool(tmp_path_factory.mktemp("hf") / "server.log", "distrain.tests.rank_programs.hf_ranks")
     with pool.server:
         yield pool
 

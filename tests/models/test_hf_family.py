@@ -19,6 +19,7 @@ from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.text_layout import Style
 from distrain.tests.fakes.hf_models import NEOX, OPT, SIZES, STEPS, words, write_config
 from distrain.tests.fakes.rank_pool import PoolJob, RankPool
+from distrain.trainer.loop.offline.evaluate_run import evaluate_run
 from distrain.trainer.models.hf.inspect_config import inspect_config
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.measured_run import read_measured_run
@@ -183,6 +184,18 @@ def test_a_run_starts_from_published_weights(hf_ranks: RankPool, neox: Path, tmp
     assert abs(random - first[1]) > 0.05
     again = hf_ranks.train(tmp_path / "run1", "quickstart", *words(neox, 1, 0), f"model.weights={tmp_path / 'gone'}", "train.steps=3")
     assert "resumes from step 2" in again.lines
+
+
+def test_an_evaluation_has_the_loss_of_the_runs_validation(hf_ranks: RankPool, neox: Path, tmp_path: Path, capsys: Capture) -> None:
+    """`distrain evaluate`, of the weights and of their average."""
+    layout = ("engine=native", "optim.ema=0.5", "train.evaluate={every: 3, batches: 2}", "data.validation=0.3", "train.steps=3")
+    job = hf_ranks.train(tmp_path / "run", "quickstart", *words(neox, 2, 1), *layout, f"data.cache={tmp_path / 'cache'}")
+    for ema, key in ((False, "validation_loss"), (True, "validation_ema_loss")):
+        capsys.readouterr()
+        evaluate_run(job.folder, changes={}, ema=ema, as_json=True)
+        (held,) = json.loads(capsys.readouterr().out)["sets"]
+        assert held["loss"] == pytest.approx(job.figures(key)[-1], abs=1e-5)
+    assert job.figures("validation_loss") != job.figures("validation_ema_loss")
 
 
 def test_planned_bytes_match_the_measured_bytes(hf_ranks: RankPool, neox: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.trainer.models.families import FAMILIES, op_table
 from distrain.trainer.models.ops.op_table import Op, block_weights, element_count, parameter_count
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 

@@ -16,7 +16,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.plan.compare_rank_messages import ComparedMessages, MessageRow, compare_rank_messages, compare_with_plan
 from distrain.trainer.plan.costs.traffic_term import TrafficTerm
-from distrain.trainer.plan.result import Message
+from distrain.trainer.plan.plan_data import Message
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool

@@ -11,7 +11,7 @@ from distrain.trainer.layers import cross_entropy
 from distrain.trainer.models.families import op_table
 from distrain.trainer.plan.costs.block_temporary_bytes import LOGITS_AT_A_TIME, op_bytes
 from distrain.trainer.plan.costs.local_tensors import LocalTensors, block_split
-from distrain.trainer.plan.result import MemoryBytes
+from distrain.trainer.plan.plan_data import MemoryBytes
 from distrain.trainer.spec.run import Device, Model
 from distrain.trainer.spec.sections.lora import Lora
 

@@ -12,7 +12,7 @@ from distrain.trainer.plan.costs.traffic_term import TrafficTerm
 from distrain.trainer.plan.deepspeed.control_messages import control_messages
 from distrain.trainer.plan.deepspeed.messages import traffic_terms
 from distrain.trainer.plan.mesh_position import mesh_position
-from distrain.trainer.plan.result import Message
+from distrain.trainer.plan.plan_data import Message
 
 NORM = ControlMessage(verb="all_reduce", payload=4, count=2, says="gradient norm")
 LOSS = ControlMessage(verb="all_reduce", payload=4, count=1, says="loss")

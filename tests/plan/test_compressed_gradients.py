@@ -15,7 +15,7 @@ from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.plan.mesh_position import mesh_position
 from distrain.trainer.plan.native.buckets import gradient_buckets
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 from distrain.trainer.rundir.resume_changes import compare_runs
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.keys.units import percent_text

@@ -8,7 +8,7 @@ import pytest
 
 from distrain.tests.fakes.planned_messages import B, H, S, messages, of_a_layer, plan_of, run_of
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 from distrain.trainer.spec.run import Device
 
 HEADS, LAYERS = 8, 4

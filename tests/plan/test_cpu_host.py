@@ -11,7 +11,7 @@ from distrain.trainer.models.families import op_table
 from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.layout.mesh import Mesh
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import StepTime
+from distrain.trainer.plan.plan_data import StepTime
 from distrain.trainer.plan.search.split_arrays import merged_wire
 from distrain.trainer.spec.run import Device, Run
 from distrain.trainer.spec.sections.cluster import Link

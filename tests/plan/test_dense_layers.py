@@ -9,7 +9,7 @@ import pytest
 from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.layout_of_run import layout_of_run
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import StageMemory
+from distrain.trainer.plan.plan_data import StageMemory
 from distrain.trainer.plan.search.stage_boundaries import with_stages
 from distrain.trainer.plan.timeline.step_costs import step_costs
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train

@@ -21,7 +21,7 @@ from distrain.trainer.plan.estimate import Estimator
 from distrain.trainer.plan.layout_cost import layout_blocks
 from distrain.trainer.plan.layout_of_run import layout_of_run
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 from distrain.trainer.plan.timeline.make_timeline import make_timeline
 from distrain.trainer.plan.timeline.step_costs import step_costs
 from distrain.trainer.rundir.timeline_files import layout_key

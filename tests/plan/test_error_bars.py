@@ -22,7 +22,7 @@ from distrain.scripts.published.measured import step_seconds
 from distrain.trainer.plan import error_bars
 from distrain.trainer.plan.error_bars import MEMORY_BARS, STEP_BARS, BarRule, Planned, memory_bar, step_bar
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 from distrain.trainer.plan.search.search_result import find_layouts
 from distrain.trainer.rundir.measured_run import read_measured_run
 from distrain.trainer.spec.run import Run

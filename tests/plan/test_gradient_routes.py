@@ -12,7 +12,7 @@ from distrain.trainer.plan.axes.dp import CONTENTION
 from distrain.trainer.plan.layout.gradient_routes import inner_ranks, server_count, server_ranks
 from distrain.trainer.plan.layout.mesh import Mesh
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 from distrain.trainer.plan.traffic import rank_traffic
 from distrain.trainer.spec.run import Parallel
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distrain.tests.fakes.planned_messages import DEVICE, MOE, NIC, NVLINK, H, V, messages, plan_of
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 from distrain.trainer.spec.run import Link, Model
 
 

@@ -16,7 +16,7 @@ from distrain.trainer.plan.engines import ENGINES, engine_for, engine_reason
 from distrain.trainer.plan.engines.engine_limits import exceeded_limits
 from distrain.trainer.plan.native.optimizer_step import PARTS, part_bytes
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 from distrain.trainer.plan.search.search import LayoutSearch
 from distrain.trainer.plan.search.space import Space
 from distrain.trainer.rundir.resume_changes import compare_runs

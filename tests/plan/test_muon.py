@@ -16,7 +16,7 @@ from distrain.trainer.plan.axes.muon_matrices import dealt, matrix_order, newton
 from distrain.trainer.plan.axes.weight_slices import WeightShard
 from distrain.trainer.plan.engines import engine_for, engine_reason
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Message, Plan
+from distrain.trainer.plan.plan_data import Message, Plan
 from distrain.trainer.plan.search.search import LayoutSearch
 from distrain.trainer.plan.search.space import Space
 from distrain.trainer.rundir.resume_changes import compare_runs

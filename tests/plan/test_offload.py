@@ -17,7 +17,7 @@ from distrain.trainer.plan.costs.offload import HOST_STREAMING, HostRates, HostW
 from distrain.trainer.plan.deepspeed.offload import gradient_copies, host_step
 from distrain.trainer.plan.error_bars import ON_HOST
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import HostMemory, Plan
+from distrain.trainer.plan.plan_data import HostMemory, Plan
 
 
 class PublishedStep(NamedTuple):

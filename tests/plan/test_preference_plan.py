@@ -9,7 +9,7 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.whole_run_facts import preference_text
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan, PreferencePlan
+from distrain.trainer.plan.plan_data import Plan, PreferencePlan
 
 
 def plan_of(*words: str, data: str = "preferences") -> Plan:

@@ -10,7 +10,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.whole_run_facts import rampup_text
 from distrain.tests.fakes.valid_run import BASE, Keys, fixed_run
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 from distrain.trainer.plan.search.search_result import find_layouts
 from distrain.trainer.prove.trials.layouts import all_layouts, run_in_layout
 from distrain.trainer.spec.changed_run import with_changes

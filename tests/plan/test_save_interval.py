@@ -14,7 +14,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.text_layout import Style
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan, Saving
+from distrain.trainer.plan.plan_data import Plan, Saving
 from distrain.trainer.plan.save_interval import best_interval, goodput, stop_seconds
 from distrain.trainer.spec.keys.units import percent_text
 

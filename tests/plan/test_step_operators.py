@@ -15,7 +15,7 @@ from distrain.cli.keys import config_files
 from distrain.trainer.models.families import op_table
 from distrain.trainer.plan.costs.operator_kinds import OPERATOR_KINDS, operator_kind
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import OperatorSeconds, Plan
+from distrain.trainer.plan.plan_data import OperatorSeconds, Plan
 from distrain.trainer.spec.run import Device
 from distrain.trainer.spec.sections.cluster import Link
 

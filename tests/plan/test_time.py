@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan, StepTime, Throughput, WholeRun
+from distrain.trainer.plan.plan_data import Plan, StepTime, Throughput, WholeRun
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 

@@ -15,7 +15,7 @@ from distrain.tests.fakes.action_orders import Lists, Pipeline, action_orders
 from distrain.trainer.plan.layout.action_csv import write_action_csv
 from distrain.trainer.plan.layout.schedules import SCHEDULES, stage_and_chunk
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan
+from distrain.trainer.plan.plan_data import Plan
 from distrain.trainer.plan.timeline.make_timeline import make_timeline
 from distrain.trainer.plan.timeline.step_costs import StepCosts, step_costs
 from distrain.trainer.plan.timeline.timeline import Timeline, held_activations

@@ -232,10 +232,10 @@ def test_fit_warns_of_keys_without_effect_below_its_verdict(
     tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from distrain.trainer.launch import train_run
-    from distrain.trainer.machine import facts
+    from distrain.trainer.machine import measure_machine
 
-    monkeypatch.setattr(facts, "cached_facts", lambda: None)
-    monkeypatch.setattr(facts, "is_measured", lambda kind: True)
+    monkeypatch.setattr(measure_machine, "cached_facts", lambda: None)
+    monkeypatch.setattr(measure_machine, "is_measured", lambda kind: True)
     monkeypatch.setattr(train_run, "train_run", lambda *_: train_run.TrainingResult(status=1, says="not started here"))
     words = ["conf=tiny_2x2x2", "optim.schedule=constant", "optim.min_lr=1e-5", "train.evaluate.batches=3", f"log.dir={tmp_path}"]
     assert command(["fit", *words]) == 1

@@ -26,7 +26,7 @@ from distrain.trainer.prove.judge import (
     widened_tolerance,
 )
 from distrain.trainer.prove.judge_exits import exit_verdict, rank_positions
-from distrain.trainer.prove.prover import start_seconds
+from distrain.trainer.prove.run_trials import start_seconds
 from distrain.trainer.prove.trials.control_and_resume_trials import control_trial
 from distrain.trainer.prove.trials.plan_proof import ProveRequest, plan_proof
 from distrain.trainer.prove.trials.trial import Trial

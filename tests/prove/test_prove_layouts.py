@@ -126,7 +126,7 @@ def test_a_loss_in_chunks_is_proved_against_all_logits_of_one_process() -> None:
 
 def test_on_gpus_a_layout_of_one_data_rank_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """There `engine: auto` is native."""
-    monkeypatch.setattr("distrain.trainer.machine.facts.cached_facts", lambda: {"cuda": [{}] * 2})
+    monkeypatch.setattr("distrain.trainer.machine.measure_machine.cached_facts", lambda: {"cuda": [{}] * 2})
     names = {each.name for each in candidates(load_recipe("quickstart", ["device=h200"]))}
     assert {"dp2", "dp2.native", "tp2", "pp2", "pp2.zb_h1"} < names
     assert not {"tp2.native", "pp2.native"} & names
@@ -194,7 +194,7 @@ def test_the_default_layouts_train_the_data_axis_and_what_other_engines_lack_on_
 
 def test_the_rank_limit_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_limit(load_recipe("quickstart")) == 8
-    monkeypatch.setattr("distrain.trainer.machine.facts.cached_facts", lambda: {"cuda": [{}] * 3})
+    monkeypatch.setattr("distrain.trainer.machine.measure_machine.cached_facts", lambda: {"cuda": [{}] * 3})
     assert rank_limit(load_recipe("llama3_8b")) == 3
 
 

@@ -1,4 +1,4 @@
-"""The fork server of ranks that train models of transformers, which it imports once. Run by path."""
+"""The fork server of ranks that train models of transformers, which it imports once."""
 
 from __future__ import annotations
 
@@ -9,5 +9,8 @@ from distrain.trainer.loop.rank import run_rank
 
 IMPORTED = (AutoModelForCausalLM, GPTNeoXForCausalLM, OPTForCausalLM)
 
-if __name__ == "__main__":
+
+def main() -> int:
+    """Serve until stdin ends."""
     serve(run_rank, QUESTIONS)
+    return 0

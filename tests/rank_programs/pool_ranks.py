@@ -1,4 +1,4 @@
-"""The fork server of the tests' ranks, run by path: RUN_DIR/program, or that file one or two folders above, names what the ranks do.
+"""The fork server of the tests' ranks: RUN_DIR/program, or that file one or two folders above, names what the ranks do.
 
 The file holds {"name": a key of PROGRAMS, "given": its arguments}; without it they train the run, as those of `distrain prove` do.
 """
@@ -46,5 +46,7 @@ def run_pool_rank(path: Path, channel: Channel) -> int:
     return PROGRAMS[program["name"]](*program["given"], path, channel)
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Serve until stdin ends."""
     serve(run_pool_rank, QUESTIONS)
+    return 0

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from ..machine import facts as machine
-from ..machine.facts import CPU_RANKS_PER_CORE
+from ..machine import measure_machine as machine
+from ..machine.measure_machine import CPU_RANKS_PER_CORE
 from ..plan.engines import ENGINES
 from ..plan.fixes import engine_problems
-from ..plan.result import Plan
+from ..plan.plan_data import Plan
 from ..plan.rules.unused_keys import RULE as UNUSED_KEY_RULE
 from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem, Unreadable

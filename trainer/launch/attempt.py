@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ..plan.result import Plan
+from ..plan.plan_data import Plan
 from ..spec.run import Run
 from ..system.stop_requests import StopRequests
 from .hosts.hostfile import Host

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..machine import facts as machine
+from ..machine import measure_machine as machine
 from ..machine.doctor_checks import MachineCheck, compiler_check
-from ..plan.result import Plan
+from ..plan.plan_data import Plan
 from ..rundir.absolute_paths import relative_folder
 from ..rundir.files import is_run_folder, run_folder
 from ..rundir.run_summary import run_summary

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..machine.doctor_checks import MachineCheck
+from ..machine.facts import time_limit
 from ..rundir.files import run_folder
 from ..spec.run import Run
 from ..system.run_child import capture_child
@@ -22,7 +23,7 @@ from .single_host import launch_local_ranks
 
 LOSS_TOLERANCE = 1e-5  # nats a token, between float32 losses of two ranks and of one process
 GRACE = 2.0  # seconds that a rank has to end after the other has failed
-TIMEOUT = 120.0  # seconds that the child process may take
+TIMEOUT = 120.0  # seconds that the child process may take on an idle machine
 
 
 def engine_checks(run: Run) -> Iterator[MachineCheck]:
@@ -48,10 +49,11 @@ class TorchAnswer:
 
 def _ask_torch(file: Path) -> TorchAnswer:
     """Have a child process check torch and train the run of run.json in one process."""
+    limit = time_limit(TIMEOUT)
     try:
-        done = capture_child("distrain.trainer.loop.offline.doctor", [str(file)], seconds=TIMEOUT)
+        done = capture_child("distrain.trainer.loop.offline.doctor", [str(file)], seconds=limit)
     except subprocess.TimeoutExpired:
-        slow = MachineCheck("torch", "problem", f"did not answer in {TIMEOUT:.0f} s", "check that `python -c 'import torch'` ends")
+        slow = MachineCheck("torch", "problem", f"did not answer in {limit:.0f} s", "check that `python -c 'import torch'` ends")
         return TorchAnswer(checks=[slow], losses=None)
     rows: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     checks = [MachineCheck(**row) for row in rows if "name" in row]

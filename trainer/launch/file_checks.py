@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ..models.families import is_made_by_transformers
-from ..plan.result import Plan, WholeRun
+from ..plan.plan_data import Plan, WholeRun
 from ..spec.derived.data_blends import tokens_of_sources
 from ..spec.numbers.as_text import count_text
 from ..spec.problem import Problem, Unreadable

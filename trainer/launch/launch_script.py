@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
-from ..plan.result import Plan
+from ..plan.plan_data import Plan
 from ..rundir.absolute_paths import with_absolute_paths
 from ..rundir.files import run_folder
 from ..spec.numbers.as_text import plural

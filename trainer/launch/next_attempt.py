@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..plan.plan import make_plan
-from ..plan.result import Plan
+from ..plan.plan_data import Plan
 from ..spec.changed_run import with_changes
 from ..spec.numbers.as_text import plural
 from ..spec.run import Run

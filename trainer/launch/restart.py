@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..plan.result import Plan
+from ..plan.plan_data import Plan
 from ..rundir.checkpoints import checkpoints_folder, has_checkpoints, newest_saved
 from ..rundir.files import write_launch_files
 from ..spec.problem import Unreadable

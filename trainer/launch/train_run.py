@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..plan.result import Plan
+from ..plan.plan_data import Plan
 from ..rundir.absolute_paths import relative_folder
 from ..rundir.checkpoints import checkpoints_folder, newest_saved
 from ..rundir.files import read_launch_files, remove_outcome, restore_launch_files, run_folder, write_launch_files, write_outcome

@@ -20,7 +20,7 @@ from ..plan.layout.gradient_routes import inner_ranks
 from ..plan.layout.workers import worker_ranks
 from ..plan.mesh_position import mesh_position
 from ..plan.plan import make_plan
-from ..plan.result import Plan
+from ..plan.plan_data import Plan
 from ..spec.numbers.as_text import plural
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
@@ -123,10 +123,10 @@ def set_up_training(
 
 
 def _open_data(run: Run, world: World, channel: Channel, gather: Gather) -> tuple[Corpus, dict[str, Corpus]]:
-    """Prepare the corpus and the validation sets on rank 0, then open them on all ranks; raises AllRanksFailed."""
+    """Prepare and open the corpus and the validation sets on rank 0, then open them on the others; raises AllRanksFailed."""
     show = _data_progress(channel, remarks=run.launch.name != "local")
-    fail_together(gather, lambda: _read_data(run, show, verify=True) if world.is_rank0 else None)
-    return fail_together(gather, lambda: _read_data(run, lambda what, done, total: None, verify=False))
+    opened = fail_together(gather, lambda: _read_data(run, show, verify=True) if world.is_rank0 else None)
+    return fail_together(gather, lambda: opened or _read_data(run, lambda what, done, total: None, verify=False))
 
 
 def _read_data(run: Run, progress: Progress, *, verify: bool) -> tuple[Corpus, dict[str, Corpus]]:

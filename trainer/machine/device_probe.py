@@ -25,8 +25,8 @@ from ..system.memory import program_memory
 from .all_reduce import SHORT_BYTES, AllReduceSeconds, link_rates, measure_all_reduce
 from .device_rates import context_bytes, copy_rate, launch_seconds, product_rate
 from .device_seconds import fastest_call, mean_of_calls, mean_seconds, median_call
-from .facts import cpu_model, load_per_core
 from .layer_rates import dispatch_seconds, layer_rates
+from .measure_machine import cpu_model, load_per_core
 from .probe import ALL_REDUCE_BYTES, COPY_BYTES, MATRIX_SIDE, list_gpus
 from .process_pool import PoolProcess, run_processes, start_method
 

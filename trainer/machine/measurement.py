@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from ..spec.problem import Problem
 from .cache import LayerRates
+from .facts import time_limit
 
 MODULE = "distrain.trainer.machine.device_probe"
-PATIENCE = 300.0  # seconds that measuring may take
+PATIENCE = 300.0  # seconds that measuring may take on an idle machine
 
 Kind = Literal["cpu", "cuda"]
 
@@ -126,6 +127,7 @@ def measure_devices(kind: Kind | None, devices: int | None, show: Callable[[str]
     from ..system.json_child import ask_json_child
 
     answer: dict[str, Any] = {}
+    limit = time_limit(PATIENCE)
 
     def on_message(message: dict[str, Any]) -> None:
         answer.update(message)
@@ -133,7 +135,7 @@ def measure_devices(kind: Kind | None, devices: int | None, show: Callable[[str]
             show(message["progress"])
 
     try:
-        child = ask_json_child(MODULE, {"kind": kind, "devices": devices}, on_message, seconds=PATIENCE)
+        child = ask_json_child(MODULE, {"kind": kind, "devices": devices}, on_message, seconds=limit)
         if "problem" in answer:
             return Problem(rule="probe", says=answer["problem"], mend=answer["mend"])
         return convert(answer["found"], DeviceMeasurement)
@@ -141,5 +143,5 @@ def measure_devices(kind: Kind | None, devices: int | None, show: Callable[[str]
         why = str(error)
     except KeyError:
         late = child.status == -signal.SIGKILL
-        why = f"it did not end in {PATIENCE:.0f} s" if late else child.complaint or f"the process that measured ended with {child.status}"
+        why = f"it did not end in {limit:.0f} s" if late else child.complaint or f"the process that measured ended with {child.status}"
     return Problem(rule="probe", says=f"this machine could not be measured: {why}")

@@ -13,7 +13,7 @@ from .costs.control_message import ControlMessage
 from .costs.traffic_term import TrafficTerm
 from .engines import cost_model, engine_for
 from .mesh_position import MeshPosition, mesh_position
-from .result import Message
+from .plan_data import Message
 from .traffic import rank_traffic
 
 CONTROL = "control"  # the axis of norms, flags, sums of losses, shapes, objects and barriers

@@ -8,8 +8,8 @@ from .costs.cost_context import CostContext
 from .costs.local_tensors import block_split
 from .layout.layout import Layout
 from .layout_cost import LayoutCost
+from .plan_data import DocumentsPlan
 from .replica_wait import replica_wait_seconds
-from .result import DocumentsPlan
 
 
 def plan_documents(context: CostContext, layout: Layout, cost: LayoutCost) -> DocumentsPlan | None:

@@ -18,7 +18,7 @@ from .engines.engine_limit import EngineLimit
 from .estimate import Estimator
 from .layout.mesh import replica_size
 from .layout.schedule_of_run import schedule_of
-from .result import Memory
+from .plan_data import Memory
 from .rules.broken_rule import BrokenRule
 from .rules.rules import broken_rules
 

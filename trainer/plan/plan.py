@@ -17,8 +17,8 @@ from .layout.mesh import Mesh
 from .layout.schedules import bubble_share
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, fits, in_flight, kept_bytes, layout_cost, stage_bytes, uses_host
 from .layout_of_run import layout_of_run
+from .plan_data import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, Plan, RankHostBytes, StageMemory, StepTime, Throughput
 from .preference_plan import plan_preferences
-from .result import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, Plan, RankHostBytes, StageMemory, StepTime, Throughput
 from .rules.rules import broken_rules
 from .save_interval import plan_saving, save_warnings
 from .stage_cost import snapshot_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .costs.cost_context import CostContext
 from .layout.layout import Layout
 from .layout_cost import LayoutCost
-from .result import PreferencePlan
+from .plan_data import PreferencePlan
 
 
 def plan_preferences(context: CostContext, layout: Layout, cost: LayoutCost, steps: int) -> PreferencePlan | None:

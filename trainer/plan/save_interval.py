@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..spec.keys.units import percent_text
 from ..spec.problem import Problem
 from ..spec.run import Run
-from .result import Saving, WholeRun
+from .plan_data import Saving, WholeRun
 
 ENOUGH = 0.1  # expected interruptions from which the interval is judged
 WORTH = 0.01  # share of the time that another interval must save to be suggested

@@ -16,7 +16,7 @@ from .costs.precision import COMPUTES
 from .costs.roofline import KERNEL_GAP
 from .layout.layout import Layout, StageKind
 from .layout_cost import LayoutCost, busiest_kind, layout_split
-from .result import OperatorSeconds
+from .plan_data import OperatorSeconds
 
 AGAIN = OpParts._fields.index("again")
 

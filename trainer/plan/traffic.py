@@ -14,7 +14,7 @@ from .engines import cost_model
 from .layout.layout import Layout
 from .layout_cost import LayoutCost, layout_cost, send_bytes, sends_per_step
 from .layout_of_run import layout_of_run
-from .result import Message
+from .plan_data import Message
 from .stage_cost import data_traffic
 
 

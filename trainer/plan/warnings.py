@@ -21,7 +21,7 @@ from .fixes import engine_problems
 from .layout.layout import Layout
 from .layout.schedule_of_run import delay_of
 from .layout_cost import LayoutCost
-from .result import Throughput
+from .plan_data import Throughput
 from .rules.unused_keys import unused_keys
 
 SLOWEST_TO_NEAREST = 1 - 2**-8  # the decay from which bfloat16, of 8 significant bits, loses some moments' change

@@ -10,7 +10,7 @@ from .gpu_hours_cost import gpu_hours_cost
 from .layout.layout import Layout
 from .layout_cost import StepSeconds, layout_cost
 from .layout_of_run import layout_at_batch
-from .result import BatchLevel, PathOfRun, StageOfRun, WholeRun
+from .plan_data import BatchLevel, PathOfRun, StageOfRun, WholeRun
 
 
 def plan_whole_run(context: CostContext, layout: Layout, seconds: StepSeconds | None, errors: int = 0) -> WholeRun:

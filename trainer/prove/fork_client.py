@@ -14,7 +14,7 @@ from typing import IO, Any, Self
 
 from ..system.child_process import end_child
 
-COMMAND = (sys.executable, "-m", "distrain.trainer.loop.forkserver.server")
+COMMAND = (sys.executable, "-m", "distrain.trainer.loop.forkserver")
 PATIENCE = 3.0  # seconds that the server has to end its ranks and itself
 
 # A process with threads can't be forked; each job says how many threads its ranks get. NVML counts GPUs without a CUDA context.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..plan.result import Plan
+from ..plan.plan_data import Plan
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from ..system import atomic_file

@@ -96,6 +96,18 @@ class MeasuredRun:
     accuracies: FigureCurves = ()  # of preferences: the share of pairs in order
 
 
+@dataclass(frozen=True, kw_only=True)
+class _TimedRows:
+    """The rows whose times are compared, with the fields of MeasuredRun that say which they are, and the plan of such a step."""
+
+    steady: Sequence[Mapping[str, float]]
+    plan: dict[str, Any]
+    batch: int | None
+    whole_batch: bool
+    is_warm: bool
+    planned_since: int | None
+
+
 def read_measured_run(folder: Path) -> MeasuredRun:
     """Read RUN_DIR; what is missing or damaged there is None or empty."""
     damaged = list[str]()
@@ -110,17 +122,8 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     logged = [row for row in map(_numbers, of_steps) if "step" in row]
     rows = list({int(row["step"]): row for row in logged}.values())  # of a step done twice, the last time
     last = list({step: row for row in of_steps if (step := whole_number(row.get("step"))) is not None}.values())
-    ramps = nested_value(run, "train", "rampup", "batch") is not None
-    timed = [row for row in rows if "seconds" in row]
-    of_plan = _rows_of_last_plan(timed, ramps=ramps)
-    steady = of_plan[1:] or of_plan  # without the first, which includes warming up
-    batch = max((int(row["batch"]) for row in steady if "batch" in row), default=None) if ramps else None
-    whole_batch = batch in (None, nested_value(run, "train", "batch"))
-    if batch is not None:  # steps of one batch are compared with a planned step of it
-        steady = [row for row in steady if row.get("batch") == batch]
-        plan |= {} if whole_batch else _times_of_batch(plan, run, batch)
-    else:  # a run that ramped up before has rows with smaller batches
-        steady = [row for row in steady if "batch" not in row]
+    timed = _timed_rows(run, plan, rows)
+    plan, steady = timed.plan, timed.steady
     name, again = run.get("name"), pairwise(int(row["step"]) for row in logged)
     steps, saves = max((int(row["step"]) for row in rows), default=0), tuple(recorded_saves(written))
     reasons = tuple(restart_reasons(written))
@@ -150,8 +153,8 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         averaged=averaged,
         accuracies=accuracies,
         step_bar=_step_bar(plan),
-        is_warm=len(of_plan) != 1,
-        planned_since=int(of_plan[0]["step"]) if len(of_plan) < len(timed) else None,
+        is_warm=timed.is_warm,
+        planned_since=timed.planned_since,
         lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
         damaged=tuple(damaged),
         slow=tuple(_slow_devices(written)),
@@ -159,10 +162,33 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         saving=tuple(_saving(plan, saves)),
         restart_reasons=reasons,
         tokens_per_second=tuple((int(row["step"]), row["tokens_per_second"]) for row in rows if "tokens_per_second" in row),
-        batch=batch,
-        whole_batch=whole_batch,
+        batch=timed.batch,
+        whole_batch=timed.whole_batch,
         loss_unit="of a pair of answers" if nested_value(run, "data", "name") == "preferences" else "nats a token",
         accuracy=next((row["accuracy"] for row in reversed(rows) if "accuracy" in row), None),
+    )
+
+
+def _timed_rows(run: Mapping[str, Any], plan: dict[str, Any], rows: Sequence[Mapping[str, float]]) -> _TimedRows:
+    """The rows whose times are compared, and the plan of such a step."""
+    ramps = nested_value(run, "train", "rampup", "batch") is not None
+    timed = [row for row in rows if "seconds" in row]
+    of_plan = _rows_of_last_plan(timed, ramps=ramps)
+    steady = of_plan[1:] or of_plan  # without the first, which includes warming up
+    batch = max((int(row["batch"]) for row in steady if "batch" in row), default=None) if ramps else None
+    whole_batch = batch in (None, nested_value(run, "train", "batch"))
+    if batch is not None:  # steps of one batch are compared with a planned step of it
+        steady = [row for row in steady if row.get("batch") == batch]
+        plan |= {} if whole_batch else _times_of_batch(plan, run, batch)
+    else:  # a run that ramped up before has rows with smaller batches
+        steady = [row for row in steady if "batch" not in row]
+    return _TimedRows(
+        steady=steady,
+        plan=plan,
+        batch=batch,
+        whole_batch=whole_batch,
+        is_warm=len(of_plan) != 1,
+        planned_since=int(of_plan[0]["step"]) if len(of_plan) < len(timed) else None,
     )
 
 

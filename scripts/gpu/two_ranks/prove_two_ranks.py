@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ....cli.config.load import load_recipe
-from ....trainer.plan.plan import make_plan
 from ....trainer.prove.fork_client import ForkServer
-from ....trainer.prove.judge import LayoutResult
-from ....trainer.prove.prover import StartServer, run_proof
-from ....trainer.prove.trials.layouts import ONE_PROCESS, ProveLayout, run_in_layout
-from ....trainer.prove.trials.plan_proof import Proof, shortened_run
-from ....trainer.prove.trials.trial import Trial
+from ....trainer.prove.trials.layouts import ProveLayout
 from ..check_context import CheckContext
 from ..finding import Finding
-from ..fit_runs import RECIPE, UNTIMED
+from ..fit_runs import UNTIMED
+from ..proved_layouts import prove_layouts
 from .staged_messages import STAGED
 
 SERVER = (sys.executable, "-m", "distrain.scripts.gpu.two_ranks.staged_ranks")
-STEPS = 4
 LAYOUTS = (
     ProveLayout(tp=2),
     ProveLayout(tp=2, sequence=True),
@@ -65,7 +58,7 @@ PROOFS = {
     "compiled": LayersProof(  # on a CPU attention across context ranks is in the graphs, which takes minutes to compile
         words=("train.precision=bf16", "train.compile=true"), layouts=COMPILED_LAYOUTS, rehearsed=(2,)
     ),
-    "windows": LayersProof(words=("train.precision=bf16", "model.window=16"), layouts=WINDOWED_LAYOUTS, rehearsed=(0, 2)),
+    "windows": LayersProof(words=("train.precision=bf16", "model.window=16"), layouts=WINDOWED_LAYOUTS, rehearsed=(2,)),
 }
 
 
@@ -78,35 +71,5 @@ def prove_two_ranks(context: CheckContext, layers: str = "fp32") -> Finding:
     return replace(found, figures={**found.figures, "staged through host memory": list(STAGED)})
 
 
-def prove_layouts(
-    context: CheckContext, name: str, words: Sequence[str], layouts: Sequence[ProveLayout], start_server: StartServer
-) -> Finding:
-    """Train a tiny recipe with overrides as one process and in each layout, in a folder of this name, and judge these as `prove` does."""
-
-    def trial(layout: ProveLayout) -> Trial:
-        overrides = (*context.words(layout.ranks), *words, f"log.dir={context.folder}")
-        run = run_in_layout(shortened_run(load_recipe(RECIPE, overrides), STEPS, name), layout)
-        return Trial(layout=layout, run=run, plan=make_plan(run))
-
-    reference, trials = trial(ONE_PROCESS), tuple(map(trial, layouts))
-    proof = Proof(
-        recipe=reference.run, reference=reference, trials=trials, control=None, saver=None, resume=None, unchosen=0, skipped=()
-    )  # fmt: skip
-    result = run_proof(proof, lambda each: None, lambda text: None, start_server)
-    rows = [result.reference, *result.layouts]
-    return Finding(
-        figures={
-            "layouts": {each.trial.name: _figures(each) for each in result.layouts},
-            "steps": STEPS,
-            "tolerance": {"loss": result.tolerance.loss, "norm": result.tolerance.norm},
-        },
-        departures=tuple(f"{each.trial.name}: {each.reason or each.verdict}" for each in rows if each.verdict != "same"),
-    )
-
-
 def _start_server(log: Path, environment: Mapping[str, str]) -> ForkServer:
     return ForkServer(log, {**environment, **UNTIMED}, command=SERVER)
-
-
-def _figures(result: LayoutResult) -> dict[str, Any]:
-    return {"verdict": result.verdict, "loss": result.loss, "norm": result.norm, "weights": result.weights}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...machine.facts import CPU_RANKS_PER_CORE
+from ...machine.measure_machine import CPU_RANKS_PER_CORE
 from ...spec.numbers.as_text import size_text
 from ...spec.problem import Problem
 from ..hosts.hostfile import Host

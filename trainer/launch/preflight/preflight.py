@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...plan.result import Plan
+from ...plan.plan_data import Plan
 from ...rundir.files import run_folder
 from ...spec.problem import Problem
 from ...spec.run import Run

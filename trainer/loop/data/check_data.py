@@ -40,7 +40,7 @@ TEXT_SEARCH = FileSearch(
     suffixes=text_suffixes(),
     companions=("dataset_info.json", "dataset_dict.json", "state.json"),
     described=".txt, .jsonl, .json, .ndjson (or one of them as .gz or .zst), .parquet or .arrow",
-    mend="name files of other kinds with a pattern: data.path='{}/**/*.md'",
+    mend="name files of other kinds with a pattern: data.path='{}/**/*{}'",
 )
 PAIR_SEARCH = FileSearch(
     suffixes=line_suffixes(),

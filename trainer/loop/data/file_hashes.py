@@ -26,27 +26,27 @@ class NotCached(Exception):
 
 
 class _HashMemory:
-    """The remembered hashes of a group of files, in one file of the cache."""
+    """The remembered hashes of a group of files, in one file of the cache; files are named by absolute path."""
 
-    def __init__(self, paths: Sequence[Path], cache: Path) -> None:
-        names = "\n".join(os.path.abspath(path) for path in paths)
-        self.path = cache / "hashes" / f"{blake2b(names.encode(), digest_size=16).hexdigest()}.json"
-        self.known: dict[str, Any] = {}  # [version, hash] by path
+    def __init__(self, names: Sequence[str], cache: Path) -> None:
+        group = "\n".join(names)
+        self.path = cache / "hashes" / f"{blake2b(group.encode(), digest_size=16).hexdigest()}.json"
+        self.known: dict[str, Any] = {}  # [version, hash] by name
         self.is_changed = False
         with suppress(OSError, ValueError, TypeError):
             self.known = dict(json.loads(self.path.read_text()))
 
-    def find(self, path: Path) -> str | None:
-        """Return the remembered hash of a file; None if there is none of the file as it is now."""
-        version, found = self.known.get(os.path.abspath(path), (None, None))
-        return str(found) if version == _file_version(path.stat()) else None
+    def find(self, name: str, stat: os.stat_result) -> str | None:
+        """Return the remembered hash of a file; None if there is none of the version that `stat` is of."""
+        version, found = self.known.get(name, (None, None))
+        return str(found) if version == _file_version(stat) else None
 
-    def compute(self, path: Path) -> str:
+    def compute(self, name: str, path: Path) -> str:
         """Return the hash of a file, and remember it if the file has not just been changed."""
         stat = path.stat()
         found = digest(path)
         if time.time_ns() - stat.st_ctime_ns > _SETTLED:
-            self.known[os.path.abspath(path)] = [_file_version(stat), found]
+            self.known[name] = [_file_version(stat), found]
             self.is_changed = True
         return found
 
@@ -63,17 +63,19 @@ def file_hashes(paths: Sequence[Path], cache: Path, report: Callable[[int], None
 
     With `only_quick` it raises NotCached where it would have to read a large file, or many small ones.
     """
-    sizes = [path.stat().st_size for path in paths]
-    small = [path for path, size in zip(paths, sizes, strict=True) if size < REMEMBERED_ALONE]
+    names = [os.path.abspath(path) for path in paths]
+    stats = [os.stat(path) for path in paths]
+    small = [name for name, stat in zip(names, stats, strict=True) if stat.st_size < REMEMBERED_ALONE]
     together, hashes, read = _HashMemory(small, cache), list[str](), 0
-    for path, size in zip(paths, sizes, strict=True):
-        memory = together if size < REMEMBERED_ALONE else _HashMemory([path], cache)
-        found = memory.find(path)
+    for path, name, stat in zip(paths, names, stats, strict=True):
+        size = stat.st_size
+        memory = together if size < REMEMBERED_ALONE else _HashMemory([name], cache)
+        found = memory.find(name, stat)
         if found is None:
             read += size
             if only_quick and (memory is not together or read > _SMALL_FILES):
                 raise NotCached
-            found = memory.compute(path)
+            found = memory.compute(name, path)
             if memory is not together:
                 memory.save()
         hashes.append(found)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...machine.facts import cpu_model
+from ...machine.measure_machine import cpu_model
 from .checksum import checksum, combined
 from .device_reading import DeviceReading
 

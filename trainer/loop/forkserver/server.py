@@ -1,6 +1,6 @@
 """A fork server of ranks: it imports torch and DeepSpeed once and forks the ranks of each job.
 
-Run it as `python -m distrain.trainer.loop.forkserver.server`.
+Run it as `python -m distrain.trainer.loop.forkserver`.
 
 A request is a line of JSON on stdin; messages and at last the reply are lines of JSON on stdout. A job:
 
@@ -99,8 +99,10 @@ def serve(program: RankProgram, questions: Mapping[str, Question], *, module: st
         import_rank_modules()
         _evaluate_annotations()
     _assert_forkable()
-    gc.collect()
-    gc.freeze()  # else garbage collection in a forked process would touch imported objects and so copy their memory pages
+    # Else garbage collection in a forked process would touch imported objects and so copy their memory pages. What the imports left
+    # stays: forked processes would fill its holes, in pages that they share, rather than new pages.
+    gc.freeze()
+    gc.enable()  # modules were imported without it
     with suppress(ClientGone):
         for line in sys.stdin:
             request = json.loads(line)
@@ -284,7 +286,3 @@ def _send(fd: int, message: Mapping[str, Any]) -> None:
             data = data[os.write(fd, data) :]
     except BrokenPipeError:
         raise ClientGone from None
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

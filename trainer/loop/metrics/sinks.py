@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ...plan.result import Plan
+from ...plan.plan_data import Plan
 from ...rundir.metric_rows import is_step_row, validation_key
 from ...spec.read import value_text
 from ...spec.run import Run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...parallel.world import World
-from ...plan.result import Plan
+from ...plan.plan_data import Plan
 from ...spec.run import Run
 
 PLANNED_IN_ROWS = ("planned_seconds", "planned_memory_peak")  # the planned figures that every row holds

@@ -49,6 +49,14 @@ def resume_check_record(run: Run, engine: Engine, grid: Grid, batches: Batches, 
     return recorded
 
 
+def mismatch_reason(run: Run) -> str:
+    """Return why a checkpoint's loss may differ now, and what to do: with LoRA, whose checkpoints hold the additions alone, the frozen
+    weights come first."""
+    if run.model.lora.rank and run.model.weights:
+        return f"the frozen weights in {run.model.weights} may not be those that it was trained with: put these back"
+    return "the model is computed in another way now, or this is a bug of distrain: use the version that saved it, and please report it"
+
+
 def check_resumed_loss(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int, extra: Mapping[str, Any]) -> None:
     """Evaluate the samples whose loss a checkpoint records, on all ranks. Raises ResumeMismatch where the loss differs.
 
@@ -61,5 +69,5 @@ def check_resumed_loss(run: Run, engine: Engine, grid: Grid, batches: Batches, s
     if not abs(loss - saved["loss"]) <= tolerance(saved["loss"], saved["precision"], run.train.precision):
         raise ResumeMismatch(
             f"step {step} was saved with a loss of {saved['loss']:.4f} on its next {count} sequences, and loads with {loss:.4f}: "
-            "the model is computed in another way now, or this is a bug of distrain: use the version that saved it, and please report it"
+            f"{mismatch_reason(run)}"
         )

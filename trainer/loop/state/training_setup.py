@@ -12,7 +12,7 @@ from ...engines.engine import Engine
 from ...launch.rank.channel import Channel
 from ...parallel.process_groups import Grid
 from ...parallel.world import World
-from ...plan.result import Plan
+from ...plan.plan_data import Plan
 from ..data.samples.batches import Batches
 from ..metrics.sinks import Sinks
 from ..step.evaluate import Validation

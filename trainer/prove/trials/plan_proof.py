@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from ...launch.admission import check_start
-from ...machine import facts as machine
-from ...machine.facts import CPU_RANKS_PER_CORE
+from ...machine import measure_machine as machine
+from ...machine.measure_machine import CPU_RANKS_PER_CORE
 from ...plan.layout.schedule_of_run import is_file
 from ...plan.plan import make_plan
 from ...plan.rules.value_rules import folders_rule

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...plan.result import Plan
+from ...plan.plan_data import Plan
 from ...rundir.files import run_folder, write_launch_files
 from ...spec.run import Run
 from .layouts import ProveLayout

@@ -17,12 +17,13 @@ from typing import NamedTuple
 from ....spec.problem import Problem, Unreadable, suggest_name
 from .data_error import data_error, data_problem
 
-# Folders of the standard library that are skipped: tests, tools with a user interface, tables, installed packages.
+# Folders of the standard library that are skipped: tests, tools with a user interface, tables, installed packages, compiled files.
 _TESTS = {"test", "tests", "__phello__"}
 _TOOLS = {"idlelib", "turtledemo", "lib2to3", "ensurepip"}
 _TABLES = {"encodings", "pydoc_data"}
 _INSTALLED = {"site-packages", "dist-packages", "lib-dynload"}
-_SKIPPED_FOLDERS = _TESTS | _TOOLS | _TABLES | _INSTALLED
+_COMPILED = {"__pycache__"}
+_SKIPPED_FOLDERS = _TESTS | _TOOLS | _TABLES | _INSTALLED | _COMPILED
 _MACHINE_FILES = (
     "_sysconfigdata",
     "sitecustomize",
@@ -58,7 +59,7 @@ class FileSearch(NamedTuple):
     suffixes: tuple[str, ...]  # name suffixes of the files that are read
     companions: tuple[str, ...]  # name suffixes of files that belong to data files: they are not reported as skipped
     described: str  # the suffixes, for a message
-    mend: str  # what to do if a folder has no such file
+    mend: str  # what to do if a folder has no such file, with {} for the folder and {} for the suffix of most of its files
     accepts: Callable[[Path], bool] = lambda path: True  # whether a file with one of the suffixes is read
 
 
@@ -116,7 +117,7 @@ def _folder_files(word: str, path: Path, search: FileSearch, remark: Remark) -> 
         raise data_error(f"data.path={word} has only empty files in it")
     if not files:
         says = f"data.path={word} has no {search.described} in it" + (f", only {skipped}" if skipped else "")
-        raise data_error(says, search.mend.format(word))
+        raise data_error(says, search.mend.format(word, _commonest_suffix(everything)))
     if skipped:
         remark(f"data.path={word}: {_file_count(files)}; skipped: {skipped}")
     return files
@@ -137,6 +138,12 @@ def _pattern_files(word: str, path: Path, search: FileSearch, remark: Remark) ->
     return files
 
 
+def _commonest_suffix(files: Sequence[DataFile]) -> str:
+    """Return the suffix of most of the files that are not empty; "" where there is none."""
+    found = Counter(file.path.suffix for file in files if file.size).most_common(1)
+    return found[0][0] if found else ""
+
+
 def _file_count(files: Sequence[DataFile]) -> str:
     return f"{len(files):,} files are read" if files[1:] else "1 file is read"
 
@@ -151,23 +158,35 @@ def _skipped_text(everything: Sequence[DataFile], files: Sequence[DataFile]) -> 
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...] = ("",), without: AbstractSet[str] = frozenset()) -> list[DataFile]:
-    """Return the files below a folder, sorted by name, without hidden files and folders named in `without`; raises OSError."""
-    files = []
-    for at, folders, names in os.walk(root, onerror=_raise_error):
-        folders[:] = [name for name in folders if name not in without and not name.startswith(".")]
-        below = Path(at).relative_to(root)
-        for name in names:
-            if name.endswith(suffixes) and not name.startswith("."):
-                with suppress(FileNotFoundError):  # a broken link
-                    about = os.stat(os.path.join(at, name))
-                    if stat.S_ISREG(about.st_mode):
-                        files.append(DataFile((below / name).as_posix(), Path(at, name), about.st_size))
+    """Return the files below a folder, sorted by name, without hidden files and folders named in `without`; raises OSError.
+
+    Links to files are read, links to folders are not followed. Every rank does this, so it makes one `Path` a file.
+    """
+    files, left = list[DataFile](), [(root, "")]
+    while left:
+        folder, below = left.pop()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                name = entry.name
+                if name.startswith("."):
+                    continue
+                if _is_folder(entry):
+                    if name not in without and not entry.is_symlink():
+                        left.append((folder / name, f"{below}{name}/"))
+                elif name.endswith(suffixes):
+                    with suppress(FileNotFoundError):  # a broken link
+                        about = entry.stat()
+                        if stat.S_ISREG(about.st_mode):
+                            files.append(DataFile(f"{below}{name}", folder / name, about.st_size))
     return sorted(files)
 
 
-def _raise_error(error: OSError) -> None:
-    """Raise instead of skipping a folder that can't be read."""
-    raise error
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry of a folder is a folder, or a link to one; what can't be looked at is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _file(name: str, path: Path) -> DataFile:

@@ -12,8 +12,8 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.scripts.plan_keys import PAGE, page_text
-from distrain.trainer.plan.result import Plan
-from distrain.trainer.plan.result_keys import PLAN_KEYS
+from distrain.trainer.plan.plan_data import Plan
+from distrain.trainer.plan.plan_json_keys import PLAN_KEYS
 
 
 def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:

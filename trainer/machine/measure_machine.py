@@ -1,6 +1,6 @@
-"""The facts of this machine that recipes leave to it: its GPUs, its CPU's rates. Measured once by `probe.py`, then read from the cache.
+"""Measures what recipes leave to this machine, its GPUs and its CPU's rates: once, by `probe.py`; then it is read from the cache.
 
-`python -m distrain.trainer.machine.facts` measures this machine if that was not done yet.
+`python -m distrain.trainer.machine.measure_machine` measures this machine if that was not done yet.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEVICE_OPTIONS = {
 }
 CPU_RANKS_PER_CORE = 8  # ranks on a CPU that one core can still serve, slowly
 PROBE = 4  # version of the probe; raise it when what is measured, or how, changes
-PATIENCE = 120.0  # seconds that a probe may take
+PATIENCE = 120.0  # seconds that a probe may take on an idle machine
 BUSY = 0.5  # processes per core that wait or run before the probe, from which on its result is measured again later
 MEASURING = "measuring this machine once, for a few seconds"
 
@@ -77,15 +77,18 @@ def measure_now(*, always_cpu: bool = False) -> Problem | None:
 
     With an earlier result under the same key, the better of both rates is kept: other work only ever slows a measurement.
     """
-    load, file = load_per_core(), cache_file(measurement_key())
+    load, limit, file = load_per_core(), time_limit(PATIENCE), cache_file(measurement_key())
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return _unwritable(file, error)
     try:
-        probe = capture_child("distrain.trainer.machine.probe", ["cpu"] if always_cpu else [], seconds=PATIENCE)
+        probe = capture_child("distrain.trainer.machine.probe", ["cpu"] if always_cpu else [], seconds=limit)
         found = json.loads(probe.stdout) if probe.returncode == 0 else None
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
+        late = f"this machine could not be measured in {limit:.0f} s"
+        return Problem(rule="probe", says=late, mend="try again when it is less busy, or python -m distrain.trainer.machine.probe says why")
+    except (OSError, ValueError):
         found = None
     if found is None:
         return Problem(rule="probe", says="this machine could not be measured", mend="python -m distrain.trainer.machine.probe says why")
@@ -131,6 +134,11 @@ def load_per_core() -> float:
         return os.getloadavg()[0] / (os.cpu_count() or 1)
     except (OSError, AttributeError):
         return 0.0
+
+
+def time_limit(seconds: float) -> float:
+    """Return how long a child process may take that takes `seconds` at most on an idle machine: a busy one gives it a part of a core."""
+    return seconds * max(1.0, load_per_core())
 
 
 def measurement_key() -> dict[str, Any]:
