@@ -110,7 +110,10 @@ class Composer:
             raise Unreadable([composition_problem(error, file, self._config_dir, RECIPE_NAME)]) from None
         device = next((each for each in choices if each.key == "device" and not each.deletes), None)
         if device:
-            before = self._compose(whole, [each for each in choices if each is not device], file)
+            try:
+                before = self._compose(whole, [each for each in choices if each is not device], file)
+            except Unreadable:  # of the device that is replaced
+                return config
             note_links(config, device, before)
             drop_device_figures(config, device, before)
         return config

@@ -73,9 +73,10 @@ def device_figures(config: DictConfig) -> list[str]:
 def note_links(config: DictConfig, choice: Override, before: DictConfig) -> None:
     """Add to the reading of a config that its links stay, where the chosen device is another GPU than that of the config `before`."""
     old, new = (OmegaConf.select(each, "cluster.device.name") for each in (before, config))
-    rates = [(where, OmegaConf.select(config, f"cluster.{key}.bandwidth")) for key, where in LINKS.items()]
+    links = OmegaConf.to_container(config, resolve=False).get("cluster", {})  # type: ignore[union-attr]
+    rates = [(where, (links.get(key) or {}).get("bandwidth")) for key, where in LINKS.items()]
     known = [f"{rate / 1e9:g} GB/s {where}" for where, rate in rates if isinstance(rate, int | float)]
-    if old and old != new and known:
+    if old and old != new and known and OmegaConf.select(config, "cluster.device.kind") != "cpu":
         says = f"{choice.text}: links stay those of the cluster of {old} where no key sets them: {' and '.join(known)}, for each device"
         config["reading"] = join_readings(config.get("reading"), says)
 

@@ -54,6 +54,8 @@ def _line_problem(error: MarkedYAMLError, found: str, text: str) -> tuple[str, s
         )
     if "expected ',' or " in found and begin is not None and begin.line == at.line:
         return "a comma is missing before this", "put commas between the entries"
+    if found.endswith(("content, but found ']'", "content, but found '}'")) and "flow node" in (error.context or ""):
+        return "a [ or { before this is not closed", "close it"
     if "but found '<scalar>'" in found and before.rstrip().endswith(("'", '"')):
         return "text stands behind a quoted value", "put all of it inside the quotes"
     return None

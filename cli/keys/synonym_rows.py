@@ -231,7 +231,8 @@ ROWS: tuple[Synonym, ...] = (
     _row("multi_latent_attention", "model.family", "", {"true": "mla"}),
     _row("swiglu", "model.act", "", {"true": "swiglu"}),
     _row("moe_expert_capacity_factor", "model.capacity", "of each sequence"),
-    _row("hidden_act", "model.act", "", {"silu": "swiglu", "gelu": "gelu"}),  # silu of Llama and its kin has a gate
+    _row("hidden_act", "model.act", "",  # silu of Llama and its kin has a gate
+         {"silu": "swiglu", "gelu": "gelu", "relu": "relu", "gelu_new": "gelu_tanh"}),
     _row("hidden_activation", "model.act", "", {"gelu_pytorch_tanh": "geglu_tanh"}),  # of Gemma
     _row("activation_function activation", "model.act", "",
          {each: each for each in ("gelu", "relu", "silu", "swiglu", "geglu")} | {"gelu_new": "gelu_tanh"}),

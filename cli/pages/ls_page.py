@@ -136,6 +136,7 @@ def _same_name(name: str, groups: tuple[str, ...]) -> Problem | None:
     letter; else None."""
     from difflib import get_close_matches
 
+    from ..keys.key_search import keys_about
     from ..keys.keys import config_keys, same_named_keys
     from ..keys.synonyms import synonym_problem
 
@@ -143,7 +144,7 @@ def _same_name(name: str, groups: tuple[str, ...]) -> Problem | None:
         return problem
     if "." not in name and (near := get_close_matches(name, (*groups, RECIPES, RUNS), n=1, cutoff=ALMOST_SAME)):
         return Problem(rule="group", says=f"no group {name}", mend=f"did you mean {near[0]}?")
-    same = same_named_keys(name, config_keys())
+    same = same_named_keys(name, config_keys()) if not keys_about(name) else []
     return Problem(rule="unknown", says=f"no key {name}", mend=f"did you mean {' or '.join(same)}?") if same else None
 
 

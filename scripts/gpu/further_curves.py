@@ -40,6 +40,7 @@ class FurtherWay:
 
 WAYS = {
     "offloaded zero3": FurtherWay(words=ON_HOST, like=PLAIN),
+    "weights on the host": FurtherWay(words=("parallel.zero=3", "parallel.offload={optimizer: true, parameters: true}"), like=PLAIN),
     "offloaded zero3 of a large model": FurtherWay(words=(*LARGE, *ON_HOST), like="large", unlike=PLAIN, needs="GPU"),
     "compiled layers with float32 sums": FurtherWay(words=(*COMPILED, "train.gradients=fp32"), like=PLAIN),
     "moments in 8 bits": FurtherWay(words=("optim.moments=int8",), like=PLAIN),

@@ -267,7 +267,7 @@ def test_a_reference_that_is_damaged_or_missing_is_computed_again_from_the_weigh
         content = bytearray(file.read_bytes())
         content[-5] ^= 1
         file.write_bytes(content)
-    job = ranks.train(stopped, *BASE, *preferences, *LAYOUTS[4])
+    job = ranks.train(stopped, *BASE, *preferences, *LAYOUTS[3 if what == "missing" else 4])  # 3 gathers weights, and then loads others
     assert is_computed(job)
     assert (f"{REFERENCE_FILE} is damaged: the reference is computed again" in job.lines) == (what == "damaged")
     assert job.figures("loss") == pytest.approx(one_rank["loss"], abs=1e-5, rel=0)

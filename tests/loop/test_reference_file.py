@@ -19,7 +19,7 @@ from distrain.trainer.launch.file_checks import weight_problems
 from distrain.trainer.loop.data.samples.corpus import Corpus
 from distrain.trainer.loop.state.reference_file import HeldReference, _changed_values, read_reference, reference_identity, write_reference
 from distrain.trainer.rundir.files import REFERENCE_FILE, run_folder
-from distrain.trainer.rundir.reference_header import has_whole_reference, joined, samples_read
+from distrain.trainer.rundir.reference_header import has_whole_reference, samples_read, union_of_reads
 from distrain.trainer.spec.run import Run
 from distrain.trainer.spec.sections.lora import Lora
 from distrain.trainer.spec.sections.router import Router
@@ -207,17 +207,24 @@ def test_a_pass_that_is_stopped_keeps_what_was_whole(tmp_path: Path, run: Run) -
     write_reference(tmp_path, {CORPUS.key: VALUES}, identity, is_whole=False, reads=reads)
     assert has_whole_reference(run, tmp_path)
     assert not has_whole_reference(with_steps(run, 11), tmp_path)
-    assert read_reference(tmp_path, identity).reads == reads
+    assert read_reference(tmp_path, identity).reads == reads | {"every": False}
+
+
+def test_a_file_with_all_pairs_lets_a_longer_run_begin_without_the_weights(tmp_path: Path, run: Run) -> None:
+    identity, reads = reference_identity(run, CORPUS), samples_read(run, 0, 11 * run.train.batch)
+    write_reference(tmp_path, {CORPUS.key: [np.ones((9, 2))]}, identity, reads=reads)
+    assert has_whole_reference(with_steps(run, 1000), tmp_path)
+    assert not has_whole_reference(with_steps(run, 1000, validate={"new": "b.jsonl"}), tmp_path)
 
 
 def test_samples_that_follow_on_each_other_are_joined(run: Run) -> None:
     reads = {each: samples_read(run, *each) for each in ((0, 10), (5, 20), (11, 20), (0, 20))}
-    assert joined(reads[0, 10], reads[5, 20]) == reads[0, 20]
-    assert joined(reads[0, 10], reads[11, 20]) == reads[11, 20]
-    assert joined(reads[11, 20], reads[0, 10]) == reads[0, 10]
-    assert joined(None, reads[0, 10]) == reads[0, 10]
+    assert union_of_reads(reads[0, 10], reads[5, 20]) == reads[0, 20]
+    assert union_of_reads(reads[0, 10], reads[11, 20]) == reads[11, 20]
+    assert union_of_reads(reads[11, 20], reads[0, 10]) == reads[0, 10]
+    assert union_of_reads(None, reads[0, 10]) == reads[0, 10]
     other = samples_read(replace(run, train=replace(run.train, seed=9)), 5, 20)
-    assert joined(reads[0, 10], other) == other
+    assert union_of_reads(reads[0, 10], other) == other
 
 
 def test_an_adapter_is_a_part_of_the_start_weights(tmp_path: Path, run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from shlex import quote
 from typing import Any
 
 from ..engines.engine import StepResult
@@ -95,8 +96,11 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
                 if saver.newest < done:
                     raise SystemExit(STOPPED_UNSAVED)
                 return False
-            if stopping and setup.validations and setup.world.is_rank0:
-                setup.channel.say(f"stopped in its last step: `distrain evaluate {setup.folder}` computes the validation that was left out")
+            if stopping and setup.validations:
+                saver.finish(at_end=True)
+                if setup.world.is_rank0 and saver.newest == last:
+                    command = f"distrain evaluate {quote(str(setup.folder))}"
+                    setup.channel.say(f"stopped in its last step: `{command}` computes the validation that was left out")
     setup.channel.report_phase("end")
     if saver.newest < last and is_save_due(run, last, last):
         raise LastStepNotSaved(unsaved_message(saver.newest, last))

@@ -77,16 +77,21 @@ class Prover:
 
     def _prove_reference(self) -> ProofResult:
         """Train one process; without an evaluation if it fails with one, as where no text is held out for it."""
-        began = monotonic()
-        reference, why = self._train(self.proof.reference, "one process", None), ""
-        self._patience = start_seconds(monotonic() - began)
+        reference, why = self._train_reference(), ""
         if reference.verdict == "failed":
             evaluated, self.proof = reference, without_evaluation(self.proof)
-            reference = self._train(self.proof.reference, "one process", None)
+            reference = self._train_reference()
             why = evaluated.reason if reference.verdict == "same" else ""
         if reference.verdict == "same" and (problem := sample_problem(reference.trial, reference.trial)):
             reference = replace(reference, verdict="departs", reason=problem)
         return ProofResult(reference=reference, layouts=(), tolerance=tolerance(reference), no_evaluation=why)
+
+    def _train_reference(self) -> LayoutResult:
+        """Train one process; what it takes decides how long layouts may take to start."""
+        began = monotonic()
+        reference = self._train(self.proof.reference, "one process", None)
+        self._patience = start_seconds(monotonic() - began)
+        return reference
 
     def _prove_layouts(self, proof: ProofResult, on_result: Callable[[LayoutResult], None]) -> ProofResult:
         for number, trial in enumerate(self.proof.trials, 1):

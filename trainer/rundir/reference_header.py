@@ -33,7 +33,7 @@ def has_whole_reference(run: Run, folder: Path) -> bool:
         size = max((each["data_offsets"][1] for name, each in head.items() if name != "__metadata__"), default=0)
         words = head.get("__metadata__", {})
         is_whole = (
-            covers(json.loads(words[READS_KEY]), _samples_to_read(run, folder)) if READS_KEY in words else words.get(WHOLE_KEY) != "false"
+            are_held(_samples_to_read(run, folder), json.loads(words[READS_KEY])) if READS_KEY in words else words.get(WHOLE_KEY) != "false"
         )
         return path.stat().st_size == 8 + head_size + size and is_whole
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
@@ -42,7 +42,7 @@ def has_whole_reference(run: Run, folder: Path) -> bool:
 
 def samples_read(run: Run, first: int, end: int) -> Reads:
     """Return, as JSON values, which pairs a run reads: "samples" to train on, from `first` to `end`, "evaluated": how many of each split
-    that is evaluated, and "of": what decides which pairs these are."""
+    that is evaluated, and "of": what decides which pairs these are. The file's own say under "every" whether it has all pairs there are."""
     from msgspec import json as msgspec_json
     from msgspec import to_builtins
 
@@ -52,14 +52,16 @@ def samples_read(run: Run, first: int, end: int) -> Reads:
     return {"samples": [first, end], "evaluated": many, "of": blake2b(msgspec_json.encode(of), digest_size=16).hexdigest()}
 
 
-def covers(held: Mapping[str, Any], needed: Mapping[str, Any]) -> bool:
+def are_held(needed: Mapping[str, Any], held: Mapping[str, Any]) -> bool:
     """Return whether the pairs of what a run needs are among those that are held."""
+    if held["of"] != needed["of"]:
+        return False
     (first, end), (needed_first, needed_end) = held["samples"], needed["samples"]
-    alike = bool(held["of"] == needed["of"] and held["evaluated"] >= needed["evaluated"])
-    return alike and first <= needed_first and needed_end <= end
+    in_range = first <= needed_first and needed_end <= end and held["evaluated"] >= needed["evaluated"]
+    return bool(held.get("every") or in_range)
 
 
-def joined(held: Reads | None, now: Reads) -> Reads:
+def union_of_reads(held: Reads | None, now: Reads) -> Reads:
     """Return the samples of both, where they are of the same pairs and follow on each other; else those of `now`."""
     if held is None or held["of"] != now["of"] or held["samples"][0] > now["samples"][1] or now["samples"][0] > held["samples"][1]:
         return now
@@ -68,7 +70,7 @@ def joined(held: Reads | None, now: Reads) -> Reads:
 
 
 def _samples_to_read(run: Run, folder: Path) -> Reads:
-    """Return what a run reads from its newest checkpoint on, as trainer/loop/state/start_state.py finds it."""
+    """Return what a run reads from its newest checkpoint on, if its data are those that it was saved with."""
     saved, _ = newest_saved(checkpoints_folder(folder))
     extra, step = (saved.extra, saved.step) if saved else ({}, 0)
     sample, tokens = extra.get("samples", step * run.train.batch), extra.get("tokens", step * run.train.batch * run.train.seq)

@@ -54,7 +54,7 @@ def _lost_steps(folder: Path) -> Iterator[str]:
     """Say that a run begins again which has logged steps, as that of a folder that was copied without its checkpoints."""
     steps = max((step for row in read_step_rows(folder) if (step := whole_number(row.get("step"))) is not None), default=0)
     if steps:
-        yield f"{folder} has logged {plural(steps, 'step')} and has no checkpoint: the run begins again at step 0"
+        yield f"{folder} has logged {plural(steps, 'step')} and no checkpoint to go on from: the run begins again at step 0"
 
 
 def unacceptable_key_problems(run: Run) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem, Unreadable
 from .checkpoints import SavedStep, checkpoints_folder, newest_saved
-from .files import LOGGED_KEY, METRICS_FILE, OUTCOME_FILE, is_run_folder, logged_bytes
+from .files import LOGGED_KEY, METRICS_FILE, OUTCOME_FILE, is_run_folder
 from .lock import LOCK_FILE as LOCK
 from .lock import lock_holder
 from .metric_rows import VALIDATION_KEY, is_step_row, main_validation_loss, validation_key, validation_losses
@@ -122,9 +122,21 @@ def _is_outcome_newest(folder: Path, end: Mapping[str, Any]) -> bool:
     The bytes that were logged say so, whatever clocks and copies have made of the files' times, which those of earlier versions need.
     """
     if isinstance(logged_before := end.get(LOGGED_KEY), int):
-        return logged_bytes(folder) <= logged_before
+        return not _has_step_rows(folder / METRICS_FILE, logged_before)
     logged = _write_time(folder / METRICS_FILE)
     return logged is None or logged <= (_write_time(folder / OUTCOME_FILE) or 0.0) + CLOCK_SLACK
+
+
+def _has_step_rows(metrics: Path, start: int) -> bool:
+    """Whether a metrics.jsonl has rows of steps from a byte on; a `fit` that has no step left adds others."""
+    with suppress(OSError), open(metrics, "rb") as file:
+        file.seek(start)
+        for line in file:
+            with suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict) and is_step_row(row):
+                    return True
+    return False
 
 
 def newest_checkpoint(folder: Path) -> tuple[int | None, tuple[str, ...]]:

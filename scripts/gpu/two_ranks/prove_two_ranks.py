@@ -36,8 +36,9 @@ COMPILED_LAYOUTS = (
 )
 WINDOWED_LAYOUTS = (
     ProveLayout(cp=2, engine="native"),  # each rank's windows are FlashAttention-2's own
-    ProveLayout(cp=2, all_to_all=True),
-    ProveLayout(dp=2, zero=3, offload="optimizer"),  # its rows travel to the host and back
+    ProveLayout(cp=2, all_to_all=True, engine="native"),
+    ProveLayout(dp=2, zero=3, offload="optimizer", engine="native"),  # its rows travel to the host and back
+    ProveLayout(dp=2, zero=3, offload="all", engine="native"),  # its weights are there too
     ProveLayout(dp=2, zero=2, engine="native"),
 )
 WORDS = ("model=tiny_llama", "data=synthetic", "train.seq=64", "train.batch=8", "train.microbatch=2")

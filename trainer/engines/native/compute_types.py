@@ -17,6 +17,6 @@ def compute_types(run: Run) -> tuple[torch.dtype, torch.dtype]:
 
 
 def row_type(run: Run) -> torch.dtype:
-    """Return the type of the rows of weights that a rank has on its device at ZeRO 3: float32 where they are stepped there, else that of
+    """Return the type of the rows of weights that a rank gathers at ZeRO 3: float32 where they are stepped on its device, else that of
     forward."""
     return compute_types(run)[0] if run.parallel.offload.optimizer else MASTER_DTYPE

@@ -39,6 +39,7 @@ from .data_parallel.sharded_weights import (
     ShardedReducer,
     ShardedWeight,
     collect_gathered,
+    drop_gathered,
     first_element,
     held_rows,
     keep_own_rows,
@@ -74,10 +75,7 @@ class NativeEngine(Engine):
         self._owned = self._distinct_parameters()
         self.reducer: BucketReducer | ShardedReducer
         self.buckets: Sequence[WeightBucket | ShardedWeight]
-        if sharding:
-            self.buckets, self.reducer = self._shard_fully(sharding)
-        else:
-            self.buckets, self.reducer = self._fill_buckets()
+        self.buckets, self.reducer = self._shard_fully(sharding) if sharding else self._fill_buckets()
         self._bucket_of = {row.parameter: bucket for bucket in self.buckets for row in bucket.rows}
         self.bucket_optimizer = BucketOptimizer(run, grid, self.buckets, grid.world.device, self._types, self._warn, self.modules)
         self.optimizer, self.averaged_weights = self.bucket_optimizer.optimizer, self.bucket_optimizer.averaged_weights
@@ -89,7 +87,7 @@ class NativeEngine(Engine):
     @classmethod
     def parameter_partitioner(cls, run: Run, grid: Grid) -> ParameterPartitioner | None:
         groups = row_groups(run, grid)
-        return partial(keep_own_rows, groups=groups, dtype=row_type(run)) if groups else None
+        return partial(keep_own_rows, groups=groups, dtype=row_type(run), on_host=run.parallel.offload.parameters) if groups else None
 
     @property
     def peak_in_flight(self) -> float:
@@ -167,6 +165,7 @@ class NativeEngine(Engine):
             self.together.average_states()
 
     def restore(self, read: ReadShard, counters: Mapping[str, Any], has: Callable[[str], bool]) -> None:
+        drop_gathered(self.modules)  # the pass of a reference before it has left the ends of the model gathered
         super().restore(read, counters, has)
         if self.together is not None:
             self.together.restart()

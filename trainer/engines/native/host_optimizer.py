@@ -2,7 +2,8 @@
 
 A rank's shard of each bucket is stepped in pieces: its summed gradients are copied to the host, stepped with there, and the new weights are
 copied back in the type that forward uses. While the host steps one piece, the gradients of the next and the weights of the one before are
-being copied. At ZeRO 3 a piece holds this rank's rows of several weights, most of which are small.
+being copied. At ZeRO 3 a piece holds this rank's rows of several weights, most of which are small; rows whose gradients and weights are on
+the host anyway (parallel.offload.parameters) are stepped where they are, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class HostOptimizer:
         weight, gradient = types
         self._optimizer, self._device, self._rounding = optimizer, device, rounding
         self._group_of = {master: group for group in optimizer.param_groups for master in group["params"]}
-        self._here = [each for each in buckets if each.host_rows is not None]  # weights and gradients are on the host
+        self._rows_on_host = [each for each in buckets if each.host_rows is not None]  # weights and gradients are on the host
         copied = [each for each in buckets if each.host_rows is None]
         self._pieces = list(_pieces(copied))
         self.to_host, self.to_device = CopyStream(device), CopyStream(device)
@@ -69,7 +70,7 @@ class HostOptimizer:
     def step(self, divisor: Tensor) -> None:
         """Step with the gradients over `divisor`, a number without dims, and gather the weights that other ranks step."""
         on_host = divisor.to("cpu", torch.float32)
-        for bucket in self._here:
+        for bucket in self._rows_on_host:
             whole = PiecePart(bucket, 0, bucket.master.numel(), 0, is_last=True)
             self._step_part(whole, bucket.shard_gradient, bucket.own_weights, on_host)
         self.to_host.wait_for_device()

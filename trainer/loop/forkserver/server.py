@@ -100,7 +100,7 @@ def serve(program: RankProgram, questions: Mapping[str, Question], *, module: st
         _evaluate_annotations()
     _assert_forkable()
     # Else garbage collection in a forked process would touch imported objects and so copy their memory pages. What the imports left
-    # stays: forked processes would fill its holes, in pages that they share, rather than new pages.
+    # stays: forked processes would reuse what was freed in pages that they share, and so copy these, rather than take new pages.
     gc.freeze()
     gc.enable()  # modules were imported without it
     with suppress(ClientGone):

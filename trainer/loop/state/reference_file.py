@@ -81,7 +81,8 @@ def write_reference(folder: Path, references: References, identity: Identity, *,
     Raises OSError, and then it is as it was."""
     tensors = {f"{key}/{index}": each for key, reference in references.items() for index, each in enumerate(reference)}
     words = {"identity": json.dumps(identity), "hash": _hash(tensors), WHOLE_KEY: json.dumps(is_whole)}
-    words |= {READS_KEY: json.dumps(reads)} if reads else {}
+    every = not any(np.isnan(each).any() for each in tensors.values())
+    words |= {READS_KEY: json.dumps(reads | {"every": every})} if reads else {}
     write_atomically(folder / REFERENCE_FILE, save(tensors, metadata=words))
 
 

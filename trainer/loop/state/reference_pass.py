@@ -18,7 +18,7 @@ from ...engines.engine import Engine
 from ...launch.rank.channel import STOPPED_UNSAVED, Channel
 from ...layers.preference_loss import take_pair_results
 from ...parallel.process_groups import Grid
-from ...rundir.reference_header import Reads, joined, samples_read
+from ...rundir.reference_header import Reads, samples_read, union_of_reads
 from ...spec.numbers.as_text import seconds_text
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
@@ -159,7 +159,7 @@ class _PassProgress:
         self._written = time.monotonic()
         try:
             known = self._known
-            reads = joined(known.held_reads, known.reads) if is_whole else known.held_reads
+            reads = union_of_reads(known.held_reads, known.reads) if is_whole else known.held_reads
             write_reference(self._folder, known.values, known.identity, is_whole=is_whole, reads=reads)
         except OSError as error:
             says = f"the reference could not be written ({error.strerror or error}): a resume computes it again"

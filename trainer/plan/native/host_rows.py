@@ -150,7 +150,8 @@ def host_row_work(context: CostContext, stepped: int) -> HostWork:
 
 def host_row_copies(context: CostContext, layout: Layout, kind: StageKind, summed: int) -> list[DataMessages]:
     """Return the copies of a step: each micro-batch's rows for forward, those of layers again for backward, and its gradients under
-    backward, which the host adds up; and `summed` elements that other axes sum on the device once a step, there and back."""
+    backward, which the host adds up, those of the last buffers after it; and `summed` elements that other axes sum on the device once a
+    step, there and back."""
     own, width, rates = row_elements(context, layout, kind), context.widths, context.host_rates
     parts, micros = max(1, context.layers_of(kind)), layout.micros
     found = [copies(TO_DEVICE, own.every * width.weight, parts, micros, rates, forward=True, overlap=True)]
@@ -159,8 +160,10 @@ def host_row_copies(context: CostContext, layout: Layout, kind: StageKind, summe
     gradients = copies(TO_HOST, own.trained * width.gradient, parts, micros, rates, overlap=True)
     if rates:
         added = own.trained * (width.gradient + (2 * micros - 1) / micros * MASTER_BYTES) / rates.memory
+        left = min(AT_HAND * min(GRADIENTS_AT_ONCE, own.trained), micros * own.trained)
+        added_last = left * (width.gradient + (2 if micros > 1 else 1) * MASTER_BYTES) / rates.memory
         seconds = max(gradients.seconds, added)
-        gradients = gradients._replace(seconds=seconds, least=max(gradients.least, seconds / parts))
+        gradients = gradients._replace(seconds=seconds, least=max(gradients.least, seconds / parts, min(seconds, added_last / micros)))
     found.append(gradients)
     if summed:
         found += [copies(verb, summed * MASTER_BYTES, 1, 1, rates) for verb in (TO_DEVICE, TO_HOST)]

@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from .host_gradients import HostGradients
 
 
-def keep_own_rows(parameter: nn.Parameter, shard: WeightShard, groups: RowGroups, dtype: torch.dtype) -> nn.Parameter:
-    """Return a parameter of the same shape without memory, which keeps this rank's rows of the values in type `dtype` as `own_rows`."""
+def keep_own_rows(parameter: nn.Parameter, shard: WeightShard, groups: RowGroups, dtype: torch.dtype, *, on_host: bool) -> nn.Parameter:
+    """Return a parameter of the same shape without memory, which keeps this rank's rows of the values in type `dtype` as `own_rows`: on
+    its device, or at once in the host's memory."""
     group = groups[shard.expert].sharing
     assert group is not None
     kept = nn.Parameter(torch.empty_like(parameter.data, dtype=dtype, device="meta"), requires_grad=parameter.requires_grad)
     chunks = parameter.data.chunk(group.size)
     own = chunks[group.rank] if group.rank < len(chunks) else parameter.data[:0]
-    kept.own_rows = own.to(dtype, copy=True)  # type: ignore[attr-defined]
+    kept.own_rows = own.to("cpu" if on_host else own.device, dtype, copy=True)  # type: ignore[attr-defined]
     kept.is_expert = shard.expert  # type: ignore[attr-defined]
     return kept
 
