@@ -18,6 +18,7 @@ step has the loss of the uninterrupted run; and the run said what was wrong with
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,6 +94,7 @@ class Campaign:
             self._begin_run()
         self.applied += 1
         if fault.kind in FILE_DAMAGES and not self._train_to_checkpoint(fault):
+            self._tidy()
             says = f"no checkpoint was saved in {CHECKPOINT_TRIES} tries"
             return FaultResult(fault=fault, target="none", status=1, seconds=None, trained=False, violations=(says,), says=says)
         before, nan_at = self._newest_step(), ""
@@ -169,10 +171,13 @@ class Campaign:
         return newest_checkpoint(self.run).checkpoint is not None
 
     def _train_and_stop(self, fault: Fault) -> None:
+        if self.run.exists():  # of a try that saved nothing, whose logged steps would end the wait at once
+            shutil.rmtree(self.run)
         fit = self.runs.start(self.folder)
         wait_until(lambda: self._last_step() > (1 + 2 * fault.moment) * self.runs.steps / 6 or fit.has_ended(), RUN_SECONDS)
         send_signal(fit.process.pid, SIGNALS["term"])
         wait_until(fit.has_ended, RUN_SECONDS)
+        end_child(fit.process)
 
     def _damage(self, fault: Fault) -> str:
         """Cut off a file of the newest checkpoint, or flip one of its bits; return the file and the place."""

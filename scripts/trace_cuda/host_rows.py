@@ -25,12 +25,14 @@ from .device_guard import load_device_guard
 
 @dataclass(frozen=True, kw_only=True)
 class HostRowBytes:
-    """Bytes of a rank: `held` by its device between steps, the `peak` of a step's passes, and what a step copies to the host and back."""
+    """Bytes of a rank: the most that its device held while the engine was `built`, and holds between steps (`held`), the `peak` of a step's
+    passes, and what a step copies to the host and back."""
 
     held: int
     peak: int
     to_host: int
     to_device: int
+    built: int | None = None
 
 
 def trace_host_rows(run: Run) -> HostRowBytes:
@@ -60,41 +62,37 @@ def trace_host_rows(run: Run) -> HostRowBytes:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(no_streams())
         stack.enter_context(gpu_kernels(run.train.microbatch * run.train.seq * run.model.top_k))
-        live = LiveBytes("cuda", block=1)
+        live = stack.enter_context(LiveBytes("cuda", block=1))
         stack.enter_context(_resizes(live))
         stack.enter_context(patch.object(HostRows, "all_gather_inputs", property(count_copies)))
         engine: Any = build_engine(run, grid, "native")
+        built = live.peak
+        live.restart_peak()
         size = (run.train.microbatch, run.train.seq)
         tokens, labels = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
         batch = Batch(tokens=tokens, labels=labels, samples=torch.zeros(size[0], dtype=torch.long), documents=None, pairs=None)
-        with live:
-            engine._run_passes(lambda _: model_inputs(run, batch, grid, 0), run.train.batch * run.train.seq, None)
-            peak, passed, to_host = live.peak, copied[0], engine.reducer.host.to_host.bytes
-            engine.bucket_optimizer.host.step(torch.ones((), device=CUDA))
+        engine._run_passes(lambda _: model_inputs(run, batch, grid, 0), run.train.batch * run.train.seq, None)
+        peak, passed, to_host = live.peak, copied[0], engine.reducer.host.to_host.bytes
+        engine.bucket_optimizer.host.step(torch.ones((), device=CUDA))
         assert copied[0] == passed
         host = engine.bucket_optimizer.host
         assert not host.to_host.bytes + host.to_device.bytes
-        return HostRowBytes(held=live.now, peak=peak, to_host=to_host, to_device=passed)
+        return HostRowBytes(built=built, held=live.now, peak=peak, to_host=to_host, to_device=passed)
 
 
 @contextmanager
 def _resizes(live: Any) -> Iterator[None]:
-    """Have fully_shard's gathered weights counted while they have memory."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+    """Have storages counted anew that are given memory or give it back, as those of fully_shard's gathered weights."""
+    import torch
 
-    def counted(change: Any) -> Any:
-        def call(tensor: Any) -> None:
-            change(tensor)
-            live.count_again(tensor)
+    resize = torch.UntypedStorage.resize_
 
-        return call
+    def counted(storage: Any, size: int) -> Any:
+        resize(storage, size)
+        live.count_again(storage)
+        return storage
 
-    alloc, free = counted(_fsdp_param.alloc_storage), counted(_fsdp_param.free_storage)
-    with (
-        patch.object(_fsdp_param, "alloc_storage", alloc),
-        patch.object(_fsdp_param_group, "alloc_storage", alloc),
-        patch.object(_fsdp_param, "free_storage", free),
-    ):
+    with patch.object(torch.UntypedStorage, "resize_", counted):
         yield
 
 

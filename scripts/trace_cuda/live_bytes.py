@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -43,9 +43,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forget the peak so far."""
         self.peak = self.now
 
-    def count_again(self, tensor: Tensor) -> None:
+    def count_again(self, storage: UntypedStorage) -> None:
         """Count a storage that was made larger or smaller since it was counted."""
-        storage = tensor.untyped_storage()
         if (key := storage._cdata) in self._sizes:
             size = -(-storage.nbytes() // self._block) * self._block
             self.now += size - self._sizes[key]
