@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...trainer.rundir.measured_run import MeasuredRun, PlannedMeasured, SlowDevice
+from ...trainer.rundir.measured_run import MeasuredRun, PlannedMeasured
 from ...trainer.rundir.saves_and_restarts import RestartReason, SavesInAll
+from ...trainer.rundir.slow_devices import SlowDevice
 from ...trainer.spec.numbers.as_text import count_text, plural, seconds_range_text, seconds_text, share_text, size_text
 from ...trainer.spec.problem import one_line
 from .loss_chart import loss_label, run_chart

@@ -81,7 +81,7 @@ def planned_host_step(run: Run) -> HostStepBytes:
     )
 
 
-class _Stream:
+class _IdleStream:
     """A stream on which nothing waits. fully_shard has keys of streams."""
 
     def __init__(self, event: SimpleNamespace) -> None:
@@ -113,7 +113,7 @@ def no_streams() -> Iterator[None]:
             return make_mesh(*given)
 
     event = SimpleNamespace(synchronize=lambda: None, record=lambda *_: None)
-    stream = _Stream(event)
+    stream = _IdleStream(event)
     empty = torch.empty
 
     def pageable(*size: Any, pin_memory: bool = False, **options: Any) -> Any:

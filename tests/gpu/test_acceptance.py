@@ -227,7 +227,7 @@ def test_two_ranks_train_in_folders_of_their_own(tmp_path: Path, monkeypatch: py
     runs = [(each.recipe.train.precision, each.recipe.train.compile, each.recipe.model.window) for each in proofs]
     assert runs == [("fp32", False, None), ("bf16", False, None), ("bf16", True, None), ("bf16", False, 16)]
     assert all(trial.plan.problems == () and trial.layout.ranks == 2 for each in proofs for trial in each.trials)
-    assert {each.layout.name for each in proofs[-1].trials} >= {"cp2.native", "dp2.zero3.offload_optimizer", "dp2.zero2.native"}
+    assert {each.layout.name for each in proofs[-1].trials} >= {"cp2.native", "dp2.zero3.offload_optimizer.native", "dp2.zero2.native"}
 
 
 def test_a_report_is_resumed(tmp_path: Path) -> None:
@@ -254,9 +254,9 @@ def test_a_report_is_resumed(tmp_path: Path) -> None:
 
 
 def test_a_check_that_needs_another_machine_is_counted_apart(tmp_path: Path) -> None:
-    """It is not tried again, and fails nothing."""
+    """It fails nothing, and is tried again: another machine may carry it out."""
     rows = [Row(name="a", status="passed"), Row(name="b", status="skipped", says=["it needs two"])]
-    assert rows[1].is_done
+    assert [each.is_done for each in rows] == [True, False]
     report = Report(schema=1, rehearsal=False, seconds=1.0, rows=rows)
     assert closing_lines(report, tmp_path / "gpu.json")[0] == f"1 passed, 1 skipped; 1 s in all; {tmp_path}/gpu.json"
 

@@ -14,11 +14,12 @@ from typing import Any, Literal
 from ..spec.numbers.as_text import plural
 from .checkpoints import checkpoint_steps, checkpoints_folder
 from .files import LAUNCH_FILES
-from .metric_rows import ACCURACY_KEY, AVERAGED_KEY, SLOW_KEY, VALIDATION_KEY, figures_of_sets, is_step_row
+from .metric_rows import ACCURACY_KEY, AVERAGED_KEY, VALIDATION_KEY, figures_of_sets, is_step_row
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number
 from .run_in_manifest import RUN_KEY
 from .run_summary import is_config, newest_saved_step, planned_steps
 from .saves_and_restarts import RecordedSave, RestartReason, SavesInAll, median_pause, recorded_saves, restart_reasons, saves_in_all
+from .slow_devices import SlowDevice, slow_devices
 
 Unit = Literal["bytes", "seconds", "rate", "share"]
 SNAPSHOT = "snapshot"  # kind of planned bytes on the host that a step's count does not include
@@ -41,20 +42,6 @@ class PlannedMeasured:
     def drift(self) -> float | None:
         """By what share of the planned figure the measured one is higher."""
         return self.measured / self.planned - 1 if self.planned and self.measured is not None else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlowDevice:
-    """A device that checks found slow: how many times as long as its kind's median it took at most, and the share of a step that it may
-    have cost then; the first and the last step at which it was found."""
-
-    rank: int
-    host: str
-    device: str
-    factor: float
-    step_share: float
-    first: int
-    last: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +157,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
         damaged=tuple(damaged),
         missing=tuple(name for name in written_files if not os.path.lexists(folder / name)),
-        slow=tuple(_slow_devices(written)),
+        slow=tuple(slow_devices(written)),
         saves=saves_in_all(saves),
         saving=tuple(_saving(plan, saves)),
         restart_reasons=reasons,
@@ -232,25 +219,6 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     if whole_number(row.get("step")) is None:
         found.pop("step", None)
     return found
-
-
-def _slow_devices(rows: Sequence[Mapping[str, Any]]) -> Iterator[SlowDevice]:
-    """The slow devices, each once, in the order in which they were found."""
-    found: dict[tuple[int, str, str], list[tuple[int, float, float]]] = {}
-    for row in rows:
-        step, devices = whole_number(row.get("step")), row.get(SLOW_KEY)
-        for each in devices if isinstance(devices, list) else ():
-            rank, host, device = (nested_value(each, key) for key in ("rank", "host", "device"))
-            factor, share = (finite_number(nested_value(each, key)) for key in ("factor", "step_share"))
-            if step is None or factor is None or share is None:
-                continue
-            if isinstance(rank, int) and isinstance(host, str) and isinstance(device, str):
-                found.setdefault((rank, host, device), []).append((step, factor, share))
-    for (rank, host, device), times in found.items():
-        steps, factors, shares = zip(*times, strict=True)
-        yield SlowDevice(
-            rank=rank, host=host, device=device, factor=max(factors), step_share=max(shares), first=min(steps), last=max(steps)
-        )
 
 
 def _times_of_batch(plan: Mapping[str, Any], run: Mapping[str, Any], batch: int) -> dict[str, Any]:

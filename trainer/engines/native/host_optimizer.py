@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...plan.native.optimizer_step import AT_HAND, PIECE, stepped_at_once
 from ..rank_parameter import optimizer_state
-from .copy_stream import CopyStream, wait_for_copies
+from .data_parallel.copy_stream import CopyStream, wait_for_copies
 from .data_parallel.sharded_weights import ShardedWeight
 from .data_parallel.weight_buckets import WeightBucket
 from .rounded_moments import MomentPart, MomentRounding, adamw_of_part, step_adamw

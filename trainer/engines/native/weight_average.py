@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...plan.layout.checkpoint_kinds import AVERAGE
 from ...spec.run import Run
 from ..rank_parameter import optimizer_state
-from .copy_stream import wait_for_device
+from .data_parallel.copy_stream import wait_for_device
 from .data_parallel.sharded_weights import ShardedWeight, drop_gathered
 from .data_parallel.weight_buckets import WeightBucket
 

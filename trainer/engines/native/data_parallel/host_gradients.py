@@ -12,7 +12,7 @@ from ....layers.group_messages import all_reduce
 from ....layers.rank_group import Group
 from ....plan.native.host_rows import GRADIENTS_AT_ONCE
 from ....plan.native.optimizer_step import AT_HAND
-from ..copy_stream import CopyStream, wait_for_copies
+from .copy_stream import CopyStream, wait_for_copies
 from .sharded_weights import ShardedWeight
 
 

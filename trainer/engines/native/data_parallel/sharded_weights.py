@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,18 @@ from ...rank_parameter import RankParameter
 from .shard_groups import RowGroups
 from .weight_buckets import MASTER_DTYPE, Piece
 
-if TYPE_CHECKING:
-    from .host_gradients import HostGradients
+
+class HostSums(Protocol):
+    """What sums gradients in the host's memory (host_gradients.py)."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+
+    def finish(self) -> None:
+        """Make the sums whole."""
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Yield the host's memory that copies go through."""
 
 
 def keep_own_rows(parameter: nn.Parameter, shard: WeightShard, groups: RowGroups, dtype: torch.dtype, *, on_host: bool) -> nn.Parameter:
@@ -170,7 +180,7 @@ class ShardedReducer:
         weights: Sequence[ShardedWeight],
         reduced: torch.dtype,
         sum_gradients: Callable[[nn.Module, dict[nn.Parameter, Tensor]], None] | None,
-        host: HostGradients | None,
+        host: HostSums | None,
         *,
         once: bool,
     ) -> None:
