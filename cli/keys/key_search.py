@@ -13,8 +13,10 @@ SHORTEST_WORD = 2  # letters
 
 
 def keys_about(word: str) -> list[KeyHelp]:
-    """Return the keys whose name, meaning, unit or choices have a word that begins so, in the order of the data classes."""
-    return [row for row in _all_keys() if _has_word(word, (row.key, row.says, row.unit, row.null, *row.choices))]
+    """Return the keys whose name, meaning, unit or choices have a word that begins so: first those whose name has, each in the order of
+    the data classes."""
+    found = [row for row in _all_keys() if _has_word(word, (row.key, row.says, row.unit, row.null, *row.choices))]
+    return sorted(found, key=lambda row: not _has_word(word, (row.key,)))
 
 
 def keys_with_part(name: str) -> list[KeyHelp]:

@@ -20,6 +20,7 @@ from ...cli.config.load import load_recipe
 from ...trainer.plan.costs.offload import TO_DEVICE, TO_HOST
 from ...trainer.plan.plan import make_plan
 from ...trainer.spec.run import Run
+from ..show_help import show_help
 from .device_guard import load_device_guard
 
 
@@ -120,4 +121,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_help(__doc__)
     main()

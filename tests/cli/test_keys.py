@@ -159,7 +159,6 @@ def test_ls_of_an_option_of_ones_own_prints_no_control_characters(tmp_path: Path
     [
         ("modle", "no group modle: did you mean model?"),
         ("run", "no group run: did you mean runs?"),
-        ("tp", "no key tp: did you mean parallel.tp?"),
         ("parallel.tpp", "no key parallel.tpp: did you mean parallel.tp?"),
         ("train.evaluate.evry", "no key train.evaluate.evry: did you mean train.evaluate.every?"),
         ("cluster.device.peak.bf61", "no key cluster.device.peak.bf61: did you mean bf16?"),
@@ -183,6 +182,8 @@ def test_an_unknown_name_gets_the_list_of_known_ones(capsys: pytest.CaptureFixtu
         ("huggingface", ["model.hf", "model.weights"]),
         ("learning rate", ["optim.lr", "optim.min_lr"]),
         ("COST", ["cluster.price", "search.by"]),
+        ("tp", ["parallel.tp", "parallel.sequence"]),
+        ("loss", ["model.router.z_loss", "train.loss_chunks"]),
         ("h100", ["conf=llama3_70b", "cluster=dgx_h100", "device=h100_80g"]),
         ("offload", ["parallel=offload", "parallel.offload.optimizer"]),
         ("tokens", ["data=tokens", "train.tokens"]),

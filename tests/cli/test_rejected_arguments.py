@@ -166,6 +166,7 @@ FILES: list[tuple[str, list[str]]] = [
     ('name: "x" 3\n', ["FILE, line 1, column 11: text stands behind a quoted value: put all of it inside the quotes"]),
     ("a: [1,,2]\n", ["FILE, line 1, column 7: nothing stands before this comma: write an entry there, or leave the comma out"]),
     ("a: {, b: 2}\n", ["FILE, line 1, column 5: nothing stands before this comma: write an entry there, or leave the comma out"]),
+    ("a: [1, {b: ]\n", ["FILE, line 1, column 13: a [ or { before this is not closed: close it"]),
     ("a: ]\n", ["FILE, line 1, column 4: no [ opens here: leave ] out, or put the text in quotes"]),
     ("a: [1, }\n", ["FILE, line 1, column 8: no { opens here: leave } out, or put the text in quotes"]),
     ("a: @b\n", ["FILE, line 1, column 4: no value begins with this character: put the value in quotes"]),
