@@ -438,7 +438,7 @@ def test_a_run_that_begins_again_though_it_has_logged_steps_says_so(tmp_path: Pa
     """As in a folder that was copied without its checkpoints."""
     assert check_resume(run(), tmp_path).remarks == ()
     (tmp_path / "metrics.jsonl").write_text('{"step": 300, "loss": 2.0}\n{"step": 300, "save_pause": 1.0}\n')
-    says = f"{tmp_path} has logged 300 steps and has no checkpoint: the run begins again at step 0"
+    says = f"{tmp_path} has logged 300 steps and no checkpoint to go on from: the run begins again at step 0"
     assert check_resume(run(), tmp_path).remarks == (says,)
 
 
