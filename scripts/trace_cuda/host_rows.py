@@ -18,10 +18,10 @@ from unittest.mock import patch
 
 from ...cli.config.load import load_recipe
 from ...trainer.plan.costs.offload import TO_DEVICE, TO_HOST
-from ...trainer.plan.plan import make_plan
 from ...trainer.spec.run import Run
 from ..show_help import show_help
 from .device_guard import load_device_guard
+from .host_step import no_streams, planned_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,6 @@ def trace_host_rows(run: Run) -> HostRowBytes:
     from ...trainer.loop.build import build_engine
     from ...trainer.loop.data.samples.batches import Batch
     from ...trainer.loop.step.model_inputs import model_inputs
-    from .host_step import no_streams
     from .live_bytes import LiveBytes
     from .patch_gpu_kernels import gpu_kernels
     from .rank_trace import CUDA, fake_grid
@@ -88,25 +87,18 @@ def _resizes(live: Any) -> Iterator[None]:
 
     resize = torch.UntypedStorage.resize_
 
-    def counted(storage: Any, size: int) -> Any:
+    def resize_and_count(storage: Any, size: int) -> Any:
         resize(storage, size)
         live.count_again(storage)
         return storage
 
-    with patch.object(torch.UntypedStorage, "resize_", counted):
+    with patch.object(torch.UntypedStorage, "resize_", resize_and_count):
         yield
 
 
 def planned_host_rows(run: Run) -> HostRowBytes:
     """Plan the same."""
-    plan = make_plan(run)
-    if plan.memory is None:
-        raise ValueError(plan.problems[0].says)
-    held = plan.memory.stages[0].bytes
-    copied = dict.fromkeys((TO_HOST, TO_DEVICE), 0)
-    for each in plan.traffic:
-        if each.axis == "host":
-            copied[each.verb] += round(each.sent)
+    held, copied = planned_bytes(run)
     between = held.weights + held.gradients + held.optimizer
     peak = between + held.buffers + held.activations + held.logits + held.temporary
     return HostRowBytes(held=round(between), peak=round(peak), to_host=copied[TO_HOST], to_device=copied[TO_DEVICE])

@@ -19,6 +19,7 @@ from unittest.mock import patch
 from ...cli.config.load import load_recipe
 from ...trainer.plan.costs.offload import TO_DEVICE, TO_HOST
 from ...trainer.plan.plan import make_plan
+from ...trainer.plan.plan_data import MemoryBytes
 from ...trainer.spec.run import Run
 from .device_guard import load_device_guard
 
@@ -68,17 +69,22 @@ def trace_host_step(run: Run) -> HostStepBytes:
 
 def planned_host_step(run: Run) -> HostStepBytes:
     """Plan the same."""
+    held, copied = planned_bytes(run)
+    return HostStepBytes(
+        weights=round(held.weights), gradients=round(held.gradients), step=0, to_host=copied[TO_HOST], to_device=copied[TO_DEVICE]
+    )
+
+
+def planned_bytes(run: Run) -> tuple[MemoryBytes, dict[str, int]]:
+    """Return what is planned of the first stage's ranks: the device's memory, and bytes of copies by direction. Raises ValueError."""
     plan = make_plan(run)
     if plan.memory is None:
         raise ValueError(plan.problems[0].says)
-    held = plan.memory.stages[0].bytes
     copied = dict.fromkeys((TO_HOST, TO_DEVICE), 0)
     for each in plan.traffic:
         if each.axis == "host":
             copied[each.verb] += round(each.sent)
-    return HostStepBytes(
-        weights=round(held.weights), gradients=round(held.gradients), step=0, to_host=copied[TO_HOST], to_device=copied[TO_DEVICE]
-    )
+    return plan.memory.stages[0].bytes, copied
 
 
 class _IdleStream:

@@ -132,88 +132,103 @@ def _loss(logits: int, width: int, *, forward: bool) -> None:
             run_compiled(write_gradient, given, labels, number, number, width, 0.0)
 
 
+class _GpuDriver:
+    """Triton's driver, of which the compiler asks the GPU's kind alone."""
+
+    def get_current_target(self) -> Any:
+        return import_module("triton.backends.compiler").GPUTarget("cuda", CAPABILITY, WARP)
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+class _UncalledKernel:
+    """A kernel whose code is read."""
+
+    def run(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("a kernel was called")
+
+
 @contextmanager
 def _compiler_of_a_gpu(found: list[KernelCode]) -> Iterator[None]:
     """Have torch's compiler make code for the GPU above in the block, and read it into `found` instead of a call of the kernel."""
     import torch
-    from torch._dynamo import device_interface
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor import async_compile, compile_fx, scheduler
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.runtime import triton_helpers, triton_heuristics
-    from torch._subclasses import fake_tensor
+    from torch._inductor import async_compile
 
-    triton: Any = import_module("triton")  # which the machine of a GPU has
-    target: Any = import_module("triton.backends.compiler").GPUTarget
     compiler: Any = async_compile
 
-    class Driver:
-        """Triton's driver, of which the compiler asks the GPU's kind alone."""
-
-        def get_current_target(self) -> Any:
-            return target("cuda", CAPABILITY, WARP)
-
-        def get_current_device(self) -> int:
-            return 0
-
-    class Uncalled:
-        def run(self, *_: Any, **__: Any) -> None:
-            raise AssertionError("a kernel was called")
-
-    def record(_: Any, name: str, source: str, device_str: str = "cuda") -> Uncalled:
+    def record(_: Any, name: str, source: str, device_str: str = "cuda") -> _UncalledKernel:
         kernel = compiler._load_triton_kernel_from_source(name, source)
         kernel.configs = kernel.configs[:1]
         kernel.precompile(warm_cache_only=True)
         found.append(_read_code(name, source, kernel.compile_results[0]))
-        return Uncalled()
+        return _UncalledKernel()
 
-    def compile_graph(module: Any, inputs: Any) -> Any:
-        with patch.object(torch.cuda, "is_available", lambda: True):
-            compile_fx.compile_fx_inner(module, inputs)
-        return module.forward
-
-    backend = aot_autograd(
-        fw_compiler=compile_graph,
-        inference_compiler=compile_graph,
-        decompositions=select_decomp_table(),
-        partition_fn=min_cut_rematerialization_partition,
-    )
-    real, cuda = torch.compile, device_interface.CudaInterface
+    real, backend = torch.compile, _backend_without_calls()
     torch._dynamo.reset()
+    import_module("triton").runtime.driver.set_active(_GpuDriver())
     with ExitStack() as stack:
-        for owner, name, value in (
-            (torch, "compile", lambda passes, **options: real(passes, **{**options, "backend": backend})),
-            (torch.cuda, "get_device_properties", lambda *_: H200),
-            (torch.cuda, "get_device_capability", lambda *_: (H200.major, H200.minor)),
-            (torch.cuda, "current_device", lambda: 0),
-            (torch.cuda, "device_count", lambda: 1),
-            (torch.cuda, "synchronize", lambda *_: None),
-            (torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8)),
-            (torch.cuda, "set_rng_state", lambda *_: None),
-            (torch.cuda, "_lazy_init", lambda: None),
-            (torch.cuda, "_exchange_device", lambda _: 0),
-            (torch.cuda, "_maybe_exchange_device", lambda _: 0),
-            (cuda, "is_triton_capable", staticmethod(lambda *_: True)),
-            (cuda, "raise_if_triton_unavailable", staticmethod(lambda *_: None)),
-            (cuda, "get_device_properties", staticmethod(lambda *_: H200)),
-            (cuda, "get_compute_capability", staticmethod(lambda *_: CAPABILITY)),
-            (cuda.Worker, "get_device_properties", staticmethod(lambda *_: H200)),
-            (cuda.Worker, "current_device", staticmethod(lambda: 0)),
-            (fake_tensor, "init_gpu_context", lambda *_: None),
-            (triton_heuristics.StaticTritonCompileResult, "can_statically_launch", staticmethod(lambda *_, **__: None)),
-            (triton_helpers, "set_driver_to_gpu", lambda: None),
-            (scheduler, "has_triton", lambda *_: True),
-            (async_compile.AsyncCompile, "triton", record),
-        ):
+        for owner, name, value in _answers_of_a_gpu():
             stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(patch.object(torch, "compile", lambda passes, **options: real(passes, **{**options, "backend": backend})))
+        stack.enter_context(patch.object(async_compile.AsyncCompile, "triton", record))
         stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, create=True))
         stack.enter_context(patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"))
         stack.enter_context(patch.object(torch._dynamo.config, "disable", False))
         stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False, bundled_autograd_cache=False))
-        triton.runtime.driver.set_active(Driver())
         yield
+
+
+def _backend_without_calls() -> Any:
+    """Return a backend that has a graph's code made, and runs the graph operator by operator."""
+    import torch
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compile_graph(module: Any, inputs: Any) -> Any:
+        with patch.object(torch.cuda, "is_available", lambda: True):
+            compile_fx_inner(module, inputs)
+        return module.forward
+
+    return aot_autograd(
+        fw_compiler=compile_graph,
+        inference_compiler=compile_graph,
+        decompositions=select_decomp_table(),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+
+
+def _answers_of_a_gpu() -> Iterator[tuple[Any, str, Any]]:
+    """Yield what torch's compiler asks of CUDA, by owner and name, and the answer of the GPU above."""
+    import torch
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import scheduler
+    from torch._inductor.runtime import triton_helpers, triton_heuristics
+    from torch._subclasses import fake_tensor
+
+    yield torch.cuda, "get_device_properties", lambda *_: H200
+    yield torch.cuda, "get_device_capability", lambda *_: (H200.major, H200.minor)
+    yield torch.cuda, "current_device", lambda: 0
+    yield torch.cuda, "device_count", lambda: 1
+    yield torch.cuda, "synchronize", lambda *_: None
+    yield torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8)
+    yield torch.cuda, "set_rng_state", lambda *_: None
+    yield torch.cuda, "_lazy_init", lambda: None
+    yield torch.cuda, "_exchange_device", lambda _: 0
+    yield torch.cuda, "_maybe_exchange_device", lambda _: 0
+    yield CudaInterface, "is_triton_capable", staticmethod(lambda *_: True)
+    yield CudaInterface, "raise_if_triton_unavailable", staticmethod(lambda *_: None)
+    yield CudaInterface, "get_device_properties", staticmethod(lambda *_: H200)
+    yield CudaInterface, "get_compute_capability", staticmethod(lambda *_: CAPABILITY)
+    yield CudaInterface.Worker, "get_device_properties", staticmethod(lambda *_: H200)
+    yield CudaInterface.Worker, "current_device", staticmethod(lambda: 0)
+    yield fake_tensor, "init_gpu_context", lambda *_: None
+    yield triton_heuristics.StaticTritonCompileResult, "can_statically_launch", staticmethod(lambda *_, **__: None)
+    yield triton_helpers, "set_driver_to_gpu", lambda: None
+    yield scheduler, "has_triton", lambda *_: True
 
 
 def _read_code(name: str, source: str, made: Any) -> KernelCode:

@@ -106,6 +106,14 @@ def test_clocks_and_copies_change_no_state(run: Path, when: float) -> None:
     assert state_of(run) == ("failed", "rank 1 failed")
 
 
+def test_a_fit_that_had_no_step_left_keeps_the_end_before_it(run: Path) -> None:
+    """It logs the goodput of all attempts, and puts ended.json back as it was."""
+    write_outcome(run, 1, "rank 1 failed")
+    with (run / "metrics.jsonl").open("a") as rows:
+        rows.write('{"restarts": 0, "lost_steps": 0, "goodput": 0.5, "seconds_in_all": 3.0}\n')
+    assert state_of(run) == ("failed", "rank 1 failed")
+
+
 def test_an_ended_json_of_an_earlier_version_is_judged_by_its_time(run: Path) -> None:
     (run / "ended.json").write_text('{"status": 1, "says": "rank 1 failed"}')
     assert state_of(run) == ("failed", "rank 1 failed")

@@ -13,6 +13,8 @@ from distrain.trainer.plan.compare_rank_messages import ComparedMessages, compar
 from distrain.trainer.spec.run import Run
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from distrain.tests.fakes.rank_pool import PoolJob
 
 
@@ -26,6 +28,24 @@ def differing_messages(folder: Path, *, averages: bool = True) -> list[ComparedM
     run, ranks = read_run(folder), json.loads((folder / "ledger.json").read_text())["ranks"]
     compared = (line for rank, rows in enumerate(ranks) for line in compare_rank_messages(run, rank, rows, averages=averages))
     return [line for line in compared if line.verdict == "differs"]
+
+
+def assert_same_bits(job: PoolJob, other: PoolJob) -> None:
+    """Hold a run to another to the bit: in losses, norms, validations, and what the newest checkpoints hold."""
+    for key in ("loss", "grad_norm", "validation_loss", "validation_ema_loss"):
+        assert job.figures(key) == other.figures(key)
+    mine, theirs = _saved_tensors(job.folder), _saved_tensors(other.folder)
+    assert mine.keys() == theirs.keys()
+    assert not [key for key, tensor in mine.items() if tensor.dtype != theirs[key].dtype or not tensor.equal(theirs[key])]
+
+
+def _saved_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
+    from distrain.trainer.loop.checkpoint import CheckpointReader, find_newest, whole_slice
+
+    found = find_newest(folder / "checkpoints").checkpoint
+    assert found
+    reader = CheckpointReader(found)
+    return {(row.name, row.kind): reader.read(whole_slice(row.name, row.kind, row.shape)) for row in found.manifest.tensors}
 
 
 def check_simulated(job: PoolJob, expected: dict[str, Any], apart: float) -> None:

@@ -66,7 +66,7 @@ def test_the_kernels_passes_give_the_loss_and_the_gradient_of_the_path_in_chunks
     assert loss.dtype == torch.float32
     assert gradient.dtype == kind
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
-    rounding = 1.5e-5 if kind == torch.float32 else 2**-7  # the last bit of log sums of 100 is 7.6e-6
+    rounding = 8e-6 if kind == torch.float32 else 2**-7  # the last bit of log sums of 100 is 7.6e-6
     torch.testing.assert_close(gradient, wanted_gradient, rtol=rounding, atol=1e-9)
     assert (gradient[..., width:] == 0).all()
     assert (gradient[labels == IGNORED] == 0).all()

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 from distrain.tests.fakes.rank_pool import choose_program  # noqa: E402
-from distrain.tests.fakes.trained_runs import differing_messages, read_run  # noqa: E402
-from distrain.tests.parallel.test_offloaded_rows import BASE, GPT, LLAMA, MOE, saved_tensors  # noqa: E402
+from distrain.tests.fakes.trained_runs import assert_same_bits, differing_messages, read_run  # noqa: E402
+from distrain.tests.parallel.test_offloaded_rows import BASE, GPT, LLAMA, MOE  # noqa: E402
 from distrain.trainer.plan.costs.offload import TO_DEVICE, TO_HOST  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 
@@ -47,11 +47,7 @@ def test_a_run_with_weights_on_the_host_is_that_without_to_the_bit(ranks: RankPo
     plain = ranks.train(tmp_path / "plain", *words)
     choose_program(tmp_path / "host", "host rows")
     host = ranks.train(tmp_path / "host", *words, OFFLOAD)
-    for key in ("loss", "grad_norm", "validation_loss", "validation_ema_loss"):
-        assert host.figures(key) == plain.figures(key)
-    mine, theirs = saved_tensors(host.folder), saved_tensors(plain.folder)
-    assert mine.keys() == theirs.keys()
-    assert not [key for key, tensor in mine.items() if tensor.dtype != theirs[key].dtype or not torch.equal(tensor, theirs[key])]
+    assert_same_bits(host, plain)
     assert not differing_messages(host.folder)
     plan = make_plan(read_run(host.folder))
     assert plan.memory
@@ -88,6 +84,4 @@ def test_one_rank_alone_trains_with_its_weights_on_the_host(ranks: RankPool, tmp
     words = (*BASE, *LLAMA, "cluster.gpus=1", "train.precision=bf16", "train.batch=1")
     plain = ranks.train(tmp_path / "plain", *words)
     host = ranks.train(tmp_path / "host", *words, OFFLOAD)
-    assert host.figures("loss") == plain.figures("loss")
-    mine, theirs = saved_tensors(host.folder), saved_tensors(plain.folder)
-    assert not [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])]
+    assert_same_bits(host, plain)

@@ -12,14 +12,11 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 from distrain.tests.fakes.rank_pool import choose_program  # noqa: E402
-from distrain.tests.fakes.trained_runs import differing_messages, read_run  # noqa: E402
-from distrain.trainer.loop.checkpoint import CheckpointReader, find_newest, whole_slice  # noqa: E402
+from distrain.tests.fakes.trained_runs import assert_same_bits, differing_messages, read_run  # noqa: E402
 from distrain.trainer.plan.costs.offload import TO_DEVICE, TO_HOST  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from distrain.tests.fakes.rank_pool import RankPool
 
 Words = tuple[str, ...]
@@ -46,14 +43,6 @@ LAYOUTS: dict[str, Words] = {
 # fmt: on
 
 
-def saved_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
-    """The tensors of a run's newest checkpoint, by name and kind."""
-    found = find_newest(folder / "checkpoints").checkpoint
-    assert found
-    reader = CheckpointReader(found)
-    return {(row.name, row.kind): reader.read(whole_slice(row.name, row.kind, row.shape)) for row in found.manifest.tensors}
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_that_the_host_steps_are_those_that_the_device_steps(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """To the bit, in losses, norms, weights and moments. Each rank copies in a step what is planned, in pieces that hold parts of several
@@ -62,11 +51,7 @@ def test_rows_that_the_host_steps_are_those_that_the_device_steps(ranks: RankPoo
     plain = ranks.train(tmp_path / "plain", *words)
     choose_program(tmp_path / "host", "pieces")
     host = ranks.train(tmp_path / "host", *words, OFFLOAD)
-    for key in ("loss", "grad_norm", "validation_loss", "validation_ema_loss"):
-        assert host.figures(key) == plain.figures(key)
-    mine, theirs = saved_tensors(host.folder), saved_tensors(plain.folder)
-    assert mine.keys() == theirs.keys()
-    assert not [key for key, tensor in mine.items() if tensor.dtype != theirs[key].dtype or not torch.equal(tensor, theirs[key])]
+    assert_same_bits(host, plain)
     assert not differing_messages(host.folder)
     plan = make_plan(read_run(host.folder))
     assert plan.memory

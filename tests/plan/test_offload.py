@@ -300,6 +300,15 @@ def test_native_keeps_offloaded_weights_and_gradients_on_the_host_and_copies_the
     assert sent["to_host"] == pytest.approx([micros * 2 * own], rel=1e-3)
 
 
+@pytest.mark.parametrize(("batch", "moved"), [(16, 2 + 4), (32, 2 + 8)])
+def test_native_waits_for_the_sums_of_the_gradients_that_reach_the_host_last(batch: int, moved: int) -> None:
+    """Of two buffers of 2^27 elements: once all passes are done the host reads each gradient, from the second micro-batch on its sum too,
+    and writes the sum. The copies and earlier sums hide under backward."""
+    words = ("engine=native", "parallel.zero=3", "parallel.offload.parameters=true", "train.microbatch=2", "cluster.host.bandwidth=1e12")
+    wait = next(each.exposed for each in plan_of(*words, f"train.batch={batch}").traffic if each.verb == "to_host")
+    assert wait == pytest.approx(2 * 2**27 * moved / (HOST_STREAMING * 1e12 / 8), rel=0.02)
+
+
 def test_one_rank_alone_keeps_offloaded_weights_on_its_host() -> None:
     """Of 8 B parameters 128 GiB: its GPU has the ends and some layers."""
     words = ("cluster.gpus=1", "engine=native", "parallel.zero=3", "parallel.offload.parameters=true", "parallel.recompute=full")

@@ -439,6 +439,20 @@ def test_a_step_holds_and_moves_the_bytes_that_the_plan_counts(
     assert (measured["moved"], measured["kernels"]) == pytest.approx((work.moved, work.kernels), rel=0.001)
 
 
+def traced_and_planned(program: str, words: tuple[str, ...]) -> dict[str, dict[str, int]]:
+    """What a program of scripts/trace_cuda prints of a run at ZeRO 3 of engine native; skips where there is no C++ compiler."""
+    try:
+        device_guard()
+    except NoGuard as error:
+        pytest.skip(str(error))
+    layout = ("engine=native", "parallel.zero=3", "train.compile=false")
+    command = [sys.executable, "-m", f"distrain.scripts.trace_cuda.{program}", *words, *layout]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True, env=environment)
+    answer: dict[str, dict[str, int]] = json.loads(ended.stdout.splitlines()[-1])
+    return answer
+
+
 # fmt: off
 HOST_STEPS = [
     ("llama3_8b_1node",),
@@ -451,15 +465,7 @@ HOST_STEPS = [
 @pytest.mark.parametrize("words", HOST_STEPS)
 def test_a_rank_whose_host_steps_its_rows_holds_and_copies_the_bytes_that_are_planned(words: tuple[str, ...]) -> None:
     """At ZeRO 3 of engine native: its weights and gradients on the device, nothing in addition in the step, and copies both ways."""
-    try:
-        device_guard()
-    except NoGuard as error:
-        pytest.skip(str(error))
-    layout = ("engine=native", "parallel.zero=3", "parallel.offload.optimizer=true", "train.compile=false")
-    command = [sys.executable, "-m", "distrain.scripts.trace_cuda.host_step", *words, *layout]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True, env=environment)
-    answer = json.loads(ended.stdout.splitlines()[-1])
+    answer = traced_and_planned("host_step", (*words, "parallel.offload.optimizer=true"))
     assert answer["traced"] == pytest.approx(answer["planned"], rel=1e-4, abs=0)
     assert answer["traced"]["gradients"] == answer["traced"]["to_host"] == 2 * answer["traced"]["to_device"] > 0
 
@@ -477,15 +483,7 @@ HOST_ROWS = [
 def test_a_rank_with_its_weights_on_the_host_holds_and_copies_the_bytes_that_are_planned(words: tuple[str, ...]) -> None:
     """By engine native under fully_shard: nothing between steps but a few numbers, at most what is planned within 3 %, and copies to the
     byte."""
-    try:
-        device_guard()
-    except NoGuard as error:
-        pytest.skip(str(error))
-    layout = ("engine=native", "parallel.zero=3", "parallel.offload={optimizer: true, parameters: true}", "train.compile=false")
-    command = [sys.executable, "-m", "distrain.scripts.trace_cuda.host_rows", *words, *layout]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True, env=environment)
-    answer = json.loads(ended.stdout.splitlines()[-1])
+    answer = traced_and_planned("host_rows", (*words, "parallel.offload={optimizer: true, parameters: true}"))
     traced, planned = answer["traced"], answer["planned"]
     assert (traced["to_host"], traced["to_device"]) == (planned["to_host"], planned["to_device"])
     assert traced["held"] == pytest.approx(planned["held"], abs=64)

@@ -41,8 +41,8 @@ from .data_parallel.sharded_weights import (
     collect_gathered,
     drop_gathered,
     first_element,
-    held_rows,
     keep_own_rows,
+    kind_and_rows,
     local_rows,
     sharded_weights,
 )
@@ -261,7 +261,7 @@ class NativeEngine(Engine):
     def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.buckets:
             yield from bucket.held_tensors()
-        yield from (held_rows(row.parameter) for row in self._owned if not row.parameter.requires_grad)
+        yield from (kind_and_rows(row.parameter) for row in self._owned if not row.parameter.requires_grad)
         yield from (("host", each) for each in self.reducer.host.held_tensors()) if self.reducer.host else ()
         yield from self.bucket_optimizer.held_tensors()
         yield from (("optimizer", each) for each in self.together.held_tensors()) if self.together else ()

@@ -75,7 +75,7 @@ def local_rows(sharded: Any) -> Tensor:
     return rows
 
 
-def held_rows(parameter: nn.Parameter) -> tuple[str, Tensor]:
+def kind_and_rows(parameter: nn.Parameter) -> tuple[str, Tensor]:
     """Return the kind of bytes and the rows of what this rank has of a weight, which may be whole."""
     on_host: Tensor | None = getattr(parameter, "host_rows", None)
     if on_host is not None:
