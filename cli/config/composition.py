@@ -34,6 +34,7 @@ from .recipe_defaults import (
     drop_device_figures,
     note_dropped,
     note_links,
+    select_value,
     with_plain_default,
     without_default,
     without_other_device,
@@ -112,7 +113,7 @@ class Composer:
         if device:
             try:
                 before = self._compose(whole, [each for each in choices if each is not device], file)
-            except Unreadable:  # of the device that is replaced
+            except Unreadable:  # the device that is replaced can't be read
                 return config
             note_links(config, device, before)
             drop_device_figures(config, device, before)
@@ -187,15 +188,6 @@ def apply_override(config: DictConfig, override: Override) -> list[Problem]:
     except (OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
         raise_if_interrupted(error)
         return [Problem(rule="type", says=f"{override.text} can't be set", mend=str(error).splitlines()[0])]
-
-
-def select_value(config: DictConfig, key: str) -> object:
-    """Return the value of a key; None if it is missing, or if it can't be resolved, which `to_plain` reports."""
-    try:
-        return OmegaConf.select(config, key)
-    except OmegaConfBaseException as error:
-        raise_if_interrupted(error)
-        return None
 
 
 def merge_hf_sizes(config: DictConfig, recipe: DictConfig, file: Path, user_values: Mapping[str, Any]) -> None:

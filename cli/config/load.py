@@ -26,7 +26,6 @@ from .composition import (
     read_schedule,
     replace_length,
     resolve_weights_paths,
-    select_value,
     to_plain,
 )
 from .composition_problems import check_is_recipe, composition_problem, device_name_problems, improve_problems
@@ -34,6 +33,7 @@ from .epochs import with_steps
 from .family_defaults import fill_in_family
 from .machine_values import auto_memory, fill_auto_device, fill_cpu_rates
 from .other_trainers import check_is_ours, read_toml, toml_problem
+from .recipe_defaults import select_value
 from .yaml_file import read_config
 
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ..arguments.cluster_argument import join_readings
 from ..arguments.overrides import Override
+from .interrupts import raise_if_interrupted
 from .own_sections import OF_DEVICE, dropped_keys, is_whole_section, kept_keys
 
 LINKS = {"inside": "inside a node", "between": "between nodes"}  # keys of a cluster, and where each link is
@@ -67,31 +69,40 @@ def note_dropped(config: DictConfig, choice: Override, own: Any) -> None:
 
 def device_figures(config: DictConfig) -> list[str]:
     """Return the keys of a composed cluster that are set and are figures of one device."""
-    return [name for name in OF_DEVICE if OmegaConf.select(config, f"cluster.{name}") is not None]
+    return [name for name in OF_DEVICE if select_value(config, f"cluster.{name}") is not None]
 
 
 def note_links(config: DictConfig, choice: Override, before: DictConfig) -> None:
     """Add to the reading of a config that its links stay, where the chosen device is another GPU than that of the config `before`."""
-    old, new = (OmegaConf.select(each, "cluster.device.name") for each in (before, config))
-    links = OmegaConf.to_container(config, resolve=False).get("cluster", {})  # type: ignore[union-attr]
-    rates = [(where, (links.get(key) or {}).get("bandwidth")) for key, where in LINKS.items()]
+    old, new = (select_value(each, "cluster.device.name") for each in (before, config))
+    rates = [(where, select_value(config, f"cluster.{key}.bandwidth")) for key, where in LINKS.items()]
     known = [f"{rate / 1e9:g} GB/s {where}" for where, rate in rates if isinstance(rate, int | float)]
-    if old and old != new and known and OmegaConf.select(config, "cluster.device.kind") != "cpu":
+    if old and old != new and known and select_value(config, "cluster.device.kind") != "cpu":
         says = f"{choice.text}: links stay those of the cluster of {old} where no key sets them: {' and '.join(known)}, for each device"
         config["reading"] = join_readings(config.get("reading"), says)
 
 
 def drop_device_figures(config: DictConfig, choice: Override, before: DictConfig) -> None:
     """Leave a cluster's figures of one device out of a config where the chosen device is another than that of the config `before`."""
-    if OmegaConf.select(before, "cluster.device.name") in (None, OmegaConf.select(config, "cluster.device.name")):
+    old = select_value(before, "cluster.device.name")
+    if old in (None, select_value(config, "cluster.device.name")):
         return
-    dropped = [name for name in device_figures(config) if config.cluster[name] == OmegaConf.select(before, f"cluster.{name}")]
+    dropped = [name for name in device_figures(config) if config.cluster[name] == select_value(before, f"cluster.{name}")]
     for name in dropped:
         del config.cluster[name]
     if dropped:
         keys = " and ".join(f"cluster.{name}" for name in dropped)
-        says = f"{choice.text}: leaves out {keys} of {OmegaConf.select(before, 'cluster.device.name')}"
+        says = f"{choice.text}: leaves out {keys} of {old}"
         config["reading"] = join_readings(config.get("reading"), says)
+
+
+def select_value(config: DictConfig, key: str) -> object:
+    """Return the value of a key; None if it is missing, or if it can't be resolved, which `to_plain` reports."""
+    try:
+        return OmegaConf.select(config, key)
+    except OmegaConfBaseException as error:
+        raise_if_interrupted(error)
+        return None
 
 
 def _names_cluster(recipe: DictConfig) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -471,3 +472,23 @@ def test_recipes_options_and_sizes_can_be_swept() -> None:
 def test_a_sweep_without_swept_values_is_one_layout() -> None:
     (only,) = load_sweep("quickstart")
     assert (only.swept, only.run) == ((), load_recipe("quickstart"))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "says"),
+    [
+        ("cluster: 1x2", "cluster=1x2 names no cluster"),
+        ('cluster: {inside: "${nope}"}', "cluster.inside=${nope} can't be resolved"),
+        ('cluster: {inside: {bandwidth: "${nope}"}}', "cluster.inside.bandwidth=${nope} can't be resolved"),
+        ('cluster: "${nope}"', "cluster=${nope} can't be resolved"),
+    ],
+)
+def test_a_typed_device_leaves_the_problem_of_a_clusters_section(cluster: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(f"defaults: [quickstart]\n{cluster}\n")
+    with pytest.raises(Unreadable, match=re.escape(says)):
+        load_recipe(str(tmp_path / "mine.yaml"), ["device=h200"])
+
+
+def test_a_typed_device_replaces_one_that_does_not_exist(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, {override /device@cluster.device: nonesuch}]\n")
+    assert load_recipe(str(tmp_path / "mine.yaml"), ["device=h200"]).cluster.device.name == "H200"
