@@ -34,6 +34,7 @@ LAYOUTS: dict[str, Words] = {
                                            "optim.ema=0.9", "train.evaluate={every: 3, batches: 1}"),
     "stages":                             (*GPT, "train.batch=4", "cluster.gpus=4", "parallel.pp=2", "parallel.gather=micro",
                                            "train.precision=bf16"),
+    "context ranks":                      (*LLAMA, "cluster.gpus=2", "parallel.cp=2", "train.precision=bf16"),
     "sequence split":                     (*GPT, "train.batch=4", "cluster.gpus=4", "parallel.tp=2", "parallel.sequence=true",
                                            "train.precision=fp16"),
 }
