@@ -74,9 +74,16 @@ class Disk:
         _run("mount", "-t", "tmpfs", "tmpfs", str(folder))
 
     def fill(self, spare: int) -> None:
-        """Leave `spare` bytes free."""
-        stats = os.statvfs(self.folder)
-        _run("mount", "-o", f"remount,size={(stats.f_blocks - stats.f_bfree) * stats.f_frsize + spare}", str(self.folder))
+        """Leave about `spare` bytes free; a size under what a run has written meanwhile is refused, so the use is read again."""
+        deadline = time.monotonic() + 60
+        while True:
+            stats = os.statvfs(self.folder)
+            size = (stats.f_blocks - stats.f_bfree) * stats.f_frsize + spare
+            try:
+                return _run("mount", "-o", f"remount,size={size}", str(self.folder))
+            except subprocess.CalledProcessError:
+                if time.monotonic() > deadline:
+                    raise
 
     def empty(self) -> None:
         """Remove the limit."""

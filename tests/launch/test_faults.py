@@ -41,6 +41,14 @@ outcome = launch_local_ranks(command, ranks=3, folder=folder, environment=os.env
 print(outcome.says)
 sys.exit(outcome.status)
 """
+WRITER = """
+import contextlib, itertools, sys
+from pathlib import Path
+for path in (Path(sys.argv[1], str(number % 2)) for number in itertools.count()):
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        for _ in range(100):
+            file.write(bytes(20_000))
+"""
 RANK = """
 import faulthandler, mmap, os, signal, sys, time
 from distrain.trainer.system.parent_watch import watch_parent_from_environment
@@ -87,6 +95,20 @@ def test_real_runs_survive_faults(tmp_path: Path, disk: Disk | None, capsys: pyt
     shown = "\n".join(result_table(results))
     assert [each for each in results if each.violations] == [], shown
     assert campaign.violations == 0, capsys.readouterr().out
+
+
+def test_a_disk_fills_while_a_run_writes(disk: Disk | None) -> None:
+    """The size that leaves nothing free may be too small a moment later, since the run goes on writing."""
+    if disk is None:
+        pytest.skip("mounting a disk needs root")
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(disk.folder)]) as writer:
+        try:
+            assert wait_until(lambda: any(disk.folder.iterdir()), DEADLINE)
+            for _ in range(10):
+                disk.fill(0)
+                disk.empty()
+        finally:
+            writer.kill()
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
