@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...trainer.rundir.measured_run import MeasuredRun, PlannedMeasured
+from ...trainer.rundir.measured_run import MeasuredRun
+from ...trainer.rundir.planned_measured import PlannedMeasured
 from ...trainer.spec.numbers.as_text import plural, seconds_text, share_text
 from ...trainer.spec.problem import one_line
 from ..drawings.curve_drawing import DrawnCurve, curve_drawing, line_of

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...trainer.rundir.measured_run import MeasuredRun, PlannedMeasured, read_measured_run
+from ...trainer.rundir.measured_run import MeasuredRun, read_measured_run
+from ...trainer.rundir.planned_measured import PlannedMeasured
 from ...trainer.spec.problem import one_line
 from ...trainer.spec.read import value_text
 from .loss_chart import SHARED_CELL, Points, comparison_chart

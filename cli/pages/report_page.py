@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...trainer.rundir.measured_run import MeasuredRun, PlannedMeasured
+from ...trainer.rundir.measured_run import MeasuredRun
+from ...trainer.rundir.planned_measured import PlannedMeasured
 from ...trainer.rundir.saves_and_restarts import RestartReason, SavesInAll
 from ...trainer.rundir.slow_devices import SlowDevice
 from ...trainer.spec.numbers.as_text import count_text, plural, seconds_range_text, seconds_text, share_text, size_text

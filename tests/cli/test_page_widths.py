@@ -18,7 +18,8 @@ from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.preflight.checks import HostState
 from distrain.trainer.launch.preflight.preflight import PreflightReport
 from distrain.trainer.machine.doctor_checks import MachineCheck
-from distrain.trainer.rundir.measured_run import MeasuredRun, PlannedMeasured
+from distrain.trainer.rundir.measured_run import MeasuredRun
+from distrain.trainer.rundir.planned_measured import PlannedMeasured
 
 WIDTHS = (MIN_WIDTH, DEFAULT_WIDTH, 100, MAX_WIDTH)
 DRAWN = (MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH)
