@@ -134,12 +134,15 @@ def option_problem(error: Any, argv: Sequence[str] = ()) -> Problem:
 
 def _missing_argument_problem(parameter: Any, context: Any) -> Problem:
     """Return the problem of a verb without one of its arguments."""
-    name = str(parameter.human_readable_name).removesuffix(" ...")
-    wanted = " ".join(
-        str(row.human_readable_name).removesuffix(" ...") for row in context.command.params if not row.opts[0].startswith("-")
-    )
+    name = _shown_name(parameter)
+    wanted = " ".join(_shown_name(row) for row in context.command.params if not row.opts[0].startswith("-"))
     runs = "; `distrain ls runs` lists the runs" if name == "RUN_DIR" else ""
     return Problem(rule="option", says=f"{name} is missing", mend=f"write `{context.command_path} {wanted}`{runs}")
+
+
+def _shown_name(argument: Any) -> str:
+    """Return an argument's name as help shows it."""
+    return str(argument.metavar or argument.name.upper()).removesuffix(" ...")
 
 
 def key_instead_of_option(key: str, value: str) -> str:
