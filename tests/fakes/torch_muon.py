@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -51,7 +52,7 @@ class TorchMuon(torch.optim.AdamW):
         for each, parameter, at in self._matrices:
             assert parameter.grad is not None
             each.grad = _transposed(parameter.grad)[at].clone()
-        with patch.object(Tensor, "bfloat16", Tensor.clone) if self._is_exact else nullcontext():
+        with _orthogonalise_in_float32() if self._is_exact else nullcontext():
             self._muon.step()
         for each, parameter, at in self._matrices:
             _transposed(parameter.data)[at].copy_(each.data)
@@ -86,6 +87,13 @@ class TorchMuon(torch.optim.AdamW):
         super().zero_grad(set_to_none)
         for _, parameter, _ in self._matrices:
             parameter.grad = None
+
+
+@contextmanager
+def _orthogonalise_in_float32() -> Iterator[None]:
+    """Have torch's Muon copy gradients in float32; since torch 2.15 it names the type."""
+    with patch.object(Tensor, "bfloat16", Tensor.clone), patch.object(torch, "bfloat16", torch.float32):
+        yield
 
 
 def _transposed(tensor: Tensor) -> Tensor:

@@ -66,6 +66,8 @@ def _keep_gradients_in(dtype: torch.dtype, module: nn.Module) -> None:
     root._lazy_init()  # else the first forward does, which would read the rows' type again
     for group in _parameter_groups(root):
         group._orig_dtype = dtype
+        for weight in group.fsdp_params:
+            weight.sharded_grad_dtype = dtype  # since torch 2.15 of each weight
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad_dtype = dtype
@@ -119,9 +121,19 @@ def sum_gradients(module: nn.Module, deferred: dict[nn.Parameter, Tensor]) -> No
         for weight in group.fsdp_params:
             if (gradient := deferred.pop(weight._unsharded_param, None)) is None:
                 continue
-            if weight.unsharded_accumulated_grad is None:
-                weight.unsharded_accumulated_grad = gradient
-            else:
-                weight.unsharded_accumulated_grad += gradient
+            _add_gradient(weight, gradient)
         group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def _add_gradient(weight: Any, gradient: Tensor) -> None:
+    """Add a gradient, of the type in which gradients are summed, to those of a weight of fully_shard that backward has computed. Before
+    torch 2.15 it adds up those of several backwards apart from the gathered weight; since then they are the gathered weight's own."""
+    if "unsharded_accumulated_grad" in vars(weight):
+        held = weight.unsharded_accumulated_grad
+        weight.unsharded_accumulated_grad = gradient if held is None else held.add_(gradient)
+        return
+    gathered = weight._unsharded_param
+    total = gradient if gathered.grad is None else gradient.add_(gathered.grad)
+    gathered.grad_dtype = total.dtype
+    gathered.grad = total
