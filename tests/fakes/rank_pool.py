@@ -67,8 +67,8 @@ class RankPool:
     def fit(self, folder: Path, *words: str, signals: Sequence[tuple[int, int, int]] = ()) -> PoolJob:
         """Train conf=`words[0]` with the other words as `distrain fit` would, with `folder` as RUN_DIR; ranks may exit with any status.
 
-        Devices are not checked unless a word says so. `signals` are (step, rank, signal): each is sent to its rank at that step. The test
-        fails if the job passes its deadline.
+        Devices are not checked unless a word says so. `signals` are (step, rank, signal): each rank sends itself its own at the beginning
+        of that step. The test fails if the job passes its deadline.
         """
         given = words if any(word.startswith("launch.device_check=") for word in words) else (*words, "launch.device_check=0")
         run = load_recipe(given[0], [*given[1:], f"log.dir={folder.parent}", f"name={folder.name}"])
@@ -76,7 +76,11 @@ class RankPool:
         assert not check_start(run, plan).problems
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.json").write_bytes(encoder.encode(run))
-        result = self.server.run_job(folder / "run.json", plan.world, seconds=DEADLINE, signals=signals)
+        if signals:
+            (folder / "signals").write_text(json.dumps(signals))
+        result = self.server.run_job(folder / "run.json", plan.world, seconds=DEADLINE)
+        for file in folder.glob("signals*"):
+            file.unlink()
         if result.timed_out:
             pytest.fail(f"{' '.join(words)} passed its {DEADLINE:.0f} s:\n{log_tails(folder)}")
         return PoolJob(folder=folder, codes=result.codes, lines=result.lines, problems=result.problems)

@@ -20,6 +20,7 @@ from distrain.tests.rank_programs import (
     together_ranks,
     trace_ranks,
 )
+from distrain.tests.rank_programs.signalled_ranks import with_signals
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
@@ -48,5 +49,5 @@ def run_pool_rank(path: Path, channel: Channel) -> int:
 
 def main() -> int:
     """Serve until stdin ends."""
-    serve(run_pool_rank, QUESTIONS)
+    serve(with_signals(run_pool_rank), QUESTIONS)
     return 0

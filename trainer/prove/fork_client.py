@@ -76,15 +76,13 @@ class ForkServer:
         *,
         threads: int = 1,
         seconds: float | None = None,
-        signals: Sequence[tuple[int, int, int]] = (),
         on_message: OnMessage = lambda _: None,
     ) -> JobResult:
         """Run RUN_DIR/run.json on `ranks` ranks, killed after `seconds`; raises ServerGone.
 
-        `signals` are (step, rank, signal): each is sent to its rank at that step. `on_message` is called with rank 0's messages
-        {"step": step} and {"status": text}.
+        `on_message` is called with rank 0's messages {"step": step} and {"status": text}.
         """
-        job = {"run": str(run), "ranks": ranks, "threads": threads, "seconds": seconds, "signals": list(signals)}
+        job = {"run": str(run), "ranks": ranks, "threads": threads, "seconds": seconds}
         reply = self._request(job, on_message)
         return JobResult(
             codes=tuple(reply["codes"]),

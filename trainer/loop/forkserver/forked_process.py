@@ -34,11 +34,6 @@ class ForkedProcess(RankRecord):
         """Its exit status once it has ended, or minus the signal that killed it."""
         return self.outcome.code if self.outcome else None
 
-    def send_signal(self, number: int) -> None:
-        """Send it a signal unless it has ended."""
-        if self.outcome is None:
-            os.kill(self.pid, number)
-
     def kill(self) -> None:
         """Send SIGKILL to it and to the processes that it started, unless it has ended."""
         if self.outcome is None:

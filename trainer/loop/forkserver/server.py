@@ -4,7 +4,7 @@ Run it as `python -m distrain.trainer.loop.forkserver`.
 
 A request is a line of JSON on stdin; messages and at last the reply are lines of JSON on stdout. A job:
 
-    {"run": RUN_DIR/run.json, "ranks": 2, "threads": 1, "seconds": 60, "signals": [[step, rank, signal], ...]}
+    {"run": RUN_DIR/run.json, "ranks": 2, "threads": 1, "seconds": 60}
     {"step": 3}  {"status": text}                                     messages of rank 0
     {"codes": [0, 0], "steps": [7, 7], "lines": [rank 0's lines for the user], "problems": [...], "timed_out": false, "says": why it failed}
 
@@ -14,9 +14,9 @@ A question, which one forked process answers by a function of `QUESTIONS`:
     {"answer": what the function returned}  or  {"failed": why}
 
 A rank is a real one: it joins the others over gloo or NCCL, has a control pipe and a parent-death watch, and logs to
-RUN_DIR/ranks/N.log. A signal is sent to its rank when that rank reports the step. The end of stdin ends everything, even in the
-middle of a job. The server itself never starts a thread or a CUDA context, because neither survives a fork. With DISTRAIN_START_AFRESH=1,
-for ranks on GPUs, it imports neither engines nor models, and each rank becomes a process that does.
+RUN_DIR/ranks/N.log. The end of stdin ends everything, even in the middle of a job. The server itself never starts a thread or a CUDA
+context, because neither survives a fork. With DISTRAIN_START_AFRESH=1, for ranks on GPUs, it imports neither engines nor models, and each
+rank becomes a process that does.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _run_job(job: Mapping[str, Any], program: RankProgram, client: int) -> dict[
             log = run.parent / "ranks" / f"{rank}.log"
             processes.append(fork(act, log, rank=rank, close=(write_end, client, *(each.pipe for each in processes))))
         deadline = time.monotonic() + job["seconds"] if job["seconds"] else float("inf")
-        timed_out = _wait_for_all(processes, ended, deadline, partial(_on_message, processes, job["signals"], client, lines))
+        timed_out = _wait_for_all(processes, ended, deadline, partial(_on_message, client, lines))
     return {
         "codes": [each.code for each in processes],
         "steps": [each.step for each in processes],
@@ -182,19 +182,8 @@ def _start_afresh(module: str, path: Path, control: channel.Channel) -> int:
     os.execv(sys.executable, [sys.executable, "-m", module, str(path)])
 
 
-def _on_message(
-    processes: Sequence[ForkedProcess],
-    signals: Sequence[Sequence[int]],
-    client: int,
-    lines: list[str],
-    process: ForkedProcess,
-    kind: str,
-    content: Any,
-) -> None:
-    """Send the signals that are due; keep rank 0's lines for the user, and pass its progress on to the client."""
-    for step, rank, number in signals:
-        if processes[rank] is process and (kind, content) == ("step", step):
-            process.send_signal(number)
+def _on_message(client: int, lines: list[str], process: ForkedProcess, kind: str, content: Any) -> None:
+    """Keep rank 0's lines for the user, and pass its progress on to the client."""
     if process.rank == 0 and kind == "say":
         lines.append(content)
     if process.rank == 0 and kind in ("step", "status"):
