@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from distrain.trainer.loop.data import file_hashes as hashing
 from distrain.trainer.loop.data.file_hashes import NotCached, digest, file_hashes
 from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
@@ -173,13 +174,14 @@ def test_one_of_several_processes_fills_the_cache_and_all_use_it(tmp_path: Path)
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir() if path.name != "hashes") == ["", ".lock"]
 
 
-def test_hashes_are_remembered_until_a_file_changes(tmp_path: Path) -> None:
+def test_hashes_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, large, small = tmp_path / "cache", tmp_path / "large", [tmp_path / "1", tmp_path / "2"]
     large.write_bytes(b"0" * (16 << 20) + b"1")
     for path in small:
         path.write_text(path.name)
     paths = [small[0], large, small[1]]
     true = [digest(path) for path in paths]
+    monkeypatch.setattr(hashing, "_SETTLED", 1 << 62)  # all files have just been written, however long this test takes
 
     def hashes(paths: list[Path], **words: bool) -> list[str]:
         done: list[int] = []
@@ -192,7 +194,7 @@ def test_hashes_are_remembered_until_a_file_changes(tmp_path: Path) -> None:
     with pytest.raises(NotCached):
         hashes(paths, only_quick=True)
     assert hashes(small, only_quick=True) == [true[0], true[2]]
-    time.sleep(2.1)
+    monkeypatch.setattr(hashing, "_SETTLED", 0)  # and none has
     assert hashes(paths) == true
     memories = sorted((cache / "hashes").iterdir(), key=lambda path: len(json.loads(path.read_text())))
     assert [sorted(json.loads(path.read_text())) for path in memories] == [[str(large)], [str(path) for path in small]]
@@ -206,6 +208,22 @@ def test_hashes_are_remembered_until_a_file_changes(tmp_path: Path) -> None:
     assert hashes(paths) == ["hash of 1", digest(large), digest(small[1])]
     memories[1].write_text("[]no JSON")
     assert hashes(small) == [true[0], digest(small[1])]
+
+
+def test_a_file_that_was_written_just_before_a_long_hash_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, cache = tmp_path / "a", tmp_path / "cache"
+    file.write_text("a")
+    clock = [file.stat().st_ctime_ns]
+
+    def slow_digest(path: Path) -> str:
+        clock[0] += 10**10
+        return digest(path)
+
+    monkeypatch.setattr(hashing, "time", SimpleNamespace(time_ns=lambda: clock[0]))
+    monkeypatch.setattr(hashing, "digest", slow_digest)
+    for remembered in (False, True):
+        assert file_hashes([file], cache, lambda size: None) == [digest(file)]
+        assert cache.exists() == remembered
 
 
 def test_an_unwritable_cache_is_refused_in_one_line(text: Path) -> None:

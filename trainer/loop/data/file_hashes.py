@@ -43,9 +43,9 @@ class _HashMemory:
 
     def compute(self, name: str, path: Path) -> str:
         """Return the hash of a file, and remember it if the file has not just been changed."""
-        stat = path.stat()
+        stat, now = path.stat(), time.time_ns()  # hashing a large file takes longer than one needs to settle
         found = digest(path)
-        if time.time_ns() - stat.st_ctime_ns > _SETTLED:
+        if now - stat.st_ctime_ns > _SETTLED:
             self.known[name] = [_file_version(stat), found]
             self.is_changed = True
         return found
