@@ -14,6 +14,7 @@ from typing import Any
 
 from distrain.scripts.virtual_hosts import VirtualHost, VirtualHosts
 from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.held_step import HeldStep
 from distrain.tests.fakes.overrides import without_repeats
 from distrain.trainer.rundir.metric_rows import SAVE_KEY
 
@@ -167,13 +168,17 @@ class TrainedRun:
 
 
 class FitOnHosts(TrainedRun):
-    """`distrain fit` on host0, over both hosts."""
+    """`distrain fit` on host0, over both hosts; its ranks are held at a step if it is given one."""
 
-    def __init__(self, hosts: VirtualHosts, folder: Path, *overrides: str, hostfile: Path | None = None) -> None:
+    def __init__(
+        self, hosts: VirtualHosts, folder: Path, *overrides: str, hostfile: Path | None = None, held: HeldStep | None = None
+    ) -> None:
         super().__init__(folder)
         over = ["launch=deepspeed", f"launch.hostfile={hostfile or hosts.folder / 'hostfile'}", "launch.preflight=false"]
+        variables = held.environment if held else {}
+        over += [f"launch.environment=[{','.join(variables)}]"] if variables else []
         self.controller = hosts.hosts[0].start(
-            [sys.executable, "-m", "distrain", "fit", *run_arguments(folder, *over, *overrides)], controller_environment()
+            [sys.executable, "-m", "distrain", "fit", *run_arguments(folder, *over, *overrides)], {**controller_environment(), **variables}
         )
 
     def wait_for_step(self, step: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from distrain.scripts.virtual_hosts import VirtualHosts, missing_tools
 from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.held_step import HeldStep
 from distrain.tests.fakes.host_runs import ONE_EACH, PIPELINE, FitOnHosts, controller_environment, one_process_losses, wait_for
 
 # A controller that runs on host0. Its arguments: folder, hostfile, program of a rank.
@@ -73,12 +74,14 @@ def test_a_run_whose_hosts_die_for_good_ends_on_spares_with_the_same_losses(host
     """host1 is dead before the first start, and host2, on which rank 0 runs then, dies in it. The controller's host is the last spare."""
     file = write_hostfile(tmp_path, "host1", "host2", "host3", "host0")
     hosts.set_link(1, "down")
+    held = HeldStep(tmp_path / "held", 7)
     fit = FitOnHosts(
         hosts, tmp_path, *PIPELINE, ONE_EACH, "checkpoint.every=5", "train.steps=24", "launch.spares=2", "launch.restarts=1",
-        f"launch.address={hosts.hosts[1].address}", "launch.preflight=true", hostfile=file,
+        f"launch.address={hosts.hosts[1].address}", "launch.preflight=true", hostfile=file, held=held,
     )  # fmt: skip
-    fit.wait_for_step(6)
+    held.wait_for(2, fit.controller)
     hosts.set_link(2, "down")
+    held.release()
     status, output = fit.end()
     assert status == 0, output
     said = " ".join(output.split())

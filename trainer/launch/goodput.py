@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ class GoodputMeter:
     lost_steps: int = 0  # steps that had to be done again
     productive_seconds: float = 0.0
     has_stepped: bool = False  # whether any attempt has reached its first step
+    clock: Callable[[], float] = time.monotonic  # seconds
     _since: float = field(default_factory=time.monotonic)
     _began: tuple[int, float] | None = None  # this attempt: its first step, and when that began
     _failed: tuple[int, int, float] | None = None  # the last attempt, which failed: its first step, its last, the seconds between
@@ -39,7 +41,7 @@ class GoodputMeter:
         for at, row in enumerate(self._pending):  # what was lost, the first of them lost
             self._write({**row, "step": step, "lost_steps": 0 if at else lost})
         self._pending.clear()
-        self._began, self._failed = (step, time.monotonic()), None
+        self._began, self._failed = (step, self.clock()), None
         self.has_stepped = True
 
     def note_end(self, outcome: Outcome) -> None:
@@ -51,7 +53,7 @@ class GoodputMeter:
             ended = max((rank.last_step_at for rank in outcome.ranks if rank.last_step_at is not None), default=began)
             self._failed = (first, last, max(0.0, ended - began))
         else:
-            self.productive_seconds += time.monotonic() - began
+            self.productive_seconds += self.clock() - began
         self._began = None
 
     def note_restart(self, outcome: Outcome, change: str = "") -> None:
@@ -62,7 +64,7 @@ class GoodputMeter:
 
     def write_summary(self) -> str:
         """Write the run's goodput to metrics.jsonl, and return it as a line."""
-        whole = time.monotonic() - self._since
+        whole = self.clock() - self._since
         if self._failed is not None:  # no later attempt shows how much of it was lost
             self.productive_seconds += self._failed[2]
         for row in self._pending:  # the attempts that reached no step

@@ -1,0 +1,51 @@
+"""Holds the ranks of `distrain fit` at the beginning of a step, until a test lets them go on: what it does to the run comes in that step.
+
+A run of a few small steps would have ended before a test on a busy machine has seen it at one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from distrain.tests.fakes.processes import until
+
+# A sitecustomize.py. json.dumps makes a rank's message that it begins the step.
+SITE = """
+import json, os, time
+from pathlib import Path
+folder, dumps = Path({folder!r}), json.dumps
+def dumps_and_wait(value, *rest, **named):
+    if value == {{"step": {step}}} and "RANK" in os.environ:
+        mark = folder / f"new{{os.environ['RANK']}}"
+        mark.write_text(str(os.getpid()))
+        mark.rename(folder / f"rank{{os.environ['RANK']}}")
+        while not (folder / "go").exists(): time.sleep(0.01)
+    return dumps(value, *rest, **named)
+json.dumps = dumps_and_wait
+"""
+
+
+class HeldStep:
+    """A step, counted from 0, in which ranks wait for a file in a folder that all hosts see."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder = folder
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(SITE.format(folder=str(folder), step=step))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of the ranks."""
+        return {"PYTHONPATH": str(self.folder)}
+
+    def wait_for(self, ranks: int, fit: subprocess.Popen[str]) -> list[int]:
+        """Wait until so many ranks of `fit` are held; return their process ids, as their hosts number them."""
+        marks = [self.folder / f"rank{rank}" for rank in range(ranks)]
+        until(lambda: all(mark.exists() for mark in marks) or fit.poll() is not None)
+        assert fit.poll() is None, fit.communicate()[0]
+        return [int(mark.read_text()) for mark in marks]
+
+    def release(self) -> None:
+        """Let the ranks go on, and those of later attempts."""
+        (self.folder / "go").touch()
