@@ -14,6 +14,7 @@ import sys
 import threading
 from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -108,8 +109,9 @@ class Watch:
         while not self._over.wait(PAUSE):
             for pid in filter(str.isdigit, os.listdir("/proc")):
                 self._scan_process(int(pid))
-            for file in (self.run / "launch").glob("*"):
-                self._scan_file(file)
+            with suppress(OSError):  # the folder may be removed meanwhile
+                for file in (self.run / "launch").iterdir():
+                    self._scan_file(file)
 
     def _scan_process(self, pid: int) -> None:
         try:
@@ -158,12 +160,13 @@ def secret_files_elsewhere(since: float, known: Path) -> Iterator[str]:
     command = ["find", *roots, "-xdev", "-type", "f", "-newerct", f"@{since:.0f}", "-print0"]
     found = [Path(os.fsdecode(each)) for each in subprocess.run(command, capture_output=True).stdout.split(b"\0") if each]
     assert known in found
-    yield from (str(file) for file in found if file.is_file() and file.stat().st_size <= LARGEST and _file_has_secret(file))
+    yield from (str(file) for file in found if file.is_file() and _file_has_secret(file, LARGEST))
 
 
-def _file_has_secret(file: Path) -> bool:
+def _file_has_secret(file: Path, largest: int = sys.maxsize) -> bool:
+    """Return whether a file of at most `largest` bytes has a secret in its path or its content."""
     try:
-        return has_secret(bytes(file)) or has_secret(file.read_bytes())
+        return has_secret(bytes(file)) or (file.stat().st_size <= largest and has_secret(file.read_bytes()))
     except OSError:
         return False  # another process has removed it
 

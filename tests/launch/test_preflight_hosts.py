@@ -67,13 +67,13 @@ def test_a_host_whose_link_is_down_is_reported(network: VirtualHosts, tmp_path: 
         (
             2,
             "mount -t tmpfs tmpfs {runs}",
-            "umount {runs}",
+            "umount -l {runs}",
             "does not see what host2 writes to {runs}/quickstart: set log.dir to a folder that all hosts share",
         ),
         (
             2,
             "mount -t tmpfs -o size=1m tmpfs {runs}",
-            "umount {runs}",
+            "umount -l {runs}",
             (
                 "problem: host2 has 1.00 MiB free in {runs}/quickstart, and a checkpoint is 37.3 MiB: "
                 "free some space, or set log.dir to another disk"
@@ -82,7 +82,7 @@ def test_a_host_whose_link_is_down_is_reported(network: VirtualHosts, tmp_path: 
         (
             2,
             "mount -t tmpfs -o ro tmpfs {runs}",
-            "umount {runs}",
+            "umount -l {runs}",
             "problem: host2 can't write to {runs}/quickstart: Read-only file system: set log.dir to a folder that all hosts can write to",
         ),
     ],

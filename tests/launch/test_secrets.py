@@ -145,24 +145,25 @@ def host_folders(hosts: VirtualHosts) -> list[Path]:
     return [hosts.folder, *(Path(f"/proc/{host.pid}/root/dev/shm") for host in hosts.hosts)]
 
 
+WATCHED = (b"pdsh\0-S", b"ssh\0-o", b"deepspeed.launcher.runner", b"deepspeed.launcher.launch\0", b"upload_remote.py", b"bin/python -\0")
+
+
 @over_hosts
 def test_a_run_over_hosts_shows_no_secret(hosts: VirtualHosts, tmp_path: Path) -> None:
-    run = fit_on_hosts(hosts, tmp_path)
+    unseen = set(WATCHED)
+    for number in range(3):  # on a busy machine the watch may miss a short process
+        (folder := tmp_path / str(number)).mkdir()
+        run = fit_on_hosts(hosts, folder)
+        unseen -= {part for part in unseen if any(part in line for line in run.watch.command_lines)}
+        if not unseen:
+            break
+    assert not unseen
     assert run.status == 0, run.output
     assert "an all-reduce between the hosts runs at " in run.output
     assert sorted(run.watch.ranks) == [0, 1]
     for _, variables in run.watch.ranks.values():
         assert {name: variables.get(name) for name in HOSTILE_VALUES} == {name: run.secrets[name] for name in HOSTILE_VALUES}
         assert UNNAMED not in variables
-    for part in (
-        b"pdsh\0-S",
-        b"ssh\0-o",
-        b"deepspeed.launcher.runner",
-        b"deepspeed.launcher.launch\0",
-        b"upload_remote.py",
-        b"bin/python -\0",
-    ):
-        assert any(part in line for line in run.watch.command_lines), part
     assert_no_leak(run, *host_folders(hosts))
     assert (Path(JOIN_TOKEN_FILE).name, 0o600) in run.watch.secret_files
 
@@ -176,7 +177,8 @@ def fit_with_killed_rank(hosts: VirtualHosts, folder: Path) -> FitRun:
             time.sleep(PAUSE)
         os.kill(watch.ranks[0][0], signal.SIGKILL)
 
-    return fit_on_hosts(hosts, folder, "cluster=1x1", "launch.include=host1", "launch.preflight=false", act=kill)
+    without_end = "train.steps=1000000"
+    return fit_on_hosts(hosts, folder, "cluster=1x1", "launch.include=host1", "launch.preflight=false", without_end, act=kill)
 
 
 def fit_refused_by_preflight(hosts: VirtualHosts, folder: Path) -> FitRun:
@@ -193,7 +195,7 @@ def fit_with_full_disk(hosts: VirtualHosts, folder: Path) -> FitRun:
         return fit_on_hosts(hosts, folder / "runs", "launch.preflight=false")
     finally:
         hosts.hosts[1].run("cp", "-r", str(folder / "runs"), str(folder / "there"))
-        hosts.hosts[1].run("umount", str(folder / "runs"))
+        hosts.hosts[1].run("umount", "-l", str(folder / "runs"))
 
 
 @pytest.fixture(scope="module")
