@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
 
-settings.register_profile("steady", derandomize=True, deadline=None, database=None)
+settings.register_profile("steady", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 
 # Test files that wait for deaths, heartbeat timeouts and signals, mount file systems, or look at every process of this machine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.inductor_settings import INDUCTOR
+from distrain.trainer.launch.rank.environment import RankEnvironment, reserve_port
 from distrain.trainer.plan.native.optimizer_step import step_moves, steps_in_one_kernel
 from distrain.trainer.plan.plan import make_plan
 
@@ -30,12 +30,10 @@ FIRST_ENGINE = QUANTIZED + 1
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, Any]]:
     """The answers of a process of its own: the tests' own one has put torch's compiler out of use."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    known = {**os.environ, **INDUCTOR, **alone, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0"}
-    done = subprocess.run([sys.executable, str(PROGRAM)], env=known, capture_output=True, text=True, timeout=DEADLINE)
+    with reserve_port() as reserved:
+        alone = RankEnvironment(rank=0, ranks=1, local_rank=0, local_ranks=1, address="127.0.0.1", port=reserved.getsockname()[1])
+        known = {**alone.variables({**os.environ, **INDUCTOR}), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0"}
+        done = subprocess.run([sys.executable, str(PROGRAM)], env=known, capture_output=True, text=True, timeout=DEADLINE)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == len(WIDTHS) + len(ROUNDINGS) + len(PRECISIONS) + 3, done.stderr[-3000:]
     return lines

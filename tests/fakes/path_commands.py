@@ -12,8 +12,10 @@ from typing import Any
 HEAD = """\
 #!{python} -IS
 import json, os, sys
-with open({log!r}, "a") as log:
-    log.write(json.dumps({{"argv": sys.argv, "environment": dict(os.environ), "folder": os.getcwd()}}) + "\\n")
+call = json.dumps({{"argv": sys.argv, "environment": dict(os.environ), "folder": os.getcwd()}}) + "\\n"
+log = os.open({log!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+os.write(log, call.encode())  # at once: others write theirs, and a test reads all
+os.close(log)
 """
 # ssh that runs the command in a shell on this machine
 SSH = """\

@@ -15,6 +15,7 @@ import pytest
 
 from distrain.tests.fakes.deadline import DEADLINE, wait_for
 from distrain.tests.fakes.path_commands import SSH, FakeCommands
+from distrain.tests.fakes.processes import children
 from distrain.trainer.launch import multi_host
 from distrain.trainer.launch.commands.command import Command, LaunchRequest
 from distrain.trainer.launch.commands.deepspeed import deepspeed_commands
@@ -41,13 +42,9 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Check that no ssh outlives a test."""
-    before = children()
+    before = children(os.getpid())
     yield
-    assert set(children()) <= set(before)
-
-
-def children() -> list[int]:
-    return [int(child) for file in Path("/proc/self/task").glob("*/children") for child in file.read_text().split()]
+    assert children(os.getpid()) <= before
 
 
 def were_called(commands: FakeCommands, times: int) -> bool:
@@ -74,23 +71,30 @@ def run_outcome(folder: Path, *names: str, launcher: tuple[str, ...] = ("true",)
 
 
 HANGS = "import time; time.sleep(1000)"
+LONGER = (2.0, 20.0, 200.0)  # seconds for a host that hangs, of which the first is enough unless the machine is busy
 
 
 def test_a_host_that_accepts_ssh_and_hangs_is_not_reachable(ssh: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "HOST_SECONDS", 2.0)
     ssh.host("h1", HANGS)
-    assert reachable_hosts(("h0", "h1", "h2")) == ("h0", "h2")
+    for seconds in LONGER:
+        monkeypatch.setattr(upload, "HOST_SECONDS", seconds)
+        if (found := reachable_hosts(("h0", "h1", "h2"))) == ("h0", "h2"):
+            break
+    assert found == ("h0", "h2")
 
 
 def test_a_host_that_hangs_during_the_upload_is_named_and_the_others_roll_back(
     ssh: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "HOST_SECONDS", 2.0)
     ssh.host("h1", """command = 'echo \\\'{"connection": "127.0.0.1 1 127.0.0.1 22"}\\\'; exec sleep 1000'""")
-    outcome = run_outcome(tmp_path, "h0", "h1")
-    assert (outcome.status, outcome.says, outcome.hosts) == (1, "h1 can't be used: no answer in 2 s", ("h1",))
-    assert (tmp_path / "run" / "launch").is_dir()
-    assert not (tmp_path / "run" / "launch" / "join_token").exists()
+    for seconds in LONGER:
+        monkeypatch.setattr(upload, "HOST_SECONDS", seconds)
+        outcome = run_outcome(folder := tmp_path / f"{seconds:.0f}", "h0", "h1")
+        if outcome.hosts == ("h1",) and (folder / "run" / "launch").is_dir():
+            break
+    assert (outcome.status, outcome.says, outcome.hosts) == (1, f"h1 can't be used: no answer in {seconds:.0f} s", ("h1",))
+    assert (folder / "run" / "launch").is_dir()
+    assert not (folder / "run" / "launch" / "join_token").exists()
 
 
 def test_an_ssh_that_is_killed_is_reported(ssh: FakeCommands, tmp_path: Path) -> None:

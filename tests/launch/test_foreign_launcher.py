@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.processes import alive, until
 from distrain.trainer.system.child_process import end_child
 
 RANK = """
@@ -71,13 +71,4 @@ def test_a_rank_of_another_launcher_dies_with_it(tmp_path: Path) -> None:
         pid = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
     finally:
         end_child(launcher)
-    until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2])
-
-
-def until(condition):
-    """Return the condition's value once it is true."""
-    deadline = time.monotonic() + DEADLINE
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return value
+    until(lambda: not alive({pid}))

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -323,8 +322,7 @@ def test_torchrun_without_a_hostfile_trains_in_pods_of_either_operator(
 ) -> None:
     """A pod of PyTorchJob and one of Kubeflow's Trainer, whose endpoint of an elastic rendezvous is not used."""
     script = make_script("torchrun", "cluster=2x1", "launch.hostfile=null")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(run_port(tmp_path))  # no other process is given it
     pods: tuple[dict[str, str], ...] = (
         {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
         {"PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "PET_RDZV_ENDPOINT": "nowhere:1"},

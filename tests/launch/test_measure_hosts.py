@@ -238,8 +238,11 @@ def test_a_host_that_hangs_is_named_at_the_deadline(ssh: FakeCommands) -> None:
     answer(ssh, "h0", {"stage": "devices"}, {"stage": "links", "port": 1})
     answer(ssh, "h1", {"stage": "devices"})
     answer(ssh, "h2", {"stage": "devices"}, {"stage": "links", "port": 1})
-    found = HostProbes(states(3), "cpu", {}, ignore).run(3.0, [])
-    assert [str(each) for each in found] == ["h1 could not be measured: no answer in 3 s"]
+    for seconds in (3, 30, 240):  # the first is enough for the other two unless the machine is busy
+        found = HostProbes(states(3), "cpu", {}, ignore).run(seconds, [])
+        if len(found) == 1:
+            break
+    assert [str(each) for each in found] == [f"h1 could not be measured: no answer in {seconds} s"]
 
 
 def test_a_host_that_fails_ends_the_others_and_gives_its_reason(ssh: FakeCommands) -> None:

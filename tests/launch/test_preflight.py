@@ -16,6 +16,7 @@ import pytest
 from distrain.cli.pages.hosts_page import preflight_lines
 from distrain.tests.fakes.deadline import DEADLINE, wait_for
 from distrain.tests.fakes.path_commands import SSH, FakeCommands
+from distrain.tests.fakes.processes import alive, children, until
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.preflight import preflight as rounds
 from distrain.trainer.launch.preflight import preflight_host
@@ -301,11 +302,6 @@ def test_a_limit_on_open_files_is_a_problem_with_spares_too(ssh: FakeCommands) -
     assert (limited.stdout, ssh.calls) == ("files h0\n", []), limited.stderr
 
 
-def children(pid: int) -> list[int]:
-    """The child processes of a process, of all its threads."""
-    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_preflight_with_one_line_and_leaves_nothing(number: signal.Signals, ssh: FakeCommands, tmp_path: Path) -> None:
     """h0 has answered and left its note for h1, which hangs."""
@@ -320,8 +316,8 @@ def test_a_signal_ends_the_preflight_with_one_line_and_leaves_nothing(number: si
         text=True,
     )
     try:
-        wait_for(lambda: list(tmp_path.glob("quickstart/.preflight.*")) and len(children(process.pid)) == 1)
-        (hung,) = children(process.pid)
+        wait_for(lambda: len(ssh.calls) == 2 and list(tmp_path.glob("quickstart/.preflight.*")))
+        (hung,) = until(lambda: len(left := alive(children(process.pid))) == 1 and left)
         process.send_signal(number)
         said = process.communicate(timeout=DEADLINE)
     finally:

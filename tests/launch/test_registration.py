@@ -53,7 +53,8 @@ class Controller:
 
 
 @pytest.fixture
-def controller() -> Iterator[Controller]:
+def controller(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
+    monkeypatch.setattr(rendezvous, "PROOF_TIMEOUT", DEADLINE)
     made = Controller()
     yield made
     made.close()
@@ -187,7 +188,6 @@ def test_connections_that_fill_the_queue_do_not_keep_a_rank_out(controller: Cont
 
 def test_a_controller_that_can_open_no_more_files_still_registers_a_rank(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process opens so many connections that no file is left; then an agent with the token connects."""
-    monkeypatch.setattr(rendezvous, "PROOF_TIMEOUT", 1e9)
     program = (
         f"import socket\nall = [socket.create_connection(('127.0.0.1', {controller.port})) for _ in range(40)]\nprint(flush=True)\ninput()"
     )

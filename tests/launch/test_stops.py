@@ -150,7 +150,7 @@ def test_a_signal_that_the_launching_process_ignores_stays_ignored(tmp_path: Pat
 def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path: Path, program: str) -> None:
     """The fixture looks for the ranks and the processes that they started, including those in sessions of their own."""
     launched = LaunchedRanks(tmp_path, program)
-    assert len(marked_processes(MARK, tmp_path)) == 1 + 3 * 4  # the controller; agent, rank and two children
+    wait_for(lambda: len(marked_processes(MARK, tmp_path)) == 1 + 3 * 4)  # the controller; agent, rank and two children
     launched.send(signal.SIGKILL)
     assert launched.end()[0] == -signal.SIGKILL
 

@@ -130,7 +130,7 @@ def rank_pid(folder: Path, rank: int) -> int:
 
 
 def test_sigterm_to_a_rank_that_is_importing_torch_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    words = without_repeats(f"conf={ARGUMENTS[0]}", *ARGUMENTS[1:], "train.steps=2000", f"log.dir={tmp_path}", "name=run")
+    words = without_repeats(f"conf={ARGUMENTS[0]}", *ARGUMENTS[1:], "train.steps=100000", f"log.dir={tmp_path}", "name=run")
     quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-m", "distrain", "fit", *words], stdout=pipe, stderr=pipe, env=quiet, text=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import Printer, prove_recipe
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.rank_pool import RankPool, choose_program
 from distrain.trainer.layers.dropout import Dropout
 from distrain.trainer.layers.recompute import recompute
@@ -274,7 +275,7 @@ def _run(ranks: RankPool, top: Path, words: Sequence[str], recording: Path, faul
     choose_program(folder, "trace")
     if fault:
         (folder / "spoiler").write_text(json.dumps(dict(zip(("how", "layer", "rank"), fault, strict=True))))
-    result = ranks.server.run_job(folder / "run.json", make_plan(run).world, seconds=60)
+    result = ranks.server.run_job(folder / "run.json", make_plan(run).world, seconds=DEADLINE)
     assert not any(result.codes), result.says
     return [each for file in folder.glob("departure/*.json") for each in read_differences(json.loads(file.read_text()))]
 

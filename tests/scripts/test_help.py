@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distrain.scripts.show_help import show_help
+from distrain.tests.fakes.deadline import DEADLINE
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = {"staged_ranks.py", "warm_process.py", "optimizer_step.py", "host_step.py", "trace_process.py"}  # that a script starts
@@ -36,6 +37,6 @@ def test_help_is_the_docstring(word: str, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_a_campaign_of_faults_asked_for_help_breaks_nothing() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "distrain.scripts.faults", "--help"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "distrain.scripts.faults", "--help"], capture_output=True, text=True, timeout=DEADLINE, check=True
     )
     assert done.stdout.startswith("Injects faults into real runs")
