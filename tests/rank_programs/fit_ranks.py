@@ -24,7 +24,7 @@ from distrain.trainer.loop.state import saver as saver_of_run
 from distrain.trainer.parallel import world
 
 FILE_LIMIT = 60_000  # bytes
-COLLECTIVE_TIMEOUT, CORPUS_TIME = 6.0, 8.0  # seconds
+COLLECTIVE_TIMEOUT, CORPUS_TIME = 15.0, 18.0  # seconds
 
 # What the faults replace functions and values of.
 loop: Any = train

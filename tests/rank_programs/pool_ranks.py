@@ -22,7 +22,7 @@ from distrain.tests.rank_programs import (
 )
 from distrain.tests.rank_programs.signalled_ranks import with_signals
 from distrain.trainer.launch.rank.channel import Channel
-from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
+from distrain.trainer.loop.forkserver import server
 from distrain.trainer.loop.rank import run_rank
 
 PROGRAMS: dict[str, Callable[..., int]] = {
@@ -48,6 +48,7 @@ def run_pool_rank(path: Path, channel: Channel) -> int:
 
 
 def main() -> int:
-    """Serve until stdin ends."""
-    serve(with_signals(run_pool_rank), QUESTIONS)
+    """Serve until stdin ends. The ranks of a busy machine may take long to notice that one of them has failed."""
+    server.GRACE = 60.0
+    server.serve(with_signals(run_pool_rank), server.QUESTIONS)
     return 0
