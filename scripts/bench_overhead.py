@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -100,7 +100,7 @@ def run_case_rank(path: Path) -> int:
     from ..trainer.loop.rank import run_rank
 
     run = msgspec.json.decode(path.read_bytes(), type=Run)
-    channel = cast(OverheadChannel, OverheadChannel.from_environment())
+    channel = OverheadChannel.from_environment()
     channel.make_bare_loop = partial(bare_torch if int(os.environ["WORLD_SIZE"]) == 1 else bare_deepspeed, run)
     status = run_rank(path, channel)
     if os.environ["RANK"] == "0":

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal, TextIO
+from typing import Literal, Self, TextIO
 
 CHANNEL_VARIABLE = "DISTRAIN_CONTROL_FD"
 PRINTED = ("say", "problem")  # messages that are printed where there is no pipe
@@ -48,7 +48,7 @@ class Channel:
         self._last_progress = ("", 0.0)  # (phase, time)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Channel:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
         """Return the channel that this rank inherited; this rank's children do not inherit it."""
         fd = int(environment.get(CHANNEL_VARIABLE) or -1)
         if not _is_pipe(fd):
