@@ -4,10 +4,10 @@ Run `python -m distrain.scripts.random_layouts [seed=1] [count=100] [first=0] [p
 layouts are trained; `first` is the number of the first recipe, so that `first=17 count=1` repeats recipe 17 of that seed alone. With
 `planned=N` N recipes are drawn and only planned.
 
-A recipe is a tiny model and an option of every config group, and up to a dozen keys whose values are drawn from their types in the schema.
-A key that the project's rules refuse, or that does nothing, is left out, and the refusal is counted by its rule and first words. Layouts are
-drawn from the fields of `prove`'s layouts. Each is compared with one process: losses, norms, weights, averages, validation losses of all
-sets, samples, messages and actions; memory by kind with its plan; half of the recipes also resume in another layout. What departs is
+A recipe is a tiny model and an option of every config group, and up to ten keys whose values are drawn from their types in the schema. A
+key that the project's rules refuse, or that does nothing, is left out, and the refusal is counted by its rule and first words. Layouts
+are drawn from the fields of `prove`'s layouts. Each is compared with one process: losses, norms, weights, averages, validation losses of
+all sets, samples, messages and actions; memory by kind with its plan; half of the recipes also resume in another layout. What departs is
 trained again in float64, which says whether it is rounding or an error. Each change that a refusal offers is followed: the same refusal
 must not come again.
 """
@@ -18,13 +18,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
 from ...trainer.prove.trials.layouts import ONE_PROCESS, ProveLayout
+from ...trainer.system.stop_requests import StopSignal, raise_on_stop_signals
 from ..show_help import show_help
 from .data_files import DataFiles, write_data_files
 from .drawn_layout import draw_layout
@@ -48,7 +50,7 @@ def main() -> int:
     last = number + int(given["planned"])
     servers = Servers(folder, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     try:
-        with suppress(KeyboardInterrupt):  # at Ctrl-C, report what is known so far
+        with suppress(KeyboardInterrupt, StopSignal), raise_on_stop_signals():  # then report what is known so far
             while number < last if int(given["planned"]) else trained < count:
                 recipe, layouts, checks = draw(seed, number, files, trials, folder)
                 number += 1
@@ -60,25 +62,26 @@ def main() -> int:
                 print("".join(map(finding_text, proofs[-1].findings)), end="", flush=True)
     finally:
         servers.close()
-    document = campaign_document(seed, proofs, trials)
     if json_file:
-        Path(json_file).write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
-    print("\n".join(table(document)))
+        Path(json_file).write_text(f"{json.dumps(campaign_document(seed, proofs, trials), indent=1)}\n", encoding="utf-8")
+    print("\n".join(table(proofs, trials)))
     print(f"{number - int(given['first'])} recipes, {trained} layouts, seed {seed}, in {time.monotonic() - began:,.0f} s; folder {folder}")
-    return int(document["errors"] > 0)
+    return int(error_count(proofs, trials) > 0)
 
 
 def read_arguments(arguments: list[str]) -> tuple[dict[str, str], str]:
-    """Return (the values of KEY=VALUE arguments, the file behind --json); exit with 2 for any other argument."""
+    """Return (the values of KEY=VALUE arguments, the file behind --json); exit for any other argument."""
     rest, json_file = list(arguments), ""
-    if "--json" in rest:
+    if "--json" in rest[:-1]:
         place = rest.index("--json")
-        json_file = "".join(rest[place + 1 : place + 2])
+        json_file = rest[place + 1]
         del rest[place : place + 2]
-    given = dict(each.partition("=")[::2] for each in rest)
-    if unknown := sorted(given.keys() - DEFAULTS.keys()) or ("--json" in arguments and not json_file and ["--json without a file"]):
-        sys.exit(f"unknown: {', '.join(unknown)}: known are {', '.join(f'{key}=' for key in DEFAULTS)} and --json FILE")
-    return {**DEFAULTS, **given}, json_file
+    given = {**DEFAULTS, **dict(each.partition("=")[::2] for each in rest)}
+    unknown = [each for each in rest if each.partition("=")[0] not in DEFAULTS]
+    unknown += [f"{key}={value}" for key, value in given.items() if key != "folder" and not value.isdigit()]
+    if unknown:
+        sys.exit(f"unknown: {' '.join(unknown)}: known are {' '.join(f'{key}={value}' for key, value in DEFAULTS.items())} --json FILE")
+    return given, json_file
 
 
 def draw(seed: int, number: int, files: DataFiles, trials: LegalTrials, folder: Path) -> tuple[DrawnRecipe, list[ProveLayout], bool]:
@@ -101,15 +104,19 @@ def finding_text(finding: RunFinding) -> str:
     return f"  {finding.kind} of {finding.run}: {finding.says}{confirmed}\n      {finding.command}\n"
 
 
-def campaign_document(seed: int, proofs: list[JudgedProof], trials: LegalTrials) -> dict[str, object]:
-    """All results as JSON values; `errors` counts what is neither rounding nor a line of a log."""
+def error_count(proofs: Sequence[JudgedProof], trials: LegalTrials) -> int:
+    """How many findings are neither rounding nor a line of a log."""
     findings = [each for proof in proofs for each in proof.findings]
-    errors = sum(not each.is_rounding and each.kind != "log" for each in findings) + len(trials.crashes) + len(trials.wrong_advice)
+    return sum(not each.is_rounding and each.kind != "log" for each in findings) + len(trials.crashes) + len(trials.wrong_advice)
+
+
+def campaign_document(seed: int, proofs: Sequence[JudgedProof], trials: LegalTrials) -> dict[str, object]:
+    """All results as JSON values."""
     return {
         "seed": seed,
-        "errors": errors,
+        "errors": error_count(proofs, trials),
         "runs": sum(len(each.runs) for each in proofs),
-        "findings": [asdict(each) for each in findings],
+        "findings": [asdict(each) for proof in proofs for each in proof.findings],
         "crashes": trials.crashes,
         "wrong_advice": trials.wrong_advice,
         "advice_followed": trials.followed,
@@ -118,21 +125,16 @@ def campaign_document(seed: int, proofs: list[JudgedProof], trials: LegalTrials)
     }
 
 
-def table(document: dict[str, object]) -> Iterator[str]:
+def table(proofs: Sequence[JudgedProof], trials: LegalTrials) -> Iterator[str]:
     """Yield the lines of the closing table."""
-    kinds: dict[str, int] = {}
-    found: list[dict[str, str]] = document["findings"]  # type: ignore[assignment]
-    for each in found:
-        kind = f"{each['kind']}: {each['wide'].partition(':')[0]}" if each["wide"] else each["kind"]
-        kinds[kind] = kinds.get(kind, 0) + 1
-    refused: dict[str, int] = document["refused"]  # type: ignore[assignment]
-    yield f"\n{document['runs']} runs trained"
+    findings = [each for proof in proofs for each in proof.findings]
+    kinds = Counter(f"{each.kind}: {each.wide.partition(':')[0]}" if each.wide else each.kind for each in findings)
+    yield f"\n{sum(len(each.runs) for each in proofs)} runs trained"
     yield from (f"{count:>6} {kind}" for kind, count in sorted(kinds.items()))
-    yield f"{sum(refused.values())} draws refused; {document['advice_followed']} changes that refusals offer were followed"
-    yield from (f"{count:>6} {name}" for name, count in list(refused.items())[:REFUSALS_SHOWN])
-    for name in ("crashes", "wrong_advice"):
-        texts: dict[str, str] = document[name]  # type: ignore[assignment]
-        yield from (f"{name.replace('_', ' ')}: {key}\n{text}" for key, text in texts.items())
+    yield f"{trials.refused.total()} draws refused; {trials.followed} changes that refusals offer were followed"
+    yield from (f"{count:>6} {name}" for name, count in trials.refused.most_common(REFUSALS_SHOWN))
+    yield from (f"crash: {name}\n{text}" for name, text in trials.crashes.items())
+    yield from (f"wrong advice: {name}\n{text}" for name, text in trials.wrong_advice.items())
 
 
 if __name__ == "__main__":

@@ -177,8 +177,7 @@ def _bundle(random: Random, keys: Mapping[str, object], recipe: DrawnRecipe) -> 
         run = recipe.recipe.run()
     except Unreadable:
         return {}
-    sections = sorted({key.rpartition(".")[0] for key in keys} - {each for each in _sections(keys) if each.startswith("parallel")})
-    section = random.choice(sections)
+    section = random.choice(sorted({name for key in keys if (name := key.rpartition(".")[0]).partition(".")[0] != "parallel"}))
     names = sorted(key for key in keys if key.rpartition(".")[0] == section)
     chosen = random.sample(names, min(len(names), random.randint(1, MOST_TOGETHER)))
     return _words(random, keys, chosen, run)
@@ -190,10 +189,6 @@ def _parallel_words(random: Random, keys: Mapping[str, object]) -> dict[str, str
         return {}
     names = sorted(key for key in keys if key.startswith("parallel."))
     return _words(random, keys, random.sample(names, random.randint(1, len(names) // 2)), None)
-
-
-def _sections(keys: Mapping[str, object]) -> set[str]:
-    return {key.rpartition(".")[0] for key in keys}
 
 
 def _words(random: Random, keys: Mapping[str, object], chosen: Sequence[str], run: Run | None) -> dict[str, str]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 import shutil
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from ...trainer.prove.fork_client import COMMAND, ForkServer, ServerGone
@@ -58,9 +59,9 @@ class JudgedProof:
 class Servers:
     """A fork server of ranks, and one whose ranks compute in float64; each is started when it is first needed."""
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str], *, started: Mapping[bool, ForkServer] = MappingProxyType({})) -> None:
         self._folder, self._environment = folder, environment
-        self._started: dict[bool, ForkServer] = {}
+        self._started = dict(started)
 
     def server(self, *, wide: bool) -> ForkServer:
         """The server, which runs."""
@@ -84,7 +85,7 @@ def judge_proof(recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Se
     folder, names = Path(recipe.words["log.dir"]), [each.name for each in layouts]
     command = recipe.command(names, checks=checks)
     try:
-        result = _prove(recipe, layouts, servers, checks=checks, wide=False)
+        result = prove_drawn(recipe, layouts, servers, checks=checks, wide=False)
     except NothingToProve as error:
         return JudgedProof(runs=(), findings=(RunFinding(kind="crash", run=", ".join(names), says=str(error), command=command),))
     except ServerGone as error:
@@ -106,7 +107,8 @@ def judge_proof(recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Se
     return JudgedProof(runs=tuple(each.trial.name for each in results), findings=tuple(found))
 
 
-def _prove(recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Servers, *, checks: bool, wide: bool) -> ProofResult:
+def prove_drawn(recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Servers, *, checks: bool, wide: bool) -> ProofResult:
+    """Train a recipe in layouts on one of the servers, and have `prove` judge each run. Raises NothingToProve and ServerGone."""
     request, words = ProveRequest(steps=recipe.steps, chosen="named", layouts=tuple(layouts), checks=checks), recipe.recipe
     proof = plan_proof(request, words.run(), words.run_on)
     server = servers.server(wide=wide)
@@ -152,9 +154,11 @@ def _wide_verdicts(
     recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Servers, *, checks: bool, departed: set[str]
 ) -> dict[str, str]:
     """Train the proof again in float64, and return what it says of each run that departed, by its name."""
+    if not checks:
+        layouts = [each for each in layouts if each.name in departed]
     words = {**WIDE_WORDS, "log.dir": f"{recipe.words['log.dir']}/wide"}
     try:
-        result = _prove(recipe.with_words(words), layouts, servers, checks=checks, wide=True)
+        result = prove_drawn(recipe.with_words(words), layouts, servers, checks=checks, wide=True)
     except ServerGone as error:
         servers.drop(wide=True)
         return dict.fromkeys(departed, f"not confirmed: {error}")

@@ -6,6 +6,7 @@ float64, before any module of ours or DeepSpeed's is imported. Weights, gradient
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ def main() -> int:
     torch.float32 = torch.float = torch.float64
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     torch.set_default_dtype(torch.float64)
-    adam: Any = torch.optim.adam
+    adam: Any = importlib.import_module("torch.optim.adam")
     adam._fused_adam = wide_adam
     from ...trainer.loop.checkpoint.shard_file import SAFETENSORS_DTYPES
     from ...trainer.loop.forkserver.server import main as serve_ranks
