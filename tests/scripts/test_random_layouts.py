@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import replace
@@ -15,10 +16,20 @@ from distrain.scripts.random_layouts.__main__ import draw, read_arguments
 from distrain.scripts.random_layouts.data_files import write_data_files
 from distrain.scripts.random_layouts.drawn_recipe import LEFT_OUT, SECTIONS, DrawnRecipe, drawn_keys
 from distrain.scripts.random_layouts.drawn_values import NO_VALUE, drawn_value, leaf_keys
-from distrain.scripts.random_layouts.judged_proof import RunFinding, Servers, judge_proof, prove_drawn, wide_verdict
-from distrain.scripts.random_layouts.legal_trials import LegalTrials, run_with, wrong_advice
+from distrain.scripts.random_layouts.judged_proof import (
+    RunFinding,
+    Servers,
+    judge_proof,
+    memory_departures,
+    odd_lines,
+    prove_drawn,
+    wide_verdict,
+)
+from distrain.scripts.random_layouts.legal_trials import LegalTrials, plan_trial, run_with, wrong_advice
 from distrain.tests.fakes.rank_pool import RankPool, choose_program
+from distrain.trainer.prove.judge import LayoutResult
 from distrain.trainer.prove.trials.layouts import ProveLayout
+from distrain.trainer.prove.trials.trial import write_run_folder
 from distrain.trainer.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -109,6 +120,28 @@ def test_a_planted_wrong_layout_is_named_with_its_command_and_no_other(found: di
     assert departs.command.startswith("distrain prove conf=tiny_2x2x2 model=tiny ")
     assert departs.command.endswith("steps=3 layouts=dp2.zero1")
     assert "what a rank may raise" in found["dp2.zero3"].says
+
+
+def test_other_bytes_than_planned_and_warnings_in_logs_are_named(tmp_path: Path) -> None:
+    trial = plan_trial(small(tmp_path), ProveLayout(dp=2))
+    write_run_folder(trial)
+    assert trial.plan.memory is not None
+    planned = trial.plan.memory.stages[0].bytes
+    kinds = {"weights": planned.weights, "gradients": planned.gradients, "optimizer": planned.optimizer}
+    kinds["activations"] = planned.activations + planned.logits
+
+    def departures(**kind: int) -> list[str]:
+        (trial.folder / "measured.json").write_text(json.dumps({"step": 2, "ranks": [kinds, {**kinds, **kind}]}))
+        return list(memory_departures(LayoutResult(trial=trial, verdict="same")))
+
+    assert departures() == departures(optimizer=planned.optimizer + 300) == []
+    (more,) = departures(weights=2 * planned.weights)
+    assert more == f"weights: measured {2 * planned.weights:,} bytes, planned {planned.weights:,}"
+
+    (trial.folder / "ranks").mkdir()
+    for rank, line in enumerate(("fine", "UserWarning: odd")):
+        (trial.folder / "ranks" / f"{rank}.log").write_text(f"{line}\n{line}\n")
+    assert odd_lines(trial.folder) == ["UserWarning: odd"]
 
 
 def test_ranks_in_float64_depart_by_its_own_rounding(tmp_path: Path) -> None:
