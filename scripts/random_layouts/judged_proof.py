@@ -24,7 +24,8 @@ from ...trainer.rundir.measured_run import read_measured_run
 from .drawn_recipe import DrawnRecipe
 
 WIDE_LIMIT = 1e-9  # nats of a loss; shares of a norm and of the learning rates added up: in float64
-WIDE_WORDS = {"train.precision": "fp32", "optim.moments": "fp32"}  # what is float64 there; narrower types would round as before
+# What is float64 there: narrower types would round as before.
+WIDE_WORDS = {"train.precision": "fp32", "train.gradients": "auto", "optim.moments": "fp32"}
 MEMORY_SHARE, MEMORY_BYTES = 0.01, 4096  # by which measured bytes of a kind may differ from planned ones
 UNPLANNED_ROUTING = {"routing", "capacity"}  # warnings of a plan whose activations depend on how tokens are routed
 ODD_LINE = re.compile(r"Traceback|[Ww]arning|[Ee]rror\b")  # in the log of a rank
