@@ -7,13 +7,14 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ...cli.arguments.prove_arguments import read_layouts
 from ...trainer.launch.admission import check_start
 from ...trainer.plan.plan import make_plan
 from ...trainer.plan.rules.unused_keys import RULE as IDLE
-from ...trainer.prove.trials.layouts import ProveLayout, run_in_layout
+from ...trainer.prove.trials.layouts import ONE_PROCESS, ProveLayout, run_in_layout
 from ...trainer.prove.trials.plan_proof import shortened_run
 from ...trainer.prove.trials.trial import Trial
 from ...trainer.spec.problem import Problem, Unreadable
@@ -39,6 +40,8 @@ class LegalTrials:
     def is_legal(self, recipe: DrawnRecipe, layout: ProveLayout, *, idle: bool = True) -> bool:
         """Whether a recipe trains in a layout; `idle`: whether it may have keys that do nothing."""
         command = recipe.command([layout.name], checks=False)
+        if layout != ONE_PROCESS and isinstance(read := read_layouts(layout.name)[0], Problem):
+            return self._refuse((replace(read, says=read.says.replace(layout.name, "")),), command)
         try:
             trial = plan_trial(recipe, layout)
         except Unreadable as error:
