@@ -45,7 +45,7 @@ SLOW = (
     "test_outcome", "test_config_keys", "test_rope_scaling", "test_hf_weights", "test_sources", "test_survey_process",
     "test_fit_pairs", "test_controller_output", "test_chat_template", "test_search", "test_search_written", "test_search_bounds",
     "test_error_bars", "test_weight_decay", "test_deferred_products", "test_padded_heads", "test_quantized_weights",
-    "test_begin_adapter", "test_evaluate_run",
+    "test_begin_adapter", "test_evaluate_run", "test_random_layouts",
 )  # fmt: skip
 
 PARTS: dict[str, Callable[[str], bool]] = {

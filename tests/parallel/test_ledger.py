@@ -138,6 +138,7 @@ HALF: Words = ("train.precision=bf16", "train.gradients=fp32")
 BF16: Words = ("train.precision=bf16",)
 MOE: Words = ("model=tiny_moe", "parallel.pp=2")
 NATIVE: Words = ("engine=native",)
+EVALUATED: Words = ("train.evaluate={every: 1, batches: 1}",)  # so that the step that is counted follows an evaluation
 PRECISIONS: tuple[tuple[int, Words], ...] = ((0, BF16), (0, HALF), (1, ()), (1, BF16), (2, ()), (2, HALF), (3, BF16), (3, HALF))
 LAYOUTS: tuple[Words, ...] = (
     *((*ODD, f"parallel.zero={stage}", *precision) for stage, precision in PRECISIONS),
@@ -161,7 +162,7 @@ LAYOUTS: tuple[Words, ...] = (
     (*ODD, "model.lora.rank=3", "parallel.zero=3", *NATIVE),
     (*STAGES, *FOLDED, "cluster.gpus=4", "parallel.dp=2", "parallel.zero=2", "parallel.schedule=zb_v", *NATIVE),
     (*STAGES, "cluster.gpus=4", "parallel.dp=2", "parallel.zero=3", "parallel.gather=micro", *HALF, *NATIVE),
-    (*GPT, "cluster.gpus=4", "parallel.dp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.zero=3", *NATIVE),
+    (*GPT, "cluster.gpus=4", "parallel.dp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.zero=3", *NATIVE, *EVALUATED),
     (*STAGES, "cluster.gpus=4", "parallel.tp=2", "parallel.sequence=true", "parallel.schedule=zb_h1", *NATIVE),
     (*STAGES, *FOLDED, "cluster.gpus=2", "parallel.schedule=interleaved", "parallel.chunks=2", *NATIVE),
     (*LLAMA, "cluster.gpus=4", "parallel.tp=4", "parallel.sequence=true", *NATIVE),

@@ -18,6 +18,8 @@ def fp8_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRu
     """The sides of each product that a rank computes in fp8 are multiples of 16, on a CPU too."""
     if run.train.precision != "fp8" or run.engine == PAPERS_NAME or run.model.family not in FAMILIES or is_made_by_transformers(run.model):
         return
+    if any(getattr(run.model, key) is None for key in FAMILIES[run.model.family].needs):
+        return  # without these sizes it has no table, as model_rule says
     table, split = op_table(run), block_split(parallel, microbatch, "torch", fused=False)
     local = LocalTensors(table, split, vocab_multiple=run.model.vocab_multiple, activation=2, form="torch")
     for op in (*table.dense_layer, *table.layer):

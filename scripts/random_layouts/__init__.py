@@ -1,0 +1,1 @@
+"""Random recipes in random layouts, drawn from a seed and judged by `distrain prove`'s own code."""

@@ -1,0 +1,185 @@
+"""Proves a drawn recipe in its layouts by `prove`'s own code, on fork servers that serve many proofs, and names every finding.
+
+What departs is trained again in float64: what is further from one process than WIDE_LIMIT there is an error, all else was rounding.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from ...trainer.prove.fork_client import COMMAND, ForkServer, ServerGone
+from ...trainer.prove.judge import LayoutResult, ProofResult, learning_rate_sum
+from ...trainer.prove.run_trials import run_proof
+from ...trainer.prove.trials.layouts import ProveLayout
+from ...trainer.prove.trials.plan_proof import NothingToProve, ProveRequest, plan_proof
+from ...trainer.rundir.measured_run import read_measured_run
+from .drawn_recipe import DrawnRecipe
+
+WIDE_LIMIT = 1e-9  # nats of a loss; shares of a norm and of the learning rates added up: in float64
+# What is float64 there: narrower types would round as before.
+WIDE_WORDS = {"train.precision": "fp32", "train.gradients": "auto", "optim.moments": "fp32"}
+MEMORY_SHARE, MEMORY_BYTES = 0.01, 4096  # by which measured bytes of a kind may differ from planned ones
+UNPLANNED_ROUTING = {"routing", "capacity"}  # warnings of a plan whose activations depend on how tokens are routed
+ODD_LINE = re.compile(r"Traceback|[Ww]arning|[Ee]rror\b")  # in the log of a rank
+
+FindingKind = Literal["departs", "messages", "actions", "failed", "hangs", "memory", "log", "crash", "no reference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinding:
+    """What one run of a proof shows beside what it should, and the command that shows it again."""
+
+    kind: FindingKind
+    run: str  # the name of the layout, or of the check
+    says: str
+    command: str
+    wide: str = ""  # what float64 says of a departure
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether float64 has shown that only rounding departs."""
+        return self.wide.startswith("rounding")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedProof:
+    """A proof's runs that were trained, and its findings."""
+
+    runs: tuple[str, ...]
+    findings: tuple[RunFinding, ...]
+
+
+class Servers:
+    """A fork server of ranks, and one whose ranks compute in float64; each is started when it is first needed."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], *, started: Mapping[bool, ForkServer] = MappingProxyType({})) -> None:
+        self._folder, self._environment = folder, environment
+        self._started = dict(started)
+
+    def server(self, *, wide: bool) -> ForkServer:
+        """The server, which runs."""
+        if wide not in self._started:
+            command = (*COMMAND, "distrain.scripts.random_layouts.wide_ranks") if wide else COMMAND
+            self._started[wide] = ForkServer(self._folder / f"server{'_wide' if wide else ''}.log", self._environment, command=command)
+        return self._started[wide]
+
+    def drop(self, *, wide: bool) -> None:
+        """Close a server that is gone, so that the next proof starts another."""
+        self._started.pop(wide).close()
+
+    def close(self) -> None:
+        """Close both."""
+        for wide in list(self._started):
+            self.drop(wide=wide)
+
+
+def judge_proof(recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Servers, *, checks: bool) -> JudgedProof:
+    """Train a recipe in layouts and judge each run. The run folders of a proof without findings are removed."""
+    folder, names = Path(recipe.words["log.dir"]), [each.name for each in layouts]
+    command = recipe.command(names, checks=checks)
+    try:
+        result = prove_drawn(recipe, layouts, servers, checks=checks, wide=False)
+    except NothingToProve as error:
+        return JudgedProof(runs=(), findings=(RunFinding(kind="crash", run=", ".join(names), says=str(error), command=command),))
+    except ServerGone as error:
+        servers.drop(wide=False)
+        return JudgedProof(runs=(), findings=(RunFinding(kind="crash", run=", ".join(names), says=str(error), command=command),))
+    except Exception:
+        return JudgedProof(runs=(), findings=(RunFinding(kind="crash", run="", says=traceback.format_exc(), command=command),))
+    results = [result.reference, *result.layouts, *result.checks]
+    found = [
+        each
+        for one in results
+        for each in _run_findings(one, recipe.command([one.trial.layout.name], checks=False) if _is_alone(one, checks) else command)
+    ]
+    if departed := {each.run for each in found if each.kind == "departs"}:
+        wide = _wide_verdicts(recipe, layouts, servers, checks=checks, departed=departed)
+        found = [_with_wide(each, wide) for each in found]
+    if not found:
+        shutil.rmtree(folder, ignore_errors=True)
+    return JudgedProof(runs=tuple(each.trial.name for each in results), findings=tuple(found))
+
+
+def prove_drawn(recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Servers, *, checks: bool, wide: bool) -> ProofResult:
+    """Train a recipe in layouts on one of the servers, and have `prove` judge each run. Raises NothingToProve and ServerGone."""
+    request, words = ProveRequest(steps=recipe.steps, chosen="named", layouts=tuple(layouts), checks=checks), recipe.recipe
+    proof = plan_proof(request, words.run(), words.run_on)
+    server = servers.server(wide=wide)
+    return run_proof(proof, lambda result: None, lambda text: None, lambda log, environment: nullcontext(server))
+
+
+def _run_findings(result: LayoutResult, command: str) -> Iterator[RunFinding]:
+    """Yield what one run shows: its verdict, its memory, odd lines of its logs."""
+    name, is_layout = result.trial.name, not result.trial.check and result.trial.layout.ranks > 1
+    if result.verdict != "same":
+        kind: FindingKind = "no reference" if not is_layout and not result.trial.check else result.verdict
+        says = f"{result.reason}{f'; {result.departure}' if result.departure else ''}"
+        yield RunFinding(kind=kind, run=name, says=says, command=command)
+    for says in memory_departures(result):
+        yield RunFinding(kind="memory", run=name, says=says, command=command)
+    if result.verdict != "failed":
+        for line in odd_lines(result.trial.folder):
+            yield RunFinding(kind="log", run=name, says=line, command=command)
+
+
+def _is_alone(result: LayoutResult, checks: bool) -> bool:
+    """Whether a proof of this layout alone trains the same run: with checks one of the layouts saves midway."""
+    return not checks and not result.trial.check and result.trial.layout.ranks > 1
+
+
+def memory_departures(result: LayoutResult) -> Iterator[str]:
+    """Yield each kind of memory of which a run measured other bytes than its plan says."""
+    is_unplanned = any(each.rule in UNPLANNED_ROUTING for each in result.trial.plan.warnings)
+    for row in read_measured_run(result.trial.folder).memory if (result.trial.folder / "measured.json").is_file() else ():
+        if row.planned is None or row.measured is None or (is_unplanned and row.name == "activations"):
+            continue
+        if abs(row.measured - row.planned) > MEMORY_SHARE * row.planned + MEMORY_BYTES:
+            yield f"{row.name}: measured {row.measured:,.0f} bytes, planned {row.planned:,.0f}"
+
+
+def odd_lines(folder: Path) -> list[str]:
+    """Return the different lines of a run's logs that warn or report an error."""
+    lines = (line for log in sorted((folder / "ranks").glob("*.log")) for line in log.read_text(errors="replace").splitlines())
+    return list(dict.fromkeys(line.strip()[:300] for line in lines if ODD_LINE.search(line)))
+
+
+def _wide_verdicts(
+    recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Servers, *, checks: bool, departed: set[str]
+) -> dict[str, str]:
+    """Train the proof again in float64, and return what it says of each run that departed, by its name."""
+    if not checks:
+        layouts = [each for each in layouts if each.name in departed]
+    words = {**WIDE_WORDS, "log.dir": f"{recipe.words['log.dir']}/wide"}
+    try:
+        result = prove_drawn(recipe.with_words(words), layouts, servers, checks=checks, wide=True)
+    except ServerGone as error:
+        servers.drop(wide=True)
+        return dict.fromkeys(departed, f"not confirmed: {error}")
+    except NothingToProve as error:
+        return dict.fromkeys(departed, f"not confirmed: {error}")
+    return {each.trial.name: wide_verdict(each, result.reference) for each in (*result.layouts, *result.checks)}
+
+
+def wide_verdict(result: LayoutResult, reference: LayoutResult) -> str:
+    """What float64 says of a departure: error, or rounding, with the largest difference of its figures."""
+    if result.verdict in ("failed", "hangs") or result.curve is None:
+        return f"not confirmed: float64 {result.verdict}: {result.reason}"
+    steps = learning_rate_sum(reference) or 1.0
+    figures = {"loss": result.loss, "norm": result.norm, "evaluation": result.evaluation, "weights": (result.weights or 0.0) / steps}
+    name, most = max(((name, figure or 0.0) for name, figure in figures.items()), key=lambda each: each[1])
+    if result.samples:
+        return f"error: {result.samples}"
+    return f"{'error' if most > WIDE_LIMIT else 'rounding'}: in float64 {name} is {most:.1e} from one process"
+
+
+def _with_wide(found: RunFinding, wide: dict[str, str]) -> RunFinding:
+    says = wide.get(found.run, "not confirmed: float64 did not train it") if found.kind == "departs" else ""
+    return RunFinding(kind=found.kind, run=found.run, says=found.says, command=found.command, wide=says)
