@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import get_dtype_size
@@ -133,7 +134,8 @@ def _accesses(kernel: Any) -> tuple[dict[str, int], dict[str, int]]:
             continue
         elements = hint(V.graph.get_numel(tensor))
         if elements > made:
-            elements = made * len({getattr(each, "index", number) for number, each in enumerate(accesses[tensor])})
+            slices = {each.index if isinstance(each, MemoryDep) else number for number, each in enumerate(accesses[tensor])}
+            elements = made * len(slices)
         size = elements * get_dtype_size(V.graph.get_dtype(tensor))
         if definition.name.startswith("in"):
             reads[tensor] = size

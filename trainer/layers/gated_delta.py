@@ -351,7 +351,8 @@ def _by_key_head(x: Tensor, heads: int, value_heads: int) -> Tensor:
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
     """Return x [B, S, K, R, ...] in chunks, [B, K, R, N, L, ...]; behind the sequence there are zeros."""
-    x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -x.shape[1] % chunk))
+    if missing := -x.shape[1] % chunk:  # torch copies what it pads by nothing
+        x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing))
     return torch.unflatten(x, 1, (-1, chunk)).permute(0, 3, 4, 1, 2, 5).contiguous()
 
 

@@ -30,11 +30,11 @@ OWN_HEADS: Dims = ("core_linear_keys", "values_per_key")
 MOVES = ("rule_forward", "rule_backward")
 GATE_PASSES = 5.0  # counted in bf16: an element is read and written in float32 by each of the kernels of a gate
 NORM_PASSES = 8.0
-RULE_KERNELS, CHUNK_KERNELS = 95, 5  # counted: of a pass, and of each chunk
+RULE_KERNELS, CHUNK_KERNELS = 72, 5  # counted: of a pass, and of each chunk
 CONV_PASSES = 14.0  # counted: 2 W operators in float32 and SiLU for the 4 bytes of one kernel
 # What the kernels of convolutions and rule move on a GPU, forward and backward, as multiples of the values in float32: counted where a key
 # head has two value heads, keys are as wide as values, and a chunk has half as many tokens. They are not compiled.
-RULE_MOVES = (100, 400)
+RULE_MOVES = (90, 373)
 
 
 def table(model: Model, train: Train) -> OpTable:
@@ -130,14 +130,14 @@ def _linear_attention(model: Model, chunks: int) -> tuple[Op, ...]:
 
 def _held_by_rule() -> tuple[Tensor, ...]:
     """What the rule's backward holds at most, when it runs back through the chunks, in float32: of a key head queries and keys; of a value
-    head 5 tensors as wide as values, 6 as keys, 4 as chunks, the state before each chunk and one more. The gradients of what was read and
+    head 5 tensors as wide as values, 6 as keys, 4 as chunks, the state before each chunk and 4 of one. The gradients of what was read and
     of its gate wait."""
     rows: Dims = ("chunks", "chunk", "batch")
     keys = Tensor((*rows, *OWN_KEY), 4)
     values, old_keys, pairs = (Tensor((*rows, *OWN_HEADS, dim), 4) for dim in ("linear_value_dim", "linear_key_dim", "chunk"))
     states = Tensor(("chunks", "batch", *OWN_HEADS, "linear_key_dim", "linear_value_dim"), 4)
     state, waiting = Tensor(states.dims[1:], 4), Tensor(("tokens", "batch", *LINEAR_VALUE))
-    return (keys,) * 2 + (values,) * 5 + (old_keys,) * 6 + (pairs,) * 4 + (states, state) + (waiting,) * 2
+    return (keys,) * 2 + (values,) * 5 + (old_keys,) * 6 + (pairs,) * 4 + (states,) + (state,) * 4 + (waiting,) * 2
 
 
 def delta_rule(model: Model) -> Product:
