@@ -8,22 +8,18 @@ reads fast 8 or 16 bytes at once; it takes as long for 14 instructions of an ele
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from ..show_help import show_help
 from .device_guard import NoGuard, load_device_guard
+from .machine_code import WARP, KernelCode, read_code
 
 # Of an H200, as torch describes it; of these the compiler reads the capability and the number of multiprocessors.
 H200 = SimpleNamespace(
@@ -43,29 +39,20 @@ H200 = SimpleNamespace(
     gcnArchName="",
 )
 CAPABILITY = 90
-WARP = 32  # threads
 FIRST, FURTHER = 1 << 20, (117_440_512, 50_331_648)  # elements of buckets; the compiler sees the first one when a run begins
 COLUMNS = 1024  # of a weight's rows, where moments are rounded at random
 ROWS, VOCABULARIES = 12_288, ((50_304, 50_257), (32_768, 32_768))  # of logits: with padding, and without
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelCode:
-    """What one kernel's code does: the most bytes of a thread's loads and stores, their number in the code, and instructions for an
-    element, as the compiler's first choice of a thread's elements has them."""
-
-    name: str
-    load: int
-    store: int
-    accesses: int
-    instructions: float
-
-
 def kernel_codes(run: Callable[[], object]) -> list[KernelCode]:
     """Return the kernels that torch's compiler makes where `run` calls compiled functions on fake CUDA tensors, in the order of calls."""
+    import torch
+
     found = list[KernelCode]()
-    with _compiler_of_a_gpu(found):
-        run()
+    with compiler_of_a_gpu(found):
+        real, backend = torch.compile, _backend_without_calls()
+        with patch.object(torch, "compile", lambda passes, **options: real(passes, **{**options, "backend": backend})):
+            run()
     return found
 
 
@@ -150,7 +137,7 @@ class _UncalledKernel:
 
 
 @contextmanager
-def _compiler_of_a_gpu(found: list[KernelCode]) -> Iterator[None]:
+def compiler_of_a_gpu(found: list[KernelCode]) -> Iterator[None]:
     """Have torch's compiler make code for the GPU above in the block, and read it into `found` instead of a call of the kernel."""
     import torch
     from torch._inductor import async_compile
@@ -161,16 +148,14 @@ def _compiler_of_a_gpu(found: list[KernelCode]) -> Iterator[None]:
         kernel = compiler._load_triton_kernel_from_source(name, source)
         kernel.configs = kernel.configs[:1]
         kernel.precompile(warm_cache_only=True)
-        found.append(_read_code(name, source, kernel.compile_results[0]))
+        found.append(read_code(name, source, kernel.compile_results[0]))
         return _UncalledKernel()
 
-    real, backend = torch.compile, _backend_without_calls()
     torch._dynamo.reset()
     import_module("triton").runtime.driver.set_active(_GpuDriver())
     with ExitStack() as stack:
         for owner, name, value in _answers_of_a_gpu():
             stack.enter_context(patch.object(owner, name, value))
-        stack.enter_context(patch.object(torch, "compile", lambda passes, **options: real(passes, **{**options, "backend": backend})))
         stack.enter_context(patch.object(async_compile.AsyncCompile, "triton", record))
         stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, create=True))
         stack.enter_context(patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"))
@@ -229,33 +214,6 @@ def _answers_of_a_gpu() -> Iterator[tuple[Any, str, Any]]:
     yield triton_heuristics.StaticTritonCompileResult, "can_statically_launch", staticmethod(lambda *_, **__: None)
     yield triton_helpers, "set_driver_to_gpu", lambda: None
     yield scheduler, "has_triton", lambda *_: True
-
-
-def _read_code(name: str, source: str, made: Any) -> KernelCode:
-    """Read a kernel's PTX, and its machine code as NVIDIA's disassembler, which comes with triton, prints it."""
-    accesses = re.findall(r"\b(ld|st)\.global[\w:.]*?\.(?:v(\d)\.)?b(\d+)\b", made.kernel.asm["ptx"])
-    widths = {kind: [int(count or 1) * int(bits) // 8 for each, count, bits in accesses if each == kind] for kind in ("ld", "st")}
-    reduced = re.search(r"\br0_numel = (\d+)", source)  # elements of a row, of which a block may be longer
-    row = made.config.kwargs.get("R0_BLOCK") or (int(reduced[1]) if reduced else 1)
-    of_a_thread = made.config.kwargs["XBLOCK"] * row / (WARP * made.config.num_warps)
-    return KernelCode(
-        name=name,
-        load=max(widths["ld"], default=0),
-        store=max(widths["st"], default=0),
-        accesses=len(accesses),
-        instructions=_instruction_count(made.kernel.asm["cubin"]) / of_a_thread,
-    )
-
-
-def _instruction_count(cubin: bytes) -> int:
-    """Return the instructions of a kernel's machine code, of which a loop's are counted once."""
-    disassembler = Path(str(import_module("triton").__file__)).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        said = subprocess.run([str(disassembler), "-c", str(path)], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", said, re.MULTILINE)
-    return sum(each != "NOP" for each in found)
 
 
 def main() -> None:

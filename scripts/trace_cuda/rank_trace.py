@@ -72,7 +72,7 @@ def trace_rank(run: Run, rank: int) -> RankTrace:
         grid = stack.enter_context(fake_grid(run, rank))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(gpu_kernels(run.train.microbatch * run.train.seq // run.parallel.cp * run.model.top_k))
-        return _Passes(run, grid, [part.module for part in build_parts(run, grid)]).trace()
+        return Passes(run, grid, [part.module for part in build_parts(run, grid)]).trace()
 
 
 def trace_compiled_bytes(run: Run, rank: int) -> int:
@@ -91,7 +91,7 @@ def trace_compiled_bytes(run: Run, rank: int) -> int:
         torch._dynamo.reset()
         for part in parts:
             compile_layers(part, "aot_eager_decomp_partition")
-        passes = _Passes(run, grid, parts)
+        passes = Passes(run, grid, parts)
         for number in range(len(parts)):
             passes.forward(number, 0)
         return passes.kept
@@ -120,7 +120,7 @@ def fake_grid(run: Run, rank: int) -> Iterator[Grid]:
         dist.destroy_process_group()
 
 
-class _Passes:
+class Passes:
     """The forward and backward passes of one step, on the parts of the model that a rank has."""
 
     def __init__(self, run: Run, grid: Grid, parts: Sequence[Any]) -> None:
@@ -145,7 +145,7 @@ class _Passes:
                 if kind == "F":
                     self.forward(part, micro)
                 else:
-                    self._backward(part, micro)
+                    self.backward(part, micro)
                 kernels += self.live.kernels - before if micro == 0 else 0
         return RankTrace(
             rank=self.grid.world.rank,
@@ -207,7 +207,7 @@ class _Passes:
             for hook in hooks:
                 hook.remove()
 
-    def _backward(self, part: int, micro: int) -> None:
+    def backward(self, part: int, micro: int) -> None:
         """Run a backward pass; a part that is not the last receives its output's gradient first."""
         _, output = self.outputs[part, micro]
         gradient = torch.empty_like(output) if output.dim() else torch.ones_like(output)

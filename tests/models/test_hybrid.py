@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
@@ -131,6 +132,50 @@ def test_the_rule_computes_the_flops_of_its_op(seq: int) -> None:
     counted, last = 6 * heads * D * V, 2 * B * K * R * CHUNK * D * V
     assert forward.get_total_flops() == pytest.approx(counted * rule.computed - solved, rel=1e-12)
     assert backward.get_total_flops() == pytest.approx(counted * rule.computed * rule.backward - 2 * solved - last, rel=1e-12)
+
+
+class MovedBytes(TorchDispatchMode):
+    """Counts the kernels of its body, and the bytes that they read and write: of a product that is added to another tensor than its result,
+    which torch copies first, two kernels."""
+
+    VIEWS = ("view", "permute", "transpose", "unsqueeze", "squeeze", "select", "slice", "detach", "expand", "unbind", "alias", "split")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.kernels = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, name = func(*args, **(kwargs or {})), func._overloadpacket.__name__
+        if name in self.VIEWS or name.startswith(("empty", "new_empty", "_unsafe_view")) or not isinstance(out, torch.Tensor):
+            return out
+        given = [each for each in args if isinstance(each, torch.Tensor)]
+        if name == "copy_" and given[0].data_ptr() == given[1].data_ptr():
+            return out
+        copied = name == "baddbmm" and out.data_ptr() != given[0].data_ptr()
+        self.kernels += 1 + copied
+        written = [out] * (name != "copy_") + [out, out] * copied
+        self.bytes += sum(min(each.numel() * each.element_size(), each.untyped_storage().nbytes()) for each in (*given, *written))
+        return out
+
+
+def test_the_plan_counts_what_the_rules_kernels_move() -> None:
+    """Heads and chunks of a sixteenth of Qwen3-Next's; in two lengths, for the kernels of a chunk."""
+    size, counted = 8, []
+    for seq in (8 * size, 16 * size):
+        shapes = {"query": (1, seq, size), "key": (1, seq, size), "value": (1, seq, 2 * size), "beta": (1, seq, 2), "decay": (1, seq, 2)}
+        shapes |= {"query_conv": (4, size), "key_conv": (4, size), "value_conv": (4, 2 * size), "a_log": (2,), "dt_bias": (2,)}
+        drawn = torch.Generator().manual_seed(5)
+        values = {name: torch.randn(shape, generator=drawn) for name, shape in shapes.items()}
+        inputs = DeltaInputs(**{name: each.to(torch.bfloat16).requires_grad_() for name, each in values.items()})
+        with MovedBytes() as forward:
+            read = gated_delta(inputs, size, size // 2)
+        with MovedBytes() as backward:
+            read.backward(torch.ones_like(read))
+        unit = 4 * read.numel()
+        counted.append((forward.bytes / unit, backward.bytes / unit, forward.kernels, backward.kernels))
+    per_chunk = (counted[1][2] - counted[0][2]) / 16
+    assert (per_chunk, counted[1][2] - 32 * per_chunk) == (ops.CHUNK_KERNELS, ops.RULE_KERNELS)
+    assert counted[1][:2] == pytest.approx(ops.RULE_MOVES, rel=0.05)
 
 
 def test_gates_have_the_gradients_of_their_formulas() -> None:

@@ -18,7 +18,7 @@ def causal_conv(x: Tensor, taps: Tensor, starts: Tensor | None = None) -> Tensor
     wide, weights = at_least_float32(x), at_least_float32(taps)
     output = wide * weights[-1]
     for back in range(1, min(len(weights), x.shape[1])):
-        output[:, back:] += _of_document(wide[:, :-back], starts, back) * weights[-1 - back]
+        output[:, back:].addcmul_(_of_document(wide[:, :-back], starts, back), weights[-1 - back])  # one kernel
     return output
 
 
@@ -29,7 +29,7 @@ def conv_gradients(grad: Tensor, x: Tensor, taps: Tensor, starts: Tensor | None 
     taps_grad[-1] = (grad * wide).sum((0, 1))
     for back in range(1, min(len(weights), x.shape[1])):
         reading = _of_document(grad[:, back:], starts, back)
-        x_grad[:, :-back] += reading * weights[-1 - back]
+        x_grad[:, :-back].addcmul_(reading, weights[-1 - back])
         taps_grad[-1 - back] = (reading * wide[:, :-back]).sum((0, 1))
     return x_grad.to(x.dtype), taps_grad.to(taps.dtype)
 

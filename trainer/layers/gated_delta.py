@@ -25,7 +25,7 @@ CHUNK = 64  # tokens; of flash-linear-attention and transformers
 ACTIVATIONS = 5  # of the inputs; the others are weights
 UNIT_EPS = 1e-6  # added to the square of a query's or key's length
 
-# B batch, S sequence, K key heads, R value heads of each, D width of a key, V of a value, N chunks, L tokens of a chunk, W taps
+# B batch, S sequence, K key heads, R value heads of each, A = B K R, D width of a key, V of a value, N chunks, L tokens of a chunk, W taps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,29 +178,37 @@ def _solve(system: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor
 
 
 def _read(parts: _Parts, like: Tensor) -> Tensor:
-    """Run through the chunks; return what the queries read, as a tensor [B, S, K R V] like another."""
-    query, key, value, ends = parts.query * parts.decay_from_start, parts.key * parts.decay_to_end, parts.new_value, parts.ends
-    state = value.new_zeros(*value.shape[:3], key.shape[-1], value.shape[-1])
-    output = value.new_empty(value.shape)
-    for at in range(value.shape[3]):
-        written = value[:, :, :, at] - parts.old_key[:, :, :, at] @ state
-        output[:, :, :, at] = query[:, :, :, at] @ state + parts.reads[:, :, :, at] @ written
-        state = state * ends[:, :, :, at] + key[:, :, :, at].mT @ written
-    return _from_chunks(output, like.shape[1]).to(like.dtype)
+    """Run through the chunks; return what the queries read, as a tensor [B, S, K R V] like another. Overwrites the parts' new values."""
+    value, ends = _heads(parts.new_value), _heads(parts.ends)
+    query, key = _heads(parts.query * parts.decay_from_start), _heads(parts.key * parts.decay_to_end)
+    old_key, reads, output = _heads(parts.old_key), _heads(parts.reads), torch.empty_like(value)
+    state = value.new_zeros(len(value), key.shape[-1], value.shape[-1])
+    for at in range(value.shape[1]):
+        written, read = value[:, at], output[:, at]
+        torch.baddbmm(written, old_key[:, at], state, alpha=-1, out=written)
+        torch.bmm(query[:, at], state, out=read)
+        torch.baddbmm(read, reads[:, at], written, out=read)
+        torch.baddbmm(state.mul_(ends[:, at]), key[:, at].mT, written, out=state)
+    return _from_chunks(output.view_as(parts.new_value), like.shape[1]).to(like.dtype)
 
 
 def _states(parts: _Parts, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the state [B, K, R, N, D, V] before each chunk, and what its tokens write, [B, K, R, N, L, V]; keys as they write at its
+    """Return the state [A, N, D, V] before each chunk, and what its tokens write, [A, N, L, V]; keys [A, N, L, D] as they write at its
     end."""
-    value, ends = parts.new_value, parts.ends
-    states = value.new_zeros(*value.shape[:4], key.shape[-1], value.shape[-1])
+    value, old_key, ends = _heads(parts.new_value), _heads(parts.old_key), _heads(parts.ends)
+    states = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
     written = torch.empty_like(value)
-    for at in range(value.shape[3]):
-        new = value[:, :, :, at] - parts.old_key[:, :, :, at] @ states[:, :, :, at]
-        written[:, :, :, at] = new
-        if at + 1 < value.shape[3]:
-            states[:, :, :, at + 1] = states[:, :, :, at] * ends[:, :, :, at] + key[:, :, :, at].mT @ new
+    for at in range(value.shape[1]):
+        torch.baddbmm(value[:, at], old_key[:, at], states[:, at], alpha=-1, out=written[:, at])
+        if at + 1 < value.shape[1]:
+            after = torch.mul(states[:, at], ends[:, at], out=states[:, at + 1])
+            torch.baddbmm(after, key[:, at].mT, written[:, at], out=after)
     return states, written
+
+
+def _heads(x: Tensor) -> Tensor:
+    """Return x [B, K, R, N, ...] as [A, N, ...], with A = B K R, of the same memory: torch multiplies stacks of three dims in place."""
+    return x.view(-1, *x.shape[3:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,25 +228,17 @@ def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
     seq, chunk = grad.shape[1], parts.total.shape[-1]
     grad = _chunks(_by_key_head(grad, parts.key.shape[1], parts.value.shape[1] * parts.value.shape[2]), chunk)
     query, key = parts.query * parts.decay_from_start, parts.key * parts.decay_to_end
-    states, written = _states(parts, key)
-    reads_grad = grad @ written.mT
-    new_grad = parts.reads.mT @ grad
-    query_grad, key_grad, old_grad = (torch.empty_like(query) for _ in range(3))
-    ends, ends_grad = parts.ends, torch.empty_like(parts.total[..., -1])
-    state_grad = torch.zeros_like(states[:, :, :, 0])
-    for at in reversed(range(grad.shape[3])):
-        state, own = states[:, :, :, at], grad[:, :, :, at]
-        new = new_grad[:, :, :, at].add_(key[:, :, :, at] @ state_grad)
-        query_grad[:, :, :, at] = own @ state.mT
-        key_grad[:, :, :, at] = written[:, :, :, at] @ state_grad.mT
-        old_grad[:, :, :, at] = -(new @ state.mT)
-        ends_grad[:, :, :, at] = (state_grad * state).sum((-1, -2))
-        state_grad = state_grad * ends[:, :, :, at] + query[:, :, :, at].mT @ own - parts.old_key[:, :, :, at].mT @ new
-    del grad, states, written, state, own, new  # views hold what they are of
+    own, states, written = _heads(grad), *_states(parts, _heads(key))
+    reads_grad, new_grad = (own @ written.mT).view_as(parts.reads), parts.reads.mT @ grad
+    query_grad, key_grad = (own @ states.mT).view_as(query), query.new_empty(query.shape)
+    ends_grad = query.new_empty(query.shape[:4])
+    _state_gradients(parts, (own, query, key), (states, written), (new_grad, key_grad, ends_grad))
+    old_grad = (_heads(new_grad) @ states.mT).neg_().view_as(key)
+    del grad, own, states, written  # views hold what they are of
     key_side = (key_grad * key).sum(-1)
     key_side[..., -1] = 0  # what is written last does not decay; the diagonal below cancels too: both are left out, not rounded
     total_grad = (query_grad * query).sum(-1).sub_(key_side)
-    total_grad[..., -1] += key_side.sum(-1) + ends_grad * ends[..., 0, 0]
+    total_grad[..., -1] += key_side.sum(-1) + ends_grad * parts.ends[..., 0, 0]
     del query, key
     # The triangular system: of X = (1 + A)^-1 Y the gradients are Y' = (1 + A)^-T X' and A' = -Y' X^T
     new_grad = _solve(parts.system, new_grad, transposed=True)  # of beta v
@@ -269,6 +269,23 @@ def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
         beta=_from_chunks(beta_grad.unsqueeze(-1), seq),
         log_decay=_from_chunks(total_grad.flip(-1).cumsum(-1).flip(-1).unsqueeze(-1), seq),
     )
+
+
+def _state_gradients(
+    parts: _Parts, given: tuple[Tensor, Tensor, Tensor], held: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor, Tensor]
+) -> None:  # fmt: skip
+    """Run back through the chunks. `given`: the gradients [A, N, L, V] of what the queries read, queries and keys as they read and write
+    the states; `held`: what `_states` returns. `found`: adds to the gradients of what tokens write, which have those by the chunk's own
+    queries; makes those of keys, and those of the chunks' decays."""
+    own, (states, written), ends, old_key = given[0], held, _heads(parts.ends), _heads(parts.old_key)
+    query, key, new_grad, key_grad, ends_grad = (_heads(each) for each in (*given[1:], *found))
+    state_grad = torch.zeros_like(states[:, 0])
+    for at in reversed(range(states.shape[1])):
+        new = torch.baddbmm(new_grad[:, at], key[:, at], state_grad, out=new_grad[:, at])
+        torch.bmm(written[:, at], state_grad.mT, out=key_grad[:, at])
+        torch.sum(state_grad * states[:, at], (-1, -2), out=ends_grad[:, at])
+        torch.baddbmm(state_grad.mul_(ends[:, at]), query[:, at].mT, own[:, at], out=state_grad)
+        torch.baddbmm(state_grad, old_key[:, at].mT, new, alpha=-1, out=state_grad)
 
 
 def _input_gradients(inputs: DeltaInputs, grads: _ChunkGradients, key_dim: int, starts: Tensor | None) -> tuple[Tensor, ...]:
@@ -334,7 +351,8 @@ def _by_key_head(x: Tensor, heads: int, value_heads: int) -> Tensor:
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
     """Return x [B, S, K, R, ...] in chunks, [B, K, R, N, L, ...]; behind the sequence there are zeros."""
-    x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -x.shape[1] % chunk))
+    if missing := -x.shape[1] % chunk:  # torch copies what it pads by nothing
+        x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing))
     return torch.unflatten(x, 1, (-1, chunk)).permute(0, 3, 4, 1, 2, 5).contiguous()
 
 

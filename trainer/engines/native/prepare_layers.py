@@ -32,7 +32,7 @@ def prepare_layers(run: Run, modules: Iterable[nn.Module], buckets: Sequence[Wei
     """Have the reducer watch the layers of a run's parts, and join their weights."""
     for module in modules:
         module.watch_layer = reducer.watch_layer  # type: ignore[assignment]
-        for each in module.modules() if _joins(run) else ():
+        for each in module.modules() if joins_weights(run) else ():
             if isinstance(each, JoinedWeights):
                 join_weights(each, buckets)
 
@@ -44,7 +44,7 @@ def join_weights(module: JoinedWeights, buckets: Iterable[WeightBucket]) -> None
         module.joined = next((each for each in found if each is not None), None)
 
 
-def _joins(run: Run) -> bool:
+def joins_weights(run: Run) -> bool:
     """Whether a run's weights may be joined: one rank has them whole, its forwards and backwards meet one version of them, backward
     computes their gradients, and the products are no others than these, in fp8 or beside LoRA's."""
     parallel, train = run.parallel, run.train

@@ -27,10 +27,14 @@ WHOLE: Dims = ("core_tokens", "batch")
 OWN_KEY: Dims = ("core_linear_keys", "linear_key_dim")
 OWN_VALUE: Dims = ("core_linear_keys", "values_per_key", "linear_value_dim")
 OWN_HEADS: Dims = ("core_linear_keys", "values_per_key")
+MOVES = ("rule_forward", "rule_backward")
 GATE_PASSES = 5.0  # counted in bf16: an element is read and written in float32 by each of the kernels of a gate
 NORM_PASSES = 8.0
-RULE_KERNELS, CHUNK_KERNELS = 95, 9  # counted: of a pass, and of each chunk
+RULE_KERNELS, CHUNK_KERNELS = 72, 5  # counted: of a pass, and of each chunk
 CONV_PASSES = 14.0  # counted: 2 W operators in float32 and SiLU for the 4 bytes of one kernel
+# What the kernels of convolutions and rule move on a GPU, forward and backward, as multiples of the values in float32: counted where a key
+# head has two value heads, keys are as wide as values, and a chunk has half as many tokens. They are not compiled.
+RULE_MOVES = (90, 373)
 
 
 def table(model: Model, train: Train) -> OpTable:
@@ -38,6 +42,7 @@ def table(model: Model, train: Train) -> OpTable:
     linear layer."""
     interval, keys, values, key_dim, value_dim, taps = (getattr(model, key) for key in LINEAR)
     sizes = {"linear_keys": keys, "values_per_key": values // keys, "linear_key_dim": key_dim, "linear_value_dim": value_dim}
+    sizes |= dict(zip(MOVES, RULE_MOVES, strict=True))
     sizes |= {"core_linear_keys": keys, "conv_taps": taps, "chunk": min(CHUNK, train.seq), "chunks": -(-train.seq // CHUNK)}
     whole = decoder_table(model, train, (), (), sizes)
     experts = _gated_mixture(model)
@@ -89,6 +94,7 @@ def _linear_attention(model: Model, chunks: int) -> tuple[Op, ...]:
     taps = tuple(Weight(f"attention.{part}_conv.weight", ("conv_taps", *dims), flat=True, rows=1) for part, dims in convs)
     rates = tuple(Weight(f"attention.{name}", VALUE_HEADS, flat=True) for name in ("a_log", "dt_bias"))
     scale = Weight("attention.gated_norm.weight", ("linear_value_dim",))
+    moved = [Tensor((*WHOLE, *OWN_VALUE, each), 4) for each in MOVES]
     return (
         linear("attention", ("hidden",), parts, bias=False, saves=(STREAM,)),
         Op(
@@ -100,6 +106,7 @@ def _linear_attention(model: Model, chunks: int) -> tuple[Op, ...]:
             head_exchanges=inputs,
             kernels=6,
             eager_passes=CONV_PASSES,
+            own_kernels=((moved[0],), (moved[1],)),
         ),
         Op(
             name="attention.delta",
@@ -148,6 +155,7 @@ def delta_rule(model: Model) -> Product:
         groups=OWN_HEADS,
         computed=forward / (6 * of_state),
         backward=1 + gradients / forward,
+        in_float32=True,
     )
 
 

@@ -212,7 +212,8 @@ def _attention(product: Product, local: LocalTensors, device: DeviceRates) -> Op
         calls = product.documents * local.sizes["batch"] * device.call
         return OpSeconds(forward + calls, backward + product.backward * calls, 0.0)
     outer = local.count(product.outers[0])
-    each = product_seconds(rows, outer, inner, groups, local.activation, device.other, device)
+    width, rate = (4, device.float32) if product.in_float32 and device.own else (local.activation, device.other)
+    each = product_seconds(rows, outer, inner, groups, width, rate, device)
     forward = len(product.outers) * product.computed * each
     return OpSeconds(forward, product.backward * forward, 0.0)
 

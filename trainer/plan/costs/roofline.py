@@ -55,6 +55,7 @@ class DeviceRates:
 
     linear: float  # FLOP/s of linear layers
     other: float  # FLOP/s of other products
+    float32: float  # FLOP/s of products in float32
     flash: float  # FLOP/s of fused attention forward
     flash_backward: float  # and backward
     flash_tokens: tuple[int, int]  # keys, forward and backward, with which attention takes twice as long as with endless ones
@@ -87,6 +88,7 @@ def rates(device: Device, precision: Precision, *, fused: bool, own: bool = Fals
     return DeviceRates(
         linear=linear * sustained,
         other=other * sustained,
+        float32=device.peak.get("fp32", other) * sustained,
         flash=other * flash[0],
         flash_backward=other * flash[1],
         flash_tokens=(FLASH_TOKENS, FLASH_BACKWARD_TOKENS) if own else (CPU_FLASH_TOKENS * is_cpu,) * 2,
