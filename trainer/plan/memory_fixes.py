@@ -22,7 +22,8 @@ from .plan_data import Memory
 LOSS_CHUNKS = 8  # for which logits are offered to be cut where they take a share of the device's memory of at least LOGITS_SHARE
 LOGITS_SHARE = 1 / 32
 MOST_COMBINED = 3  # changes of which every combination is tried
-OFFLOADS = (("parallel.offload.optimizer",), ("parallel.offload.parameters",))
+OFFLOADS = ("parallel.offload.optimizer", "parallel.offload.parameters")
+WHOLE_SEQUENCE = ("parallel.sequence", False)  # which DeepSpeed wants of tensor-parallel ranks that offload
 MORE_NODES = (2, 4, 8, 16, 32, 64, 128)  # times the nodes of a run
 LARGER_DEGREES = ("parallel.tp", "parallel.pp", "parallel.cp")
 
@@ -85,10 +86,11 @@ def _changes_of_many_keys(single: list[Change], peaks: _ChangedPeaks, nodes: Cha
     """Yield changes with which a run fits, for each choice of up to two larger degrees (beside more nodes one): all that saves most and is
     legal together, without what it fits without. No one of their keys can be left out."""
     degrees = [change for change in single if change[0][0] in LARGER_DEGREES]
-    strongest = {tuple([key for key, _ in change]): change for change in single if change not in degrees}
-    for start in ((), *degrees, *(() if nodes else _combined_changes(degrees, 2))):
+    whole = [change[:1] for change in single if change[0] == WHOLE_SEQUENCE]
+    strongest = {change[0][0]: change for change in single if len(change) == 1 and change not in degrees}
+    for start in ((), *whole, *degrees, *(() if nodes else _combined_changes(degrees, 2))):
         for left_out in (0, 1, 2):  # of the two that move states to the host, whose memory may not hold them
-            some = [change for keys, change in strongest.items() if keys not in OFFLOADS[2 - left_out :]]
+            some = [change for key, change in strongest.items() if key not in OFFLOADS[2 - left_out :]]
             taken = peaks.legal_together([(pair,) for pair in (*nodes, *start)], some)
             if peaks.fitting_change(_joined(taken)) is not None:
                 least = min((_without_needless(order, taken, peaks) for order in (taken[::-1], taken)), key=len)
@@ -113,11 +115,12 @@ def _joined(changes: list[Change]) -> Change:
 
 
 def _combined_changes(changes: list[Change], size: int) -> Iterator[Change]:
-    """Yield every `size` changes of different keys as one."""
-    for several in combinations(changes, size):
-        keys = [key for change in several for key, _ in change]
-        if len(keys) == len(set(keys)):
-            yield tuple(pair for change in several for pair in change)
+    """Yield all changes of `size` different keys that some of these make together."""
+    for many in range(size, 0, -1):
+        for several in combinations(changes, many):
+            keys = [key for change in several for key, _ in change]
+            if len(keys) == len(set(keys)) == size:
+                yield _joined(list(several))
 
 
 class _ChangedPeaks:
@@ -182,7 +185,7 @@ def _filling_change(run: Run, change: Change) -> Change:
 
 
 def _single_changes(run: Run) -> Iterator[Change]:
-    """Yield changes that save memory, the cheapest first."""
+    """Yield changes that save memory, the cheapest first; most are of one key."""
     parallel, train, is_gpu = run.parallel, run.train, run.cluster.device.kind == "cuda"
     for applies, key, value in (
         (run.checkpoint.in_background, "checkpoint.background", False),
@@ -202,6 +205,8 @@ def _single_changes(run: Run) -> Iterator[Change]:
     ):
         if applies:
             yield ((key, value),)
+    if parallel.tp > 1 and parallel.sequence and not parallel.offload.optimizer:
+        yield WHOLE_SEQUENCE, ("parallel.offload.optimizer", True)
     if moved := parallel.offload.names:
         yield tuple([(f"parallel.offload.{name}", False) for name in moved])
     if run.engine == "auto" and data_ranks(run, parallel) == 1 and is_gpu:
