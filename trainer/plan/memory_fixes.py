@@ -71,7 +71,8 @@ def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
 def _changes_with_more_nodes(run: Run, single: list[Change], peaks: _ChangedPeaks) -> Iterator[tuple[Change, int]]:
     """Yield the fewest times the nodes with which a run fits after up to two other changes; before it a change of more keys with which
     fewer nodes do, if there is one."""
-    changes, several = [(), *single, *_combined_changes(single, 2)], None
+    changes = [(), *single, *_combined_changes(single, 2)]
+    several: tuple[Change, int] | None = None
     for times in MORE_NODES:
         nodes = ("cluster.nodes", run.cluster.nodes * times)
         few = next((each for change in changes if (each := peaks.fitting_change((nodes, *change))) is not None), None)
