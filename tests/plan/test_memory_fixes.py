@@ -7,7 +7,7 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.valid_run import BASE, Keys, fixed_run, gpt
-from distrain.trainer.plan.fixes import _single_changes
+from distrain.trainer.plan.memory_fixes import _single_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.keys.units import gib_text
@@ -44,12 +44,21 @@ FULL: dict[str, tuple[Keys, int | None]] = {
     "offload on one device":   ({"model": SEVEN, "cluster.nodes": 1, "cluster.gpus": 1, "parallel.zero": 2, "train.microbatch": 1,
                                  "parallel.recompute": "full", "parallel.offload.optimizer": True, "cluster.device.memory": 23e9},   1),
     "175B on two nodes":       ({"model": WIDE, "train.microbatch": 1},                                                       3),
-    "175B on one device":      ({"model": WIDE, "train.microbatch": 1, "cluster.nodes": 1, "cluster.gpus": 1},                3),
-    "1T on one device that is set": ({"model": gpt(128, 25600, 160), "cluster.nodes": 1, "cluster.gpus": 1, "parallel.dp": 1}, None),
+    "175B on one device":      ({"model": WIDE, "train.microbatch": 1, "cluster.nodes": 1, "cluster.gpus": 1},                4),
+    "weights on the host too": ({"model": SEVEN, "cluster.nodes": 1, "cluster.gpus": 1, "train.microbatch": 1, "parallel.zero": 3,
+                                 "parallel.recompute": "full", "engine": "native", "cluster.device.memory": 16e9},              2),
+    "split sequences under DeepSpeed": ({"model": SEVEN, "cluster.gpus": 2, "cluster.nodes": 1, "parallel.tp": 2, "parallel.sequence": True,
+                                 "parallel.zero": 1, "parallel.recompute": "full", "train.microbatch": 1, "engine": "zero",
+                                 "cluster.device.memory": 30e9},                                                               2),
+    "an engine that is named": ({"model": SEVEN, "train.precision": "fp32", "engine": "pipe", "parallel.pp": 2, "train.microbatch": 8},  1),
+    "more nodes, or fewer with more changes": ({"model": SEVEN, "cluster.nodes": 1, "cluster.gpus": 1, "cluster.device.memory": 24e9,
+                                 "cluster.host.memory": 1e11},                                                                4),
+    "1T on one device that is set": ({"model": gpt(128, 25600, 160), "cluster.nodes": 1, "cluster.gpus": 1, "parallel.dp": 1,
+                                 "cluster.host.memory": 1e11}, None),
 }
 # fmt: on
 
-# The keys that the planner changes, smallest change first, as in trainer/plan/fixes.py.
+# The keys that the planner changes, smallest change first, as in trainer/plan/memory_fixes.py.
 ORDER = (
     "train.compile",
     "train.loss_chunks",
@@ -112,7 +121,7 @@ def test_every_fitting_change_fits_in_the_bytes_shown(name: str) -> None:
         after = make_plan(fixed_run(run, change))
         assert (after.problems, after.fits) == ((), True)
         assert after.memory is not None
-        assert before.engine is None or after.engine is not None
+        assert after.runnable or not before.runnable
         told.append(f"{' '.join(change)} ({gib_text(after.memory.peak)})")
     assert problem.mend == ("fits with " + " or ".join(told) if told else "no change of layout was found that fits on this cluster")
 
@@ -121,8 +130,11 @@ def test_every_fitting_change_fits_in_the_bytes_shown(name: str) -> None:
 def test_the_smallest_changes_come_first(name: str) -> None:
     _, problem = full(name)
     places = [steps(change) for change in problem.changes]
-    assert [len(each) for each in places] == [FULL[name][1]] * len(places)
-    assert places == sorted(places) or ORDER.index("cluster.nodes") in dict(places[0])
+    adds_nodes = bool(places) and ORDER.index("cluster.nodes") in dict(places[0])
+    alike = places[:1] if adds_nodes else places  # after it, one of fewer keys and more nodes
+    assert [len(each) for each in alike] == [FULL[name][1]] * len(alike)
+    assert places == sorted(places) or adds_nodes
+    assert len({number for each in problem.changes for number in each if number.startswith("cluster.nodes")}) == len(places) * adds_nodes
     assert (not places) == (FULL[name][1] is None)
 
 

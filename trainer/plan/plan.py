@@ -11,12 +11,13 @@ from .costs.cost_context import CostContext
 from .documents_plan import plan_documents
 from .engines import cost_model, engine_for, engine_reason
 from .error_bars import Bar, Planned, memory_bar, step_bar
-from .fixes import memory_problem, problems_with_fixes
+from .fixes import problems_with_fixes
 from .layout.layout import Layout
 from .layout.mesh import Mesh
 from .layout.schedules import bubble_share
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, fits, in_flight, kept_bytes, layout_cost, stage_bytes, uses_host
 from .layout_of_run import layout_of_run
+from .memory_fixes import memory_problem
 from .plan_data import ErrorBar, HostMemory, Memory, MemoryBytes, ModelFacts, Plan, RankHostBytes, StageMemory, StepTime, Throughput
 from .preference_plan import plan_preferences
 from .rules.rules import broken_rules
