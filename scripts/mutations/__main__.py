@@ -1,9 +1,10 @@
 """Plants errors in the mathematics of training, or of plans, one at a time, and checks that `prove` or a test finds each.
 
-Run `python -m distrain.scripts.mutations [files=training|plan] [seed=1] [count=100] [copies=2] [KIND ...] [--json FILE [--resume]]` in a
-checkout, on Linux. The kinds are arithmetic, comparison, constant and reduction, of training also dim, group and sign, of plans also axis,
-term and rounding; without any, all, at least ten of each in a hundred. The file is rewritten after each mutation; with --resume, those of
-which it says what found them are not tried again.
+Run `python -m distrain.scripts.mutations [files=training|plan] [path=PATTERN ...] [seed=1] [count=100] [copies=2] [KIND ...]
+[--json FILE [--resume]]` in a checkout, on Linux. With path=trainer/layers/* errors are drawn in files of that pattern only. The kinds
+are arithmetic, comparison, constant and reduction, of training also dim, group and sign, of plans also axis, term and rounding; without
+any, all, at least ten of each in a hundred. The file is rewritten after each mutation; with --resume, those of which it says what found
+them are not tried again.
 
 A mutation names its function and the expression that it replaces. Each is planted in a copy of the checkout, in a temporary folder: first,
 of training, `prove conf=tiny_full` runs there, up to the first layout that does not train the same curve, then the quick tests that run its
@@ -16,6 +17,7 @@ Exit status: 0 nothing survived; 1 a mutation survived; 2 the arguments are wron
 
 from __future__ import annotations
 
+import fnmatch
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ from ..show_help import show_help
 from .campaign import MutationCampaign, TriedMutation, cache_folder, counts, read_executed_lines, state_digest
 from .copies import ROOT, Copy, run_on_copies
 from .equivalents import read_equivalents
-from .mutated_files import FILE_LISTS, FileList
+from .mutated_files import FILE_LISTS, FileList, files_to_mutate
 from .recorded_tests import read_recorded_tests
 from .results import read_found, write_results
 from .sites import Mutation, all_mutations, draw
@@ -43,6 +45,7 @@ class Draw:
     count: int = 100
     copies: int = 2
     files: str = "training"
+    paths: tuple[str, ...] = ()  # patterns of files, from the checkout's root; (): all
     kinds: tuple[str, ...]
     json: Path | None = None
     resume: bool = False
@@ -59,7 +62,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    drawn = draw(all_mutations(ROOT, files), arguments.seed, arguments.count, arguments.kinds)
+    mutations = mutations_in(all_mutations(ROOT, files), arguments.paths)
+    drawn = draw(mutations, arguments.seed, arguments.count, arguments.kinds)
     tried = [found[each.name] for each in drawn if each.name in found]
 
     def add(result: TriedMutation) -> None:
@@ -82,7 +86,7 @@ def main() -> int:
 
 def read_arguments(words: Sequence[str]) -> Draw:
     """Read the command line; raises ValueError."""
-    rest, numbers, named, file, resume, files = list(words), dict[str, int](), list[str](), None, False, "training"
+    rest, numbers, named, file, resume, files, paths = list(words), dict[str, int](), list[str](), None, False, "training", list[str]()
     while rest:
         word = rest.pop(0)
         key, _, value = word.partition("=")
@@ -94,15 +98,25 @@ def read_arguments(words: Sequence[str]) -> Draw:
             numbers[key] = int(value)
         elif key == "files" and value in FILE_LISTS:
             files = value
+        elif key == "path" and value:
+            paths.append(value)
         else:
             named.append(word)
     kinds = tuple(FILE_LISTS[files].kinds)
     if wrong := [word for word in named if word not in kinds]:
-        known = f"files={'|'.join(FILE_LISTS)}, seed=N, count=N, copies=N, --json FILE, --resume"
+        known = f"files={'|'.join(FILE_LISTS)}, seed=N, count=N, copies=N, path=PATTERN, --json FILE, --resume"
         raise ValueError(f"{wrong[0]} is neither {known} nor one of {', '.join(kinds)}")
     if resume and not file:
         raise ValueError("--resume goes on from a file: --json FILE --resume")
-    return Draw(**numbers, files=files, kinds=tuple(named) or kinds, json=file, resume=resume)
+    known_paths = [path.relative_to(ROOT).as_posix() for path in files_to_mutate(ROOT, FILE_LISTS[files])]
+    if wrong := [each for each in paths if not fnmatch.filter(known_paths, each)]:
+        raise ValueError(f"path={wrong[0]} names none of the files of files={files}")
+    return Draw(**numbers, files=files, paths=tuple(paths), kinds=tuple(named) or kinds, json=file, resume=resume)
+
+
+def mutations_in(mutations: Sequence[Mutation], paths: Sequence[str]) -> list[Mutation]:
+    """Return the mutations in files of one of these patterns, in which * is also any folders; all without patterns."""
+    return [each for each in mutations if not paths or any(fnmatch.fnmatch(each.path, pattern) for pattern in paths)]
 
 
 def show(text: str) -> None:

@@ -20,6 +20,7 @@ ROOMS: dict[str, tuple[str, ...]] = {  # a folder of files to mutate: the folder
     "trainer/plan/deepspeed":       ("plan", "parallel"),
     "trainer/plan/layout":          ("plan", "parallel"),
     "trainer/plan":                 ("plan", "parallel"),
+    "trainer/rundir":               ("checkpoint", "loop"),
     "trainer/spec":                 ("spec", "loop"),
 }
 # fmt: on

@@ -154,13 +154,14 @@ def test_targets_of_lora_cannot_change_but_their_names_can() -> None:
         ("model.rope_share", 0.5),
         ("model.qk_norm_over", "all"),
         ("model.kv_heads", 8),
-        ("model.ffn", 1024),
+        ("model.ffn", None),
         ("model.top_k", 3),
         ("model.expert_bias", True),
         ("model.router.scale", 2.0),
     ],
 )
 def test_a_value_with_the_same_meaning_is_no_change(change: tuple[str, object]) -> None:
+    assert with_changes(run(), [change]) != run()
     assert changes(run(), change) == Changes()
 
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch import Tensor  # noqa: E402
 
-from distrain.tests.fakes.small_models import batch_of, module_of, run_of  # noqa: E402
+from distrain.tests.fakes.small_models import batch_of, keys_of, module_of, run_of  # noqa: E402
 from distrain.trainer.layers.dtypes import PRECISION_DTYPES  # noqa: E402
 from distrain.trainer.layers.transformer import document_attention as document_attention_module  # noqa: E402
 from distrain.trainer.layers.transformer import document_kernels  # noqa: E402
@@ -136,15 +136,15 @@ def test_the_plan_and_the_model_agree_on_which_gpus_have_the_kernel(
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "moe", "mla"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_model_trains_the_same_by_bounds_and_by_a_mask(name: str, recompute: str, window: int | None) -> None:
-    run = run_of(name, train__attention="flash", parallel__recompute=recompute, model__window=window)
+@pytest.mark.parametrize(("window", "dropout"), [(None, 0.0), (5, 0.0), (None, 0.2)])  # the kernel drops no scores: dropout takes the mask
+def test_a_model_trains_the_same_by_bounds_and_by_a_mask(name: str, recompute: str, window: int | None, dropout: float) -> None:
+    run = run_of(name, train__attention="flash", parallel__recompute=recompute, model__window=window, model__dropout=dropout)
     module, (tokens, labels) = module_of(run), batch_of(run)
     documents = torch.arange(tokens.numel()).view_as(tokens) // 7
     weights = list(module.parameters())
     results = []
     for bounds in (None, document_bounds(documents)):
-        loss, _ = module(tokens, labels, documents=documents, bounds=bounds)
+        loss, _ = module(tokens, labels, documents=documents, bounds=bounds, keys=keys_of())
         results.append((loss, *torch.autograd.grad(loss, weights, allow_unused=True)))
     for ours, theirs in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

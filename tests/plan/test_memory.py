@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.planned_memory import MODELS, ZERO_7B, first_stage, gpt, memory_of, run_of, stage_bytes, states
 from distrain.trainer.models.families import op_table
 from distrain.trainer.spec.run import Device, Model, Run
@@ -62,6 +63,14 @@ def test_zero_1_and_2_hold_a_bucket_of_gradients() -> None:
     for zero in (1, 2):
         held = first_stage(run_of(SMALL, 8, parallel__zero=zero, parallel__bucket=1_000_000))
         assert held.buffers - first_stage(run_of(SMALL, 8)).buffers == 2 * 1_000_000
+
+
+def test_native_holds_two_buckets_of_gradients_at_zero_2_and_none_at_zero_1() -> None:
+    """In bf16, beside what passes hold: one that is filled, and one whose sum is under way."""
+    for zero, buckets in ((1, 0), (2, 2)):
+        words = ("engine=native", "model.layers=8", f"parallel.zero={zero}")
+        small, large = (memory_of(load_recipe("llama3_8b_1node", (*words, f"parallel.bucket={size}"))) for size in (10_000_000, 20_000_000))
+        assert large.stages[0].bytes.temporary - small.stages[0].bytes.temporary == buckets * 2 * 10_000_000
 
 
 def test_zero_over_one_rank_changes_nothing() -> None:

@@ -13,7 +13,7 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.text_layout import Style
-from distrain.trainer.plan.costs.offload import HOST_STREAMING, HostRates, HostWork
+from distrain.trainer.plan.costs.offload import HOST_STREAMING, HostRates, HostWork, copies
 from distrain.trainer.plan.deepspeed.offload import gradient_copies, host_step
 from distrain.trainer.plan.error_bars import ON_HOST
 from distrain.trainer.plan.plan import make_plan
@@ -104,6 +104,12 @@ def copied(plan: Plan) -> dict[tuple[str, int], float]:
 )  # fmt: skip
 def test_copies_of_a_step(words: tuple[str, ...], expected: dict[tuple[str, int], float]) -> None:
     assert copied(plan_of("train.batch=128", *words)) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 8])
+def test_copies_take_their_bytes_over_the_links_rate(parts: int) -> None:
+    made = copies("to_host", 240, parts, 2, HostRates(1e9, 10.0))
+    assert (made.parts * made.payload, made.seconds) == (240, 240 / 10.0)
 
 
 def test_offloaded_weights_are_copied_for_each_forward_and_each_backward() -> None:

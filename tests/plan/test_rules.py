@@ -453,6 +453,12 @@ def test_a_run_that_breaks_no_rule_has_no_problem_and_no_warning() -> None:
     assert (plan.ok, plan.fits, plan.problems, plan.warnings) == (True, True, (), ())
 
 
+def test_a_bias_of_the_router_needs_two_experts_in_a_group() -> None:
+    """model.router.groups=4 leave two of eight; one is refused above."""
+    keys = MOE | {"model.router.groups": 4, "model.router.top_groups": 2, "model.router.bias": True}
+    assert make_plan(with_changes(BASE, keys.items())).problems == ()
+
+
 @pytest.mark.parametrize("rule", OF_RUN + OF_LAYOUT, ids=lambda rule: rule.__name__)
 def test_every_rule_is_broken_by_a_run_of_the_table(rule: Any) -> None:
     runs = [with_changes(BASE, keys.items()) for keys, _ in BROKEN]

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from distrain.scripts.mutations.__main__ import read_arguments
+from distrain.scripts.mutations.__main__ import mutations_in, read_arguments
 from distrain.scripts.mutations.campaign import IMPORTED, ExecutedLines, MutationCampaign, TriedMutation, counts
+from distrain.scripts.mutations.chosen_tests import ROOMS
 from distrain.scripts.mutations.copies import ROOT, Copy
 from distrain.scripts.mutations.equivalents import Equivalents, read_equivalents
-from distrain.scripts.mutations.mutated_files import FILE_LISTS, PLAN, TRAINING, FileList
+from distrain.scripts.mutations.mutated_files import FILE_LISTS, PLAN, TRAINING, FileList, files_to_mutate
 from distrain.scripts.mutations.recorded_tests import RecordedTest, choose_recorded
 from distrain.scripts.mutations.results import read_found, write_results
 from distrain.scripts.mutations.sites import LEAST_OF_A_KIND, Mutation, all_mutations, draw, mutated_source
@@ -90,6 +91,25 @@ def test_the_kinds_of_errors_are_those_of_the_files() -> None:
     for words in (["axis"], ["sign", "files=plan"], ["files=loop"]):
         with pytest.raises(ValueError, match=rf"{words[0]} is neither files=training\|plan, seed=N"):
             read_arguments(words)
+
+
+def test_errors_are_drawn_in_files_of_the_patterns_alone(files: FileList, mutations: list[Mutation]) -> None:
+    first, *_, last = sorted({each.path for each in mutations})
+    found = mutations_in(mutations, [first, f"*/{last.rpartition('/')[2]}"])
+    assert found == [each for each in mutations if each.path in {each.path for each in found}]
+    assert {first, last} <= {each.path for each in found} < {each.path for each in mutations}
+    assert mutations_in(mutations, read_arguments([]).paths) == mutations
+
+
+def test_a_pattern_of_no_file_is_refused() -> None:
+    assert read_arguments(["path=trainer/layers/*", "path=trainer/loop/*"]).paths == ("trainer/layers/*", "trainer/loop/*")
+    with pytest.raises(ValueError, match=r"path=trainer/loop/\* names none of the files of files=plan"):
+        read_arguments(["files=plan", "path=trainer/plan/*", "path=trainer/loop/*"])
+
+
+def test_slow_tests_have_rooms_for_every_file(files: FileList) -> None:
+    folders = {path.relative_to(ROOT).parent.as_posix() for path in files_to_mutate(ROOT, files)}
+    assert not [each for each in folders if not files.tests and not f"{each}/".startswith(tuple(f"{room}/" for room in ROOMS))]
 
 
 @pytest.mark.parametrize(
