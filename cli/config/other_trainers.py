@@ -78,7 +78,7 @@ def _answer(key: str, value: Any, known: Collection[str]) -> str | None:
         return problem.mend if problem else None
     parts = key.split(".")
     ours = next((found for at in range(len(parts) - 1) if (found := ".".join(parts[at:])) in known), "")
-    same = [each for each in known if each.rpartition(".")[2] == parts[-1] and not each.startswith("cluster.")]  # facts of machines
+    same = [each for each in known if each.rpartition(".")[2] == parts[-1]]
     if (ours or (len(same) == 1 and value is not False)) and (value_of_ours := synonyms.value_here(ours or same[0], value)):
         return f"write {ours or same[0]}={value_of_ours}"
     return "" if value is False else None

@@ -71,7 +71,7 @@ KEYLESS_ROWS: Mapping[str, str] = {
     # model
     "model.kv_heads below model.heads": "group_query_attention",
     "rope turns elements i and i + D / 2 of a head, and 2i and 2i + 1 in family mla": "rotary_interleaved",
-    "softmax and its sums are fp32": "attention_softmax_in_fp32",
+    "train.attention=flash keeps scores and their sums in fp32": "attention_softmax_in_fp32",
     "scores are divided once, by the root of model.head_dim": "apply_query_key_layer_scaling",
     "weights are drawn from a normal distribution: model.init.std": "init_method_xavier_uniform",
     "model.lora is plain LoRA, with its alpha / rank": "peft_use_dora use_dora use_rslora",
