@@ -43,7 +43,8 @@ def value_here(key: str, value: Any) -> str:
     """Return another trainer's value for what is a key of ours too, such as `precision`; "" if there is none."""
     if accepts(key, value):
         return value_text(value)
-    return next((row.values[value_text(value)] for row in ROWS if row.key == key and value_text(value) in (row.values or {})), "")
+    text = value_text(value)
+    return next((row.values[text] for row in ROWS if row.key == key and row.values and text in row.values), "")
 
 
 def _our_value(value: Any, row: Synonym) -> str:
