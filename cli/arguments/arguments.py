@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...trainer.spec.problem import Problem, suggest_name
+from ...trainer.spec.problem import Problem, plain_characters, suggest_name
 from ...trainer.spec.read import type_text
 from ..keys import config_files, synonyms
 from ..keys.keys import config_keys, takes_text, unknown_key_problem
@@ -31,11 +31,12 @@ class Arguments:
 
 def read_arguments(arguments: Sequence[str], verb: str, config_dir: Path | None) -> Arguments:
     """Sort the arguments of `distrain VERB conf=NAME [KEY=VALUE ...]`."""
+    arguments, spaced = _join_spaced(arguments)
     confs = [each.removeprefix("conf=") for each in arguments if each.startswith("conf=")]
     rest = [each for each in arguments if not each.startswith("conf=")]
     lone = [each for each in rest if "=" not in each and not each.startswith("~")]
     too_long = [each for each in rest if len(each) > LONGEST_ARGUMENT and each not in lone]
-    problems = [_lone_argument_problem(each, config_dir) for each in lone]
+    problems = spaced + [_lone_argument_problem(each, config_dir) for each in lone]
     has_conf_problem = any(each.rule == "conf" for each in problems)
     if (conf_problem := _conf_problem(confs, verb)) and (confs or not has_conf_problem):
         problems.insert(0, conf_problem)
@@ -47,6 +48,22 @@ def read_arguments(arguments: Sequence[str], verb: str, config_dir: Path | None)
     return Arguments(
         conf=confs[0] if confs else "", overrides=overrides, problems=tuple(problems), warnings=tuple(_repetition_warnings(overrides))
     )
+
+
+def _join_spaced(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Return the arguments with KEY = VALUE, which a shell passes as two or three, as one each, and a problem for each of these."""
+    joined: list[str] = []
+    spaced: set[int] = set()
+    for argument in arguments:
+        last = joined[-1] if joined else ""
+        is_open = last.endswith("=") and last.count("=") == 1 and "=" not in argument
+        if last and (is_open or (argument.startswith("=") and "=" not in last)):
+            joined[-1] += argument
+            spaced.add(len(joined) - 1)
+        else:
+            joined.append(argument)
+    wrong = [joined[at] for at in sorted(spaced) if not joined[at].endswith("=")]
+    return joined, [Problem(rule="syntax", says=f"{each} is typed with a space beside =", mend="leave it out") for each in wrong]
 
 
 def _conf_problem(confs: Sequence[str], verb: str) -> Problem | None:
@@ -101,6 +118,8 @@ def syntax_problem(override: str, known: Mapping[str, Any]) -> Problem:
     wrong_key = unknown_key_problem(name, known, value.strip(" '\""))
     if wrong_key and not re.fullmatch(r"[\w-]+([./][\w-]+)*", name, flags=re.ASCII):
         return Problem(rule="syntax", says=f"{override}: {name} is not a key", mend=wrong_key.mend)
+    if (plain := plain_characters(value)) != value:
+        return Problem(rule="syntax", says=f"{override}: the value can't be read", mend=f"write {key}={plain}")
     if name in known and not takes_text(known[name]) and not re.search(r"[\[\](){}'\"]", value):
         says = f"{key}={value} is not {type_text(known[name])}"
         return Problem(rule="type", says=says, mend="give the token's id" if name == "data.end" else "")
@@ -108,8 +127,8 @@ def syntax_problem(override: str, known: Mapping[str, Any]) -> Problem:
     return Problem(rule="syntax", says=f"{override}: the value can't be read", mend=mend)
 
 
-def option_problem(error: Any, argv: Sequence[str] = ()) -> Problem:
-    """Return the problem of a wrong option from click's `error`; `argv` is the command line that has it."""
+def option_problems(error: Any, argv: Sequence[str] = ()) -> list[Problem]:
+    """Return the problems of wrong options from click's `error`, which names the first; `argv` is the command line that has them."""
     name = getattr(error, "option_name", None)
     context = error.ctx
     if (
@@ -118,18 +137,35 @@ def option_problem(error: Any, argv: Sequence[str] = ()) -> Problem:
         and type(error).__name__ == "MissingParameter"
         and not error.param.opts[0].startswith("-")
     ):
-        return _missing_argument_problem(error.param, context)
+        return [_missing_argument_problem(error.param, context)]
     message = str(error.format_message()).splitlines()[0].rstrip(".")
     if name is None or not message.startswith("No such option"):
-        return Problem(rule="option", says=message[:1].lower() + message[1:])
+        return [Problem(rule="option", says=message[:1].lower() + message[1:])]
     parameters = context.command.params if context else []
     known = [each for row in parameters for each in row.opts if each.startswith("--")]
-    key, value = name.lstrip("-"), _option_value(name, argv)
-    takes_keys = any(row.name == "arguments" for row in parameters)  # of a recipe
     verbs = getattr(context.command, "commands", {}) if context else {}
-    early = early_option(name, argv, {verb: {option for row in each.params for option in row.opts} for verb, each in verbs.items()})
-    mend = early or (key_instead_of_option(key, value) if takes_keys or verbs else "") or suggest_name(name, [*known, "--help"])
-    return Problem(rule="option", says=f"no option {name}", mend=mend)
+    takes_keys = verbs or any(row.name == "arguments" for row in parameters)  # of a recipe
+    options_of_verbs = {verb: {option for row in each.params for option in row.opts} for verb, each in verbs.items()}
+    mends: dict[str, list[str]] = {}
+    for option in dict.fromkeys([name, *_unknown_options(argv, known)] if takes_keys and not verbs else [name]):
+        key = key_instead_of_option(option.lstrip("-"), _option_value(option, argv)) if takes_keys else ""
+        mend = early_option(option, argv, options_of_verbs) or key or suggest_name(option, [*known, "--help"])
+        mends.setdefault("" if mend.startswith("known: ") else mend, []).append(option)
+    without = mends.pop("", [])
+    problems = [Problem(rule="option", says=f"no option {', '.join(options)}", mend=mend) for mend, options in mends.items()]
+    if without and problems:
+        problems.append(Problem(rule="option", says=f"nothing here means {', '.join(without)}", mend="leave them out"))
+    elif without:
+        problems.append(Problem(rule="option", says=f"no option {', '.join(without)}", mend=suggest_name(without[0], [*known, "--help"])))
+    return problems
+
+
+def _unknown_options(argv: Sequence[str], known: Collection[str]) -> Iterator[str]:
+    """Yield the names of the long options of a command line that are not known."""
+    for argument in argv:
+        option = argument.partition("=")[0]
+        if re.fullmatch(r"--[A-Za-z][\w.-]*", option) and option not in known:
+            yield option
 
 
 def _missing_argument_problem(parameter: Any, context: Any) -> Problem:

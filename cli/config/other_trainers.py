@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ...trainer.spec.problem import Problem, Unreadable
-from ...trainer.spec.read import value_text
 from ...trainer.system.regular_file import read_plain
 from ..keys import synonyms
 from ..keys.config_files import MOST_BYTES
@@ -69,6 +68,8 @@ def leaves(config: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]
 
 def _answer(key: str, value: Any, known: Collection[str]) -> str | None:
     """Return what to write for a key of another trainer; None if nothing here means it, "" if it is off and needs nothing."""
+    if key.startswith("speed_monitor."):  # of OLMo: figures of the machine
+        return None
     if key == "optim" or key.endswith("optim.name"):  # the Trainer's and NeMo's; their names of optimizers are not ours
         key = "optimizer"
     row = synonyms.find_synonym(key)
@@ -78,13 +79,16 @@ def _answer(key: str, value: Any, known: Collection[str]) -> str | None:
     parts = key.split(".")
     ours = next((found for at in range(len(parts) - 1) if (found := ".".join(parts[at:])) in known), "")
     same = [each for each in known if each.rpartition(".")[2] == parts[-1]]
-    if ours or (len(same) == 1 and value is not False):
-        return f"write {ours or same[0]}={value_text(value)}"
+    if (ours or (len(same) == 1 and value is not False)) and (value_of_ours := synonyms.value_here(ours or same[0], value)):
+        return f"write {ours or same[0]}={value_of_ours}"
     return "" if value is False else None
 
 
 def _problems(answers: Mapping[str, str | None], file: Path) -> Iterator[Problem]:
     yield Problem(rule="conf", says=f"{file} is a config of another trainer, not a recipe: its keys here are below", mend=COPY)
-    yield from (Problem(rule="unknown", says=f"no key {key}", mend=answer) for key, answer in answers.items() if answer)
+    keys: dict[str, list[str]] = {}
+    for key, answer in answers.items():
+        keys.setdefault(answer or "", []).append(key)
+    yield from (Problem(rule="unknown", says=f"no key {', '.join(names)}", mend=answer) for answer, names in keys.items() if answer)
     if without := [key for key, answer in answers.items() if answer is None]:
         yield Problem(rule="unknown", says=f"nothing here means {', '.join(without)}", mend="leave them out")

@@ -80,7 +80,9 @@ def recipe_path(conf: str, config_dir: Path | None) -> Path:
                 return each
         raise Unreadable([_missing_file_problem(conf, path)])
     here = next((each for each in _with_suffixes(path) if os.path.isfile(each)), None)
-    mend = f"write conf=./{here} for the file in this folder" if here else suggest_option(conf, known)
+    is_model = conf in options("model", config_dir)
+    other = f"it is a model: write model={conf} behind conf=RECIPE" if is_model else suggest_option(conf, known)
+    mend = f"write conf=./{here} for the file in this folder" if here else other
     raise Unreadable([Problem(rule="conf", says=f"no recipe {conf}", mend=mend)])
 
 

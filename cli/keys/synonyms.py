@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from ...trainer.spec.problem import Problem
-from ...trainer.spec.read import value_text
-from .synonym_rows import ROWS, Synonym
+from ...trainer.spec.read import accepts, value_text
+from .synonym import Synonym
+from .synonym_rows import ROWS
 
 TOP_LEVEL_ONLY = ("optimizer", "lr", "block_size")  # names that mean another thing in a section, so they match only without one
 EPOCHS = "num_train_epochs"  # a key whose problem says how many steps they are, where the data are here
@@ -35,15 +35,23 @@ def synonym_problem(key: str, value: Any = None) -> Problem | None:
     if not row.key:
         return Problem(rule="unknown", says=f"no key {key}", mend=row.note)
     note = f" ({row.note})" if row.note else ""
-    our_value = _our_value(value, row.values)
+    our_value = _our_value(value, row)
     return Problem(rule="unknown", says=f"no key {key}", mend=f"write {row.key}={our_value or 'VALUE'}{note}")
 
 
-def _our_value(value: Any, values: Mapping[str, str] | None) -> str:
+def value_here(key: str, value: Any) -> str:
+    """Return another trainer's value for what is a key of ours too, such as `precision`; "" if there is none."""
+    if accepts(key, value):
+        return value_text(value)
+    text = value_text(value)
+    return next((row.values[text] for row in ROWS if row.key == key and row.values and text in row.values), "")
+
+
+def _our_value(value: Any, row: Synonym) -> str:
     """Return the equivalent of another trainer's value; "" if there is none."""
     if value is None or value in ("", -1, "-1"):  # -1 is "all" or "the rest" there
         return ""
     text = value_text(value)
-    if values is not None:
-        return values.get(text, "")
-    return "" if text in ("auto", "inf", "nan") else text  # auto: whoever launches sets it
+    if row.values is not None:
+        return row.values.get(text, "")
+    return text if text not in ("auto", "inf", "nan") and accepts(row.key, value) else ""  # auto: whoever launches sets it

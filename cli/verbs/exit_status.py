@@ -55,7 +55,7 @@ def status_of(run: Callable[[], Any], argv: Sequence[str] = ()) -> int:
     except Unreadable as wrong:
         print_problems(wrong.problems)
     except UsageError as wrong:
-        from ..arguments.arguments import option_problem
+        from ..arguments.arguments import option_problems
 
-        print_problems([option_problem(wrong, argv)])
+        print_problems(option_problems(wrong, argv))
     return WRONG_ARGUMENTS

@@ -24,7 +24,7 @@ def rows() -> list[tuple[list[str], str]]:
 
 def key_of(cell: str) -> str:
     """The key that a last cell begins with; "" where it says instead what an option follows from."""
-    found = re.match(r"`([\w.]+)(=\S+)?`$", cell)
+    found = re.match(r"`([\w.]+)(=[^`]+)?`$", cell)
     return found[1] if found else ""
 
 

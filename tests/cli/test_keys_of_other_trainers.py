@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.app import command
+from distrain.cli.arguments.arguments import key_instead_of_option
 from distrain.cli.config.load import load_recipe
 from distrain.cli.keys import config_files
 from distrain.cli.keys.keys import config_keys
-from distrain.cli.keys.synonym_rows import ROWS, Synonym
+from distrain.cli.keys.synonym import Synonym
+from distrain.cli.keys.synonym_rows import ROWS
 from distrain.cli.keys.synonyms import TOP_LEVEL_ONLY, synonym_problem
 from distrain.trainer.spec.problem import Unreadable
 
@@ -87,6 +89,13 @@ MESSAGES: list[tuple[str, str]] = [
         "no key untie_embeddings_and_output_weights: write model.tied=false"),
     ("model.seed=1", "no key model.seed: did you mean train.seed?"),
     ("config=quickstart", "no key config: write conf=quickstart (the recipe)"),
+    ("training.enable_cpu_offload=true",
+        ("no key training.enable_cpu_offload: write parallel.offload.optimizer=true parallel.offload.parameters=true "
+         "(FSDP offloads weights and optimizer)")),
+    ("window_size=128", "no key window_size: write model.window=VALUE (tokens with its own: LEFT + 1 of Megatron-LM's LEFT,0)"),
+    ("limit_val_batches=0", "no key limit_val_batches: write train.evaluate.batches=VALUE (at least 1)"),  # 0 is refused here
+    ("seq_length=8k", "no key seq_length: write train.seq=VALUE (tokens in a sequence)"),
+    ("validation.dataset=c4", "no key validation.dataset: write data.validate=VALUE (a set by a name of yours: {NAME: PATH})"),
     # as options
     ("--batch-size=8", "no option --batch-size: write train.batch=8 (sequences in a step, over all GPUs)"),
     ("--learning_rate 1e-4", "no option --learning_rate: write optim.lr=1e-4"),
@@ -112,6 +121,51 @@ MESSAGES: list[tuple[str, str]] = [
 def test_a_key_of_another_trainer_prints_our_key(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["plan", "conf=quickstart", *arguments.split()]) == 2
     assert capsys.readouterr().err == f"distrain: {line}\n"
+
+
+def test_all_options_of_another_trainer_are_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those with one answer share a line, and what nothing here means comes last."""
+    options = "--use-x --num-layers 4 --adam-beta1 0.9 --no-load-optim --lr 1e-3 --adam-beta2 0.95 --no-load-rng --use-y"
+    assert command(["plan", "conf=quickstart", *options.split()]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "distrain: no option --num-layers: write model.layers=4",
+        "distrain: no option --adam-beta1, --adam-beta2: write optim.betas=VALUE (both, as optim.betas=[0.9,0.95])",
+        "distrain: no option --no-load-optim, --no-load-rng: model.weights begins with weights alone, from a Hugging Face folder",
+        "distrain: no option --lr: write optim.lr=1e-3",
+        "distrain: nothing here means --use-x, --use-y: leave them out",
+    ]
+
+
+# What Megatron-LM's own example scripts of Llama 3 8B and Mixtral 8x7B pass to pretrain_gpt.py.
+LLAMA_SCRIPT = """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
+--num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192
+--max-position-embeddings 8192 --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0
+--attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --init-method-std 0.0134 --attention-backend fused
+--apply-layernorm-1p --untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1
+--global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr
+0.00015 --min-lr 0.00001 --decoupled-lr 5e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0
+--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion
+--calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 --exit-duration-in-mins 235 --fp8-format hybrid
+--fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather --tensor-model-parallel-size 1
+--context-parallel-size 2 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+--data-path PATH --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH --vocab-size 128256 --split 99,1,0
+--data-cache-path PATH --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --log-interval 1
+--eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --profile-step-start 4 --profile-step-end 6
+--ckpt-format torch_dist --distributed-timeout-minutes 60 --save PATH --load PATH --tensorboard-dir PATH"""
+MIXTRAL_SCRIPT = """--disable-bias-linear --norm-epsilon 1e-5 --normalization RMSNorm --no-position-embedding
+--no-masked-softmax-fusion --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss
+--moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1.0
+--moe-pad-expert-input-to-capacity --moe-shared-expert-overlap --pipeline-model-parallel-size 4
+--num-layers-per-virtual-pipeline-stage 8 --expert-model-parallel-size 8 --no-load-optim --no-load-rng --train-iters
+500000 --lr-decay-iters 320000 --lr-warmup-iters 500 --wandb-project Mixtral --wandb-exp-name Mixtral_8x7B"""
+
+
+@pytest.mark.parametrize("script", [LLAMA_SCRIPT, MIXTRAL_SCRIPT], ids=["Llama 3 8B", "Mixtral 8x7B"])
+def test_every_option_of_an_example_script_of_megatron_is_answered(script: str) -> None:
+    words = script.split()
+    known = {option for option in words if option.startswith("--") and key_instead_of_option(option.lstrip("-"), "")}
+    assert {each for each in words if each.startswith("--")} == known
+    assert len(known) >= 24
 
 
 def test_keys_of_other_trainers_in_a_file_print_our_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +246,17 @@ data_parallel_shard_degree = -1
 [compile]
 enable = true
 """
+ACCELERATE_YAML = """distributed_type: FSDP
+num_machines: 2
+mixed_precision: bf16
+fsdp_config: {fsdp_offload_params: true, fsdp_sharding_strategy: FULL_SHARD, fsdp_reshard_after_forward: false}
+"""
+OLMO_YAML = """model: {d_model: 64, n_layers: 2, layer_norm_type: rms}
+scheduler: {name: cosine_with_warmup, units: tokens, t_warmup: 8388608000}
+speed_monitor: {window_size: 1}
+precision: amp_bf16
+fsdp: {precision: mixed}
+"""
 TRAINER_JSON = """{"output_dir": "out", "learning_rate": 2e-5, "optim": "adamw_torch", "report_to": ["wandb"], "tf32": true}"""
 
 
@@ -238,6 +303,23 @@ TRAINER_JSON = """{"output_dir": "out", "learning_rate": 2e-5, "optim": "adamw_t
             "no key parallelism.data_parallel_shard_degree: write parallel.shard=VALUE",
             "no key compile.enable: write train.compile=true",
         ]),
+        ("accelerate.yaml", ACCELERATE_YAML, [
+            "no key num_machines: write cluster.nodes=2",
+            "no key mixed_precision: write train.precision=bf16",
+            "no key fsdp_config.fsdp_offload_params: write parallel.offload.optimizer=true parallel.offload.parameters=true",
+            "no key fsdp_config.fsdp_sharding_strategy: write parallel.zero=3",
+            "no key fsdp_config.fsdp_reshard_after_forward: write parallel.zero=2",
+            "nothing here means distributed_type: leave them out",
+        ]),
+        ("olmo.yaml", OLMO_YAML, [  # neither its units, nor the window of its speed monitor, nor FSDP's precision is of ours
+            "no key model.d_model: write model.hidden=64",
+            "no key model.n_layers: write model.layers=2",
+            "no key model.layer_norm_type: write model.norm=rmsnorm",
+            "no key scheduler.name: write optim.schedule=cosine",
+            "no key scheduler.t_warmup: write optim.warmup=VALUE",
+            "no key precision: write train.precision=bf16",
+            "nothing here means scheduler.units, speed_monitor.window_size, fsdp.precision: leave them out",
+        ]),
         ("training_args.json", TRAINER_JSON, [
             "no key output_dir: write log.dir=out",
             "no key learning_rate: write optim.lr=2e-05",
@@ -246,7 +328,7 @@ TRAINER_JSON = """{"output_dir": "out", "learning_rate": 2e-5, "optim": "adamw_t
             "nothing here means tf32: leave them out",
         ]),
     ],
-    ids=["DeepSpeed", "axolotl", "NeMo", "torchtitan", "Trainer"],
+    ids=["DeepSpeed", "axolotl", "NeMo", "torchtitan", "accelerate", "OLMo", "Trainer"],
 )  # fmt: skip
 def test_a_config_file_of_another_trainer_is_answered_key_by_key(name: str, text: str, answers: list[str], tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
@@ -271,6 +353,12 @@ def test_a_models_config_json_is_named_and_not_answered_key_by_key(key: str, tmp
     for path in (tmp_path, file):
         assert command(["plan", "conf=quickstart", f"model={path}"]) == 2
         assert capsys.readouterr().err == f"distrain: model={path} names no model: write model.hf={path}\n"
+
+
+def test_a_script_that_starts_another_trainer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pretrain.sh").write_text("#!/bin/bash\ntorchrun pretrain_gpt.py --num-layers 32\n")
+    with pytest.raises(Unreadable, match=r"pretrain\.sh is a script, not a recipe: write the options that it passes behind a recipe"):
+        load_recipe(str(tmp_path / "pretrain.sh"))
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "---\n"])

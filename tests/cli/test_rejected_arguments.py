@@ -65,6 +65,11 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan conf=quickstart nonsense", ["'nonsense' is neither conf=NAME nor KEY=VALUE"]),
     ("plan conf=quickstart parallel.tp==2", ["parallel.tp==2 has two equals signs: write parallel.tp=2"]),
     ("plan conf=quickstart =2", ["=2 has no key: write KEY=VALUE"]),
+    ("plan conf = quickstart", ["conf=quickstart is typed with a space beside =: leave it out"]),
+    ("plan conf=quickstart parallel.tp= 2", ["parallel.tp=2 is typed with a space beside =: leave it out"]),
+    ("plan conf=gpt3_13b", ["no recipe gpt3_13b: it is a model: write model=gpt3_13b behind conf=RECIPE"]),
+    ("plan conf=quickstart cluster=2\u00d78", ["cluster=2\u00d78: the value can't be read: write cluster=2x8"]),
+    ("plan conf=quickstart optim.lr=3e\u22124", ["optim.lr=3e\u22124: the value can't be read: write optim.lr=3e-4"]),
     ("plan conf=quickstart optim.betas=[0.9,0.99", ["optim.betas=[0.9,0.99: the value can't be read: close every bracket and quote"]),
     (
         "plan conf=quickstart optim.betas=[0.9,,0.99]",

@@ -148,6 +148,7 @@ PUBLISHED = pytest.mark.parametrize(("base", "layers", "hidden", "heads", "kv_he
     (GPT2,    36,  1280,  20,  20,  5120,     774_030_080),  # gpt2-large
     (GPT2,    48,  1600,  25,  25,  6400,   1_557_611_200),  # gpt2-xl
     (LLAMA2,  32,  4096,  32,  32, 11008,   6_738_415_616),  # meta-llama/Llama-2-7b-hf
+    (LLAMA2,  40,  5120,  40,  40, 13824,  13_015_864_320),  # Llama-2-13b-hf
     (LLAMA2,  80,  8192,  64,   8, 28672,  68_976_648_192),  # Llama-2-70b-hf
     (LLAMA3,  32,  4096,  32,   8, 14336,   8_030_261_248),  # Meta-Llama-3-8B
     (LLAMA3,  80,  8192,  64,   8, 28672,  70_553_706_496),  # Meta-Llama-3-70B

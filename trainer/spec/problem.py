@@ -10,6 +10,10 @@ from difflib import get_close_matches
 
 LONGEST_WORD, LONGEST_MESSAGE = 400, 2000  # characters of a word and of a message that are printed in full
 
+TYPED = str.maketrans(
+    {"\u2212": "-", "\u2013": "-", "\u2010": "-", "\u00d7": "x", "\uff0c": ",", "\uff0e": ".", "\u00a0": None, "\u202f": None}
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -47,6 +51,11 @@ def shorten(text: str) -> str:
     """Return a message with long words, or the message itself, cut in the middle, so that pasted text does not fill the screen."""
     text = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda found: f"{found[0][:200]}...{found[0][-40:]}", text)
     return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE // 2]} ... {text[-LONGEST_MESSAGE // 4 :]}"
+
+
+def plain_characters(text: str) -> str:
+    """Return a text with the characters of a keyboard in place of those that documents have for them: 3e-4, 2x8."""
+    return text.translate(TYPED)
 
 
 def suggest_name(word: str, known: Iterable[str], at: str = "") -> str:

@@ -15,7 +15,7 @@ import msgspec
 from .keys.units import unit_of
 from .numbers.bounded import LEAST_FLOAT, MOST, MOST_FLOAT, MOST_LAYERS
 from .numbers.quantity import count_readings, dimension_of, parse_quantity, suggest_quantity
-from .problem import Problem, Unreadable, suggest_name
+from .problem import Problem, Unreadable, plain_characters, suggest_name
 from .run import Run
 
 Part = TypeVar("Part")
@@ -34,6 +34,26 @@ def read(config: Mapping[str, Any], into: type[Part], at: str = "") -> Part:
         raise Unreadable(problems)
     assert part is not None
     return part
+
+
+def accepts(key: str, value: Any) -> bool:
+    """Whether the key of a run takes a value, which may be text from a command line; true for what is no key, such as a group."""
+    hint: Any = Run
+    for name in key.split("."):
+        section = next((kind for kind in _choices(hint) if is_dataclass(kind)), None)
+        hint = _key_types(section).get(name) if section else None
+    if hint is None or any(is_dataclass(kind) for kind in _choices(hint)):
+        return True
+    problems: list[Problem] = []
+    _value(_plain(value), hint, key, problems)
+    return not problems
+
+
+def _plain(value: Any) -> Any:
+    """Return the number or truth that a text of a command line stands for; anything else as it is."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        return float(value)
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 
 def _section(config: Mapping[str, Any], into: type[Part], at: str, problems: list[Problem]) -> Part | None:
@@ -206,6 +226,8 @@ def _choices(hint: Any) -> Iterator[Any]:
 
 def _hint(value: Any, hint: Any, key: str) -> str:
     """Return a hint for a value of the wrong type; "" if there is none."""
+    if isinstance(value, str) and (plain := plain_characters(value)) != value and _accepts(_plain(plain), hint):
+        return f"write {key}={plain}"
     if hint is bool and (truth := _TRUTH.get(str(value).lower())):
         return f"write {truth}"
     kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in _choices(hint)]
