@@ -48,7 +48,8 @@ def layer_kernels(run: Run) -> LayerKernels:
         stack.enter_context(compiler_of_a_gpu(codes))
         stack.enter_context(torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True))
         for part in parts:
-            for layer in part.layers.values():
+            layers: Any = part.layers
+            for layer in layers.values():
                 layer.compile(backend=recorder)
         passes = Passes(run, grid, parts)
         passes.forward(0, 0)
@@ -77,7 +78,7 @@ class _Recorder:
 
     def __call__(self, module: Any, inputs: Sequence[Any]) -> Any:
         with patch.object(UniformValueConstantFolder, "_deduce_value", _on_cpu(UniformValueConstantFolder._deduce_value)):
-            return compile_fx(module, inputs, inner_compile=self._compile_graph)
+            return compile_fx(module, inputs, inner_compile=self._compile_graph)  # type: ignore[arg-type]
 
     def _compile_graph(self, module: Any, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
         runs = deepcopy(module)  # the compiler changes its graph

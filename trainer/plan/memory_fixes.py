@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import combinations
 
@@ -150,11 +150,11 @@ class _ChangedPeaks:
         found = estimator(changed.parallel, changed.train.microbatch)
         return found if found.legal and self._has_engine_for(changed) else None
 
-    def legal_together(self, first: list[Change], some: list[Change]) -> list[Change]:
+    def legal_together(self, first: Sequence[Change], some: Sequence[Change]) -> list[Change]:
         """Return changes, and all of some others or, one after another, those that are legal with the ones before."""
         if self.estimate(_joined([*first, *some])) is not None:
             return [*first, *some]
-        taken = first
+        taken = [*first]
         for change in some:
             if self.estimate(_joined([*taken, change])) is not None:
                 taken = [*taken, change]
