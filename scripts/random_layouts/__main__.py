@@ -30,9 +30,10 @@ from ...trainer.system.stop_requests import StopSignal, raise_on_stop_signals
 from ..show_help import show_help
 from .data_files import DataFiles, write_data_files
 from .drawn_layout import draw_layout
-from .drawn_recipe import DrawnRecipe, draw_recipe
+from .drawn_recipe import draw_recipe
 from .judged_proof import JudgedProof, RunFinding, Servers, judge_proof
 from .legal_trials import LegalTrials
+from .typed_recipe import DrawnRecipe
 
 LAYOUTS = 3  # of a recipe
 LAYOUT_TRIES = 10

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from random import Random
 
 from ...cli.keys.config_files import options
-from ...cli.verbs.prove_run import RecipeForRanks
 from ...trainer.prove.trials.layouts import ONE_PROCESS
 from ...trainer.spec.problem import Unreadable
 from ...trainer.spec.read import value_text
@@ -16,8 +13,8 @@ from ...trainer.spec.run import Run
 from .data_files import DataFiles
 from .drawn_values import NO_VALUE, drawn_value, leaf_keys
 from .legal_trials import LegalTrials
+from .typed_recipe import DrawnRecipe
 
-CONF = "tiny_2x2x2"
 RANKS = 8  # the most of a layout
 TRIES, MOST_ADDED = 16, 10  # bundles of keys that are tried for a recipe, and that it keeps
 MOST_TOGETHER = 3  # keys of one section that are tried at once: many have an effect only together
@@ -70,33 +67,6 @@ def drawn_keys() -> dict[str, object]:
         for key, hint in found.items()
         if key.partition(".")[0] in SECTIONS and not any(key == start or key.startswith(f"{start}.") for start in LEFT_OUT)
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrawnRecipe:
-    """A recipe as words of a command line, by their keys, and how many steps it trains."""
-
-    words: Mapping[str, str]
-    steps: int
-
-    @property
-    def overrides(self) -> list[str]:
-        """The words as they are typed."""
-        return [f"{key}={value}" for key, value in self.words.items()]
-
-    @property
-    def recipe(self) -> RecipeForRanks:
-        """The recipe, to be read for each number of ranks."""
-        return RecipeForRanks(CONF, self.overrides, None)
-
-    def command(self, layouts: Sequence[str], *, checks: bool) -> str:
-        """The command that proves it in layouts."""
-        asked = [f"steps={self.steps}", f"layouts={','.join(layouts)}", *(["checks=all"] if checks else [])]
-        return f"distrain prove conf={CONF} {shlex.join([*self.overrides, *asked])}"
-
-    def with_words(self, words: Mapping[str, str]) -> DrawnRecipe:
-        """The recipe with words added; a key that it has takes the new value."""
-        return replace(self, words={**self.words, **words})
 
 
 def draw_recipe(random: Random, files: DataFiles, trials: LegalTrials, folder: str) -> DrawnRecipe:

@@ -21,7 +21,7 @@ from ...trainer.prove.run_trials import run_proof
 from ...trainer.prove.trials.layouts import ProveLayout
 from ...trainer.prove.trials.plan_proof import NothingToProve, ProveRequest, plan_proof
 from ...trainer.rundir.measured_run import read_measured_run
-from .drawn_recipe import DrawnRecipe
+from .typed_recipe import DrawnRecipe
 
 WIDE_LIMIT = 1e-9  # nats of a loss; shares of a norm and of the learning rates added up: in float64
 # What is float64 there: narrower types would round as before.

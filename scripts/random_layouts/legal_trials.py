@@ -8,7 +8,6 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from ...cli.arguments.prove_arguments import read_layouts
 from ...trainer.launch.admission import check_start
@@ -20,9 +19,7 @@ from ...trainer.prove.trials.trial import Trial
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.read import read_run
 from ...trainer.spec.run import Run
-
-if TYPE_CHECKING:
-    from .drawn_recipe import DrawnRecipe
+from .typed_recipe import DrawnRecipe
 
 FIRST_WORDS = 6  # of a refusal, by which it is counted
 

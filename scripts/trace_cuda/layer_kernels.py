@@ -31,7 +31,7 @@ from .kernel_calls import Graph, KernelCall, LayerKernels
 from .kernel_code import compiler_of_a_gpu
 from .machine_code import KernelCode
 from .patch_gpu_kernels import gpu_kernels
-from .rank_trace import Passes, fake_grid
+from .rank_trace import TracedPasses, fake_grid
 
 
 def layer_kernels(run: Run) -> LayerKernels:
@@ -51,7 +51,7 @@ def layer_kernels(run: Run) -> LayerKernels:
             layers: Any = part.layers
             for layer in layers.values():
                 layer.compile(backend=recorder)
-        passes = Passes(run, grid, parts)
+        passes = TracedPasses(run, grid, parts)
         passes.forward(0, 0)
         forward = tuple(recorder.graphs)
         passes.backward(0, 0)

@@ -72,7 +72,7 @@ def trace_rank(run: Run, rank: int) -> RankTrace:
         grid = stack.enter_context(fake_grid(run, rank))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(gpu_kernels(run.train.microbatch * run.train.seq // run.parallel.cp * run.model.top_k))
-        return Passes(run, grid, [part.module for part in build_parts(run, grid)]).trace()
+        return TracedPasses(run, grid, [part.module for part in build_parts(run, grid)]).trace()
 
 
 def trace_compiled_bytes(run: Run, rank: int) -> int:
@@ -91,7 +91,7 @@ def trace_compiled_bytes(run: Run, rank: int) -> int:
         torch._dynamo.reset()
         for part in parts:
             compile_layers(part, "aot_eager_decomp_partition")
-        passes = Passes(run, grid, parts)
+        passes = TracedPasses(run, grid, parts)
         for number in range(len(parts)):
             passes.forward(number, 0)
         return passes.kept
@@ -120,7 +120,7 @@ def fake_grid(run: Run, rank: int) -> Iterator[Grid]:
         dist.destroy_process_group()
 
 
-class Passes:
+class TracedPasses:
     """The forward and backward passes of one step, on the parts of the model that a rank has."""
 
     def __init__(self, run: Run, grid: Grid, parts: Sequence[Any]) -> None:

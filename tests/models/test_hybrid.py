@@ -162,7 +162,8 @@ def test_the_plan_counts_what_the_rules_kernels_move() -> None:
     """Heads and chunks of a sixteenth of Qwen3-Next's; in two lengths, for the kernels of a chunk."""
     size, counted = 8, []
     for seq in (8 * size, 16 * size):
-        shapes: dict[str, tuple[int, ...]] = {"query": (1, seq, size), "key": (1, seq, size), "value": (1, seq, 2 * size), "beta": (1, seq, 2), "decay": (1, seq, 2)}
+        shapes: dict[str, tuple[int, ...]] = {"query": (1, seq, size), "key": (1, seq, size), "value": (1, seq, 2 * size)}
+        shapes |= {"beta": (1, seq, 2), "decay": (1, seq, 2)}
         shapes |= {"query_conv": (4, size), "key_conv": (4, size), "value_conv": (4, 2 * size), "a_log": (2,), "dt_bias": (2,)}
         drawn = torch.Generator().manual_seed(5)
         values = {name: torch.randn(shape, generator=drawn) for name, shape in shapes.items()}

@@ -14,7 +14,7 @@ import pytest
 
 from distrain.scripts.random_layouts.__main__ import draw, read_arguments
 from distrain.scripts.random_layouts.data_files import write_data_files
-from distrain.scripts.random_layouts.drawn_recipe import LEFT_OUT, SECTIONS, DrawnRecipe, drawn_keys
+from distrain.scripts.random_layouts.drawn_recipe import LEFT_OUT, SECTIONS, drawn_keys
 from distrain.scripts.random_layouts.drawn_values import NO_VALUE, drawn_value, leaf_keys
 from distrain.scripts.random_layouts.judged_proof import (
     RunFinding,
@@ -26,6 +26,7 @@ from distrain.scripts.random_layouts.judged_proof import (
     wide_verdict,
 )
 from distrain.scripts.random_layouts.legal_trials import LegalTrials, plan_trial, run_with, wrong_advice
+from distrain.scripts.random_layouts.typed_recipe import DrawnRecipe
 from distrain.tests.fakes.rank_pool import RankPool, choose_program
 from distrain.trainer.prove.judge import LayoutResult
 from distrain.trainer.prove.trials.layouts import ProveLayout

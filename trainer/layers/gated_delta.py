@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from .causal_conv import causal_conv, conv_gradients
 from .chunk_starts import ChunkStarts, chunk_starts
 from .dtypes import at_least_float32
+from .head_chunks import by_key_head, chunks, from_chunks
 from .rank_group import Group
 
 CHUNK = 64  # tokens; of flash-linear-attention and transformers
@@ -140,13 +141,13 @@ def _prepare(inputs: DeltaInputs, key_dim: int, chunk: int, starts: Tensor | Non
     """Return what does not depend on the states."""
     heads, value_heads = inputs.query.shape[-1] // key_dim, inputs.beta.shape[-1]
     query, key = (
-        _chunks(_unit(causal_conv(x, taps, starts), key_dim)[1].unsqueeze(3), chunk)
+        chunks(_unit(causal_conv(x, taps, starts), key_dim)[1].unsqueeze(3), chunk)
         for x, taps in ((inputs.query, inputs.query_conv), (inputs.key, inputs.key_conv))
     )
     query.mul_(key_dim**-0.5)
-    value = _chunks(_by_key_head(F.silu(causal_conv(inputs.value, inputs.value_conv, starts)), heads, value_heads), chunk)
-    beta = _chunks(_by_key_head(torch.sigmoid(at_least_float32(inputs.beta)), heads, value_heads), chunk)
-    total = _chunks(_by_key_head(_log_decay(inputs), heads, value_heads), chunk).squeeze(-1).cumsum(-1)
+    value = chunks(by_key_head(F.silu(causal_conv(inputs.value, inputs.value_conv, starts)), heads, value_heads), chunk)
+    beta = chunks(by_key_head(torch.sigmoid(at_least_float32(inputs.beta)), heads, value_heads), chunk)
+    total = chunks(by_key_head(_log_decay(inputs), heads, value_heads), chunk).squeeze(-1).cumsum(-1)
     unread = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).triu(1)
     if starts is not None:
         of_chunks = chunk_starts(starts, chunk)
@@ -189,7 +190,7 @@ def _read(parts: _Parts, like: Tensor) -> Tensor:
         torch.bmm(query[:, at], state, out=read)
         torch.baddbmm(read, reads[:, at], written, out=read)
         torch.baddbmm(state.mul_(ends[:, at]), key[:, at].mT, written, out=state)
-    return _from_chunks(output.view_as(parts.new_value), like.shape[1]).to(like.dtype)
+    return from_chunks(output.view_as(parts.new_value), like.shape[1]).to(like.dtype)
 
 
 def _states(parts: _Parts, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +227,7 @@ class _ChunkGradients:
 def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
     """Return the gradients of what chunks are made of, from that of what the queries read, [B, S, K R V]."""
     seq, chunk = grad.shape[1], parts.total.shape[-1]
-    grad = _chunks(_by_key_head(grad, parts.key.shape[1], parts.value.shape[1] * parts.value.shape[2]), chunk)
+    grad = chunks(by_key_head(grad, parts.key.shape[1], parts.value.shape[1] * parts.value.shape[2]), chunk)
     query, key = parts.query * parts.decay_from_start, parts.key * parts.decay_to_end
     own, states, written = _heads(grad), *_states(parts, _heads(key))
     reads_grad, new_grad = (own @ written.mT).view_as(parts.reads), parts.reads.mT @ grad
@@ -263,11 +264,11 @@ def _chunk_gradients(parts: _Parts, grad: Tensor) -> _ChunkGradients:
     new_grad.mul_(parts.beta)
     del parts, pairs, read_pairs, by_row, old_grad, system_grad, reads_grad
     return _ChunkGradients(
-        query=_from_chunks(query_grad.sum(2, keepdim=True), seq) * key_grad.shape[-1] ** -0.5,
-        key=_from_chunks(key_grad.sum(2, keepdim=True), seq),
-        value=_from_chunks(new_grad, seq),
-        beta=_from_chunks(beta_grad.unsqueeze(-1), seq),
-        log_decay=_from_chunks(total_grad.flip(-1).cumsum(-1).flip(-1).unsqueeze(-1), seq),
+        query=from_chunks(query_grad.sum(2, keepdim=True), seq) * key_grad.shape[-1] ** -0.5,
+        key=from_chunks(key_grad.sum(2, keepdim=True), seq),
+        value=from_chunks(new_grad, seq),
+        beta=from_chunks(beta_grad.unsqueeze(-1), seq),
+        log_decay=from_chunks(total_grad.flip(-1).cumsum(-1).flip(-1).unsqueeze(-1), seq),
     )
 
 
@@ -342,21 +343,3 @@ def _unit_gradient(conv: Tensor, grad: Tensor, key_dim: int) -> Tensor:
 def _silu_slope(x: Tensor) -> Tensor:
     share = torch.sigmoid(x)
     return share * (1 + x * (1 - share))
-
-
-def _by_key_head(x: Tensor, heads: int, value_heads: int) -> Tensor:
-    """Return x [B, S, K R ...] as [B, S, K, R, ...]."""
-    return torch.unflatten(x, -1, (heads, value_heads // heads, -1))
-
-
-def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """Return x [B, S, K, R, ...] in chunks, [B, K, R, N, L, ...]; behind the sequence there are zeros."""
-    if missing := -x.shape[1] % chunk:  # torch copies what it pads by nothing
-        x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing))
-    return torch.unflatten(x, 1, (-1, chunk)).permute(0, 3, 4, 1, 2, 5).contiguous()
-
-
-def _from_chunks(x: Tensor, seq: int) -> Tensor:
-    """Return x [B, K, R, N, L, V] as [B, S, K R V], without what is behind the sequence, which would be saved with it."""
-    rows = x.permute(0, 3, 4, 1, 2, 5).flatten(1, 2).flatten(2)
-    return rows if rows.shape[1] == seq else rows[:, :seq].clone()

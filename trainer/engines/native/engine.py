@@ -82,7 +82,6 @@ class NativeEngine(Engine):
         self.together = WorkerAverage(run, grid, self.buckets, self.optimizer) if grid.group("workers") else None
         self._workers = self.together.workers if self.together else 1
         self._alone = False  # a step was taken since the last one together
-        self._left_gathered = False  # by an evaluation since the last step: fully_shard keeps a whole part's own weights
         self.pipeline = self._make_pipeline()
 
     @classmethod
@@ -99,9 +98,6 @@ class NativeEngine(Engine):
         self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None
     ) -> StepResult | None:
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
-        if self._left_gathered:
-            drop_gathered(self.modules)  # so that each step sends the messages of its plan
-            self._left_gathered = False
         total = self._run_passes(read_microbatch, label_count, byte_counter)
         return self._take_step(total, self._take_own_figures(), lr, label_count)
 
@@ -182,7 +178,6 @@ class NativeEngine(Engine):
         sums = self.pipeline.evaluate(lambda _: (tokens, labels, further))
         for each in self.modules:
             each.train()
-        self._left_gathered = self._sharding is not None
         return sums
 
     def optimizer_shards(self) -> Iterator[OptimizerShard]:

@@ -62,10 +62,13 @@ def collect_gathered(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 def drop_gathered(modules: Sequence[nn.Module]) -> None:
     """Drop the weights that forward has left gathered, so that the next one gathers what their rows hold then: fully_shard keeps those of
     a whole part, its embedding, norm and head, from an evaluation to the next backward."""
-    every: Iterator[Any] = (each for module in modules for each in module.modules())
-    for each in every:
-        if hasattr(each, "reshard"):  # torch's FSDPModule
-            each.reshard()
+    for each in _gathering_modules(modules):
+        each.reshard()
+
+
+def _gathering_modules(modules: Sequence[nn.Module]) -> Iterator[Any]:
+    """Yield those of the modules, and of what is in them, that are torch's FSDPModule, without its import."""
+    return (each for module in modules for each in module.modules() if hasattr(each, "reshard"))
 
 
 def local_rows(sharded: Any) -> Tensor:
@@ -187,9 +190,12 @@ class ShardedReducer:
         assert once or sum_gradients is None, "weights are gathered until their gradients are computed"
         self._modules, self._weights, self._once = modules, weights, once
         self._reduced, self._sum_gradients, self.host = reduced, sum_gradients, host
+        self._units = tuple(_gathering_modules(modules))
         self._deferred: dict[nn.Parameter, Tensor] = {}  # the sum of each gathered weight's gradients that were deferred
 
     def begin(self, micros: int) -> None:
+        for unit in self._units:  # an evaluation leaves some gathered, and each step sends the messages of its plan
+            unit.reshard()
         self._micros = micros
         self._done = [0] * len(self._modules)
         for each in self._weights:
