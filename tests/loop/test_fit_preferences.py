@@ -401,8 +401,8 @@ def test_the_reference_is_of_the_weights_in_model_weights_also_where_a_checkpoin
     same = (*words[1:], f"log.dir={tmp_path}", "name=run")
     pairs = dict(word.split("=", 1) for word in preferences)
     other = (*same, f"data.path={pairs['data.validate.other']}", "train.steps=1", "checkpoint.accept=[data.path]")
-    for given, says in ((same, []), (other, [f"model.weights={tmp_path / 'hf'} is not a folder"])):
-        assert [each.says for each in prepare_files(load_recipe("quickstart", without_repeats(*given)), print).problems] == says
+    for given, expected in ((same, []), (other, [f"model.weights={tmp_path / 'hf'} is not a folder"])):
+        assert [each.says for each in prepare_files(load_recipe("quickstart", without_repeats(*given)), print).problems] == expected
     (tmp_path / "elsewhere").rename(tmp_path / "hf")
 
     file = tmp_path / "hf" / "model.safetensors"

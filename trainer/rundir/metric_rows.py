@@ -55,7 +55,9 @@ def join_late_validations(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, A
     """Return the rows of steps with each validation that a resumed run made up in the row of its step, from which a stop left it out."""
     joined = list[dict[str, Any]]()
     for row in rows:
-        if joined and joined[-1]["step"] == row["step"] and joined[-1].keys() & row.keys() == {"step"}:
+        figures = row.keys() - {"step"}
+        is_of_last = bool(joined) and joined[-1]["step"] == row["step"] and not figures & joined[-1].keys()
+        if is_of_last and figures and all(str(key).startswith(VALIDATION) for key in figures):
             joined[-1] |= row
         else:
             joined.append(dict(row))
