@@ -40,6 +40,7 @@ TRAINING_FILES = (
     "trainer/loop/state/start_state.py",
     "trainer/loop/step/*.py",
     "trainer/loop/train.py",
+    "trainer/loop/validate.py",
     "trainer/models/*/module.py",
     "trainer/models/build.py",
     "trainer/models/moe/routing.py",

@@ -11,8 +11,9 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.cli.keys.keys import config_keys
 from distrain.trainer.rundir.checkpoints import newest_saved, seal
+from distrain.trainer.rundir.effective_values import moment_kinds
 from distrain.trainer.rundir.resume import check_resume
-from distrain.trainer.rundir.resume_changes import POLICIES, Changes, acceptable_keys, compare_runs, key_policy, moment_kinds
+from distrain.trainer.rundir.resume_changes import POLICIES, Changes, acceptable_keys, compare_runs, key_policy
 from distrain.trainer.rundir.run_in_manifest import run_from_record, run_record
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import DataStage, Run

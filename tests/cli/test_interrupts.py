@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
@@ -13,6 +15,23 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.cli.keys import config_files
 
+# A Ctrl-C in what Python calls back while the command line is imported, where an exception is printed and forgotten.
+LOST_INTERRUPT = """
+import os, signal, sys
+class Called:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        len("the signal has arrived")
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "distrain.cli.app":
+            Called()
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[1] == "ignored" else signal.default_int_handler)
+sys.meta_path.insert(0, Finder())
+from distrain.__main__ import main
+sys.argv[1:] = ["--version"]
+main()
+"""
 INTERRUPTED = 25  # points in the calls of one composition
 
 
@@ -48,3 +67,10 @@ def test_a_composition_that_is_interrupted_anywhere_raises_nothing_else(tmp_path
         with pytest.raises(KeyboardInterrupt), InterruptAtCall(number):
             load_recipe(*arguments)
     load_recipe(*arguments)
+
+
+@pytest.mark.parametrize("disposition", ["raised", "ignored"])
+def test_a_ctrl_c_while_the_command_line_is_imported_ends_it_in_silence_unless_it_is_ignored(disposition: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LOST_INTERRUPT, disposition], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT if disposition == "raised" else 0, "")
+    assert bool(done.stdout) == (disposition == "ignored")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.processes import alive, until
+from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.launch.rank.foreign_launcher import hold_folder
+from distrain.trainer.rundir.lock import LOCK_FILE, hold_run_folder, lock_holder
 from distrain.trainer.system.child_process import end_child
 
 RANK = """
@@ -23,13 +27,33 @@ os.system("echo more of it >&2")
 channel.say("step 1"); channel.report_status("50 %"); channel.report_step(1)
 channel.report_phase("save"); channel.report_problem("no room")
 """
+HOLDER = """
+import sys
+from pathlib import Path
+from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.launch.rank.foreign_launcher import hold_folder
+from distrain.trainer.rundir.lock import lock_holder
+with hold_folder(Path(sys.argv[1]), Channel(None)):
+    print("held" if lock_holder(Path(sys.argv[1])) else "free")
+"""
+FAILING = """
+import contextlib, sys
+from pathlib import Path
+from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.launch.rank.foreign_launcher import hold_folder
+from distrain.trainer.loop import rank
+sys.modules["distrain.trainer.loop.train_rank"] = type("Failing", (), {"train_rank": staticmethod(lambda *_: 3)})
+held, channel = contextlib.ExitStack(), Channel(None)
+held.enter_context(hold_folder(Path(sys.argv[1]), channel))
+rank.run_rank(Path(sys.argv[1]), channel, held.close)
+"""
 MESSAGES = ["step 1", "no room"]
 
 
-def run_rank(folder: Path, **environment: str) -> tuple[list[str], list[str]]:
+def run_rank(folder: Path, program: str = RANK, **environment: str) -> tuple[list[str], list[str]]:
     """Run a rank; return the lines that it prints to the terminal, and those in its log."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("DISTRAIN_", "TORCHELASTIC_", "SLURM_"))}
-    command = [sys.executable, "-c", RANK, str(folder)]
+    command = [sys.executable, "-c", program, str(folder)]
     done = subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     log = folder / "ranks" / "3.log"
@@ -59,6 +83,38 @@ def test_a_rank_whose_log_can_not_be_opened_still_runs(tmp_path: Path) -> None:
     shown, _ = run_rank(tmp_path, RANK="3", TORCHELASTIC_RUN_ID="1")
     assert {*MESSAGES, "noise"} <= {*shown}
     assert any(line.startswith("the output of rank 3 goes to no log: ") for line in shown)
+
+
+def held_by(folder: Path, **environment: str) -> tuple[str, str]:
+    """Return who holds the run folder while a rank trains, by its own account (its process id or nothing), and afterwards."""
+    shown, _ = run_rank(folder, HOLDER, **environment)
+    return shown[-1], lock_holder(folder)
+
+
+def test_rank_0_alone_holds_the_run_folder_and_not_where_fit_does(tmp_path: Path) -> None:
+    launched = {"TORCHELASTIC_RUN_ID": "1"}
+    assert held_by(tmp_path, RANK="0", **launched) == ("held", "")
+    assert held_by(tmp_path, RANK="3", **launched) == ("free", "")
+    assert held_by(tmp_path, RANK="0", DISTRAIN_PARENT_WATCH_FD="0", **launched) == ("free", "")
+
+
+@pytest.mark.parametrize("holder", ["fit", "rank"])
+def test_ranks_of_another_launcher_do_not_start_in_a_folder_in_which_another_run_trains(tmp_path: Path, holder: str) -> None:
+    words = [sys.executable, "-m", "distrain.trainer.loop.rank", str(tmp_path / "run.json")]
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    with hold_run_folder(tmp_path) if holder == "fit" else hold_folder(tmp_path, Channel(None), {}):
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert (done.returncode, done.stderr) == (1, "")
+    says = rf"process {os.getpid()} on \S+, since .* trains in {tmp_path}: stop it, or set name= to train another run\n"
+    assert re.fullmatch(says, done.stdout)
+    assert lock_holder(tmp_path) == ""
+
+
+def test_a_rank_that_fails_is_not_said_to_be_killed(tmp_path: Path) -> None:
+    """It leaves an empty lock, though it does not wait for Python's exit."""
+    words = [sys.executable, "-c", FAILING, str(tmp_path)]
+    assert subprocess.run(words, env={**os.environ, "RANK": "0"}, timeout=DEADLINE).returncode == 3
+    assert (tmp_path / LOCK_FILE).read_text() == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals a process when its parent dies")

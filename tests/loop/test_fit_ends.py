@@ -20,6 +20,7 @@ from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.overrides import without_repeats
 from distrain.tests.fakes.rank_pool import PoolJob, RankPool, choose_program
 from distrain.trainer.launch.single_host import launch_local_ranks
+from distrain.trainer.rundir.measured_run import read_measured_run
 from distrain.trainer.system.child_process import end_child
 
 STOPPED = 75
@@ -58,21 +59,45 @@ def test_a_stop_request_before_the_first_step_of_a_new_run_stops_it_after_that_s
     assert "resumes from step 1" in fit(ranks, tmp_path / "run").lines
 
 
-def test_a_stop_request_in_the_last_step_says_how_to_get_the_validation_that_is_left_out(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_same_command_makes_the_validation_that_a_stop_request_in_the_last_step_leaves_out(ranks: RankPool, tmp_path: Path) -> None:
     words = ("train.steps=1", "train.evaluate={every: 1, batches: 1}")
     job = fit(ranks, tmp_path / "run", *words, how="stop_request")
     assert set(job.codes) == {0}
     assert "validation_loss" not in job.rows[0]
-    says = f"stopped in its last step: `distrain evaluate {tmp_path / 'run'}` computes the validation that was left out"
+    says = "stopped in its last step: the same command makes the validation that was left out"
     assert says in job.lines
-    assert says not in fit(ranks, tmp_path / "other", *words).lines
+    whole = fit(ranks, tmp_path / "other", *words)
+    assert says not in whole.lines
+    for _ in range(2):  # the second finds it there
+        again = fit(ranks, tmp_path / "run", *words)
+        assert (set(again.codes), again.figures("validation_loss")) == ({0}, whole.figures("validation_loss"))
+        assert len(again.rows) == 2
+    assert read_measured_run(tmp_path / "run").losses == read_measured_run(tmp_path / "other").losses
 
 
-@pytest.mark.parametrize("how", ["stop_in_validation", "stop_in_save"])
+def test_a_stop_request_ends_a_long_validation_which_the_resumed_run_makes_whole(ranks: RankPool, tmp_path: Path) -> None:
+    words = ("engine=native", "optim.ema=0.9", "train.steps=4", "train.evaluate={every: 2, batches: 4}", "log.every=4")
+    whole = fit(ranks, tmp_path / "whole", *words)
+    job = fit(ranks, tmp_path / "run", *words, how="stop_in_averaged_validation")
+    assert set(job.codes) == {STOPPED}
+    assert [(row["step"], "loss" in row, "validation_loss" in row) for row in job.rows] == [(2, True, False)]
+    assert [row["step"] for row in job.saves] == [2]
+    again = fit(ranks, tmp_path / "run", *words, how="stop_in_validation")
+    assert (set(again.codes), len(again.rows)) == ({STOPPED}, 1)
+    done = fit(ranks, tmp_path / "run", *words)
+    for figure in ("validation_loss", "validation_ema_loss"):
+        assert done.figures(figure) == whole.figures(figure)
+        assert len(done.figures(figure)) == 2
+    assert done.figures("loss")[-1] == whole.figures("loss")[-1]
+    assert read_measured_run(tmp_path / "run").again == (), "a row that was made up is no step that was done twice"
+
+
+@pytest.mark.parametrize("how", ["stop_in_validation", "stop_in_save", "stop_in_copy"])
 def test_a_stop_request_while_a_rank_evaluates_or_saves_ends_the_run_without_another_step(
     ranks: RankPool, tmp_path: Path, how: str
 ) -> None:
-    words = ("train.steps=4", "train.evaluate={every: 2, batches: 1}", *(["checkpoint.every=2"] if how == "stop_in_save" else []))
+    saves = {"stop_in_save": ["checkpoint.every=2"], "stop_in_copy": ["checkpoint.every=2", "checkpoint.background=true"]}
+    words = ("train.steps=4", "train.evaluate={every: 2, batches: 1}", *saves.get(how, []))
     job = fit(ranks, tmp_path / "run", *words, how=how)
     assert set(job.codes) == {STOPPED}
     assert [row["step"] for row in job.rows if "loss" in row] == [1, 2]

@@ -20,8 +20,10 @@ from torch.nn.functional import logsigmoid
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import plain_optimizer
+from distrain.tests.fakes.overrides import without_repeats
 from distrain.tests.fakes.rank_pool import choose_program
 from distrain.tests.fakes.trained_runs import read_run
+from distrain.trainer.launch.file_checks import prepare_files
 from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.loop.data.samples.corpus import Split
@@ -394,6 +396,14 @@ def test_the_reference_is_of_the_weights_in_model_weights_also_where_a_checkpoin
     assert is_computed(job)
     assert job.figures("loss") == whole.figures("loss")
     assert whole.figures("loss")[0] == pytest.approx(np.log(2), abs=1e-6)
+
+    (tmp_path / "hf").rename(tmp_path / "elsewhere")
+    same = (*words[1:], f"log.dir={tmp_path}", "name=run")
+    pairs = dict(word.split("=", 1) for word in preferences)
+    other = (*same, f"data.path={pairs['data.validate.other']}", "train.steps=1", "checkpoint.accept=[data.path]")
+    for given, expected in ((same, []), (other, [f"model.weights={tmp_path / 'hf'} is not a folder"])):
+        assert [each.says for each in prepare_files(load_recipe("quickstart", without_repeats(*given)), print).problems] == expected
+    (tmp_path / "elsewhere").rename(tmp_path / "hf")
 
     file = tmp_path / "hf" / "model.safetensors"
     content = bytearray(file.read_bytes())

@@ -199,6 +199,8 @@ def test_weights_that_are_gone_are_missed_where_a_run_reads_other_pairs_than_the
     reads = samples_read(run, 0, 101 * batch)
     write_reference(folder, {CORPUS.key: VALUES}, reference_identity(run, CORPUS), reads=reads)
     assert bool(list(weight_problems(change(run)))) is is_missed
+    assert bool(list(weight_problems(change(run), CORPUS.key))) is is_missed
+    assert list(weight_problems(change(run), "other tokens"))
 
 
 def test_a_pass_that_is_stopped_keeps_what_was_whole(tmp_path: Path, run: Run) -> None:

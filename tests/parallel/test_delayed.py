@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ BASE = (
     *("optim.lr=1e-3", "optim.warmup=2", "parallel.zero=0", "engine=native", "log.every=1", "log.ledger=true"),
 )
 PIPEDREAM, TWO_VERSIONS = "parallel.schedule=pipedream", "parallel.schedule=pipedream_2bw"
+LARGER = (PIPEDREAM, "parallel.pp=2", "cluster.gpus=2", "train.microbatch=2")  # larger micro-batches
 SHORT = "train.steps=4"
 SGD = ("optim=sgd", "optim.lr=0.03")
 HALF = ("train.precision=bf16", "train.gradients=fp32")
@@ -147,14 +149,22 @@ def test_a_resume_trains_as_the_run_that_saved_does(ranks: RankPool, tmp_path: P
 
 def test_a_resume_with_another_delay_is_reported() -> None:
     """The layouts of other schedules are free: they train the same curve."""
-    late, later, flushed = (
+    late, later, flushed, larger = (
         load_recipe(BASE[0], [*BASE[1:], *words])
-        for words in ((PIPEDREAM, "parallel.pp=2", "cluster.gpus=2"), (PIPEDREAM, "parallel.pp=4", "cluster.gpus=4"), ("cluster.gpus=2",))
+        for words in (
+            (PIPEDREAM, "parallel.pp=2", "cluster.gpus=2"),
+            (PIPEDREAM, "parallel.pp=4", "cluster.gpus=4"),
+            ("cluster.gpus=2",),
+            LARGER,
+        )
     )
     assert [each.text for each in compare_runs(late, later, step=3).reported] == ["parallel.pp 2 -> 4"]
     reported = [each.text for each in compare_runs(late, flushed, step=3).reported]
     assert reported == ["parallel.schedule pipedream -> 1f1b", "parallel.pp 2 -> 1"]
     assert compare_runs(flushed, flushed, step=3).reported == ()
+    assert [each.text for each in compare_runs(late, larger, step=3).reported] == ["micro-batches, each with its update 4 -> 2"]
+    once = [replace(each, parallel=replace(each.parallel, schedule="pipedream_2bw")) for each in (late, larger)]
+    assert compare_runs(*once, step=3).reported == ()
 
 
 def test_a_stopped_run_flushes_and_saves(ranks: RankPool, tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from typing import Any
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.loop import train
 from distrain.trainer.loop import train_rank as setup
+from distrain.trainer.loop import validate as validate_module
 from distrain.trainer.loop.checkpoint import CheckpointReader, LoadFailed
+from distrain.trainer.loop.checkpoint import host_copy as copy_module
 from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.loop.state import reference_pass
 from distrain.trainer.loop.state import saver as saver_of_run
@@ -28,6 +30,8 @@ COLLECTIVE_TIMEOUT, CORPUS_TIME = 15.0, 18.0  # seconds
 
 # What the faults replace functions and values of.
 loop: Any = train
+validate: Any = validate_module
+host_copy: Any = copy_module
 rank_setup: Any = setup
 reference: Any = reference_pass
 reader: Any = CheckpointReader
@@ -103,19 +107,29 @@ def _send_in_reference(number: int, after: int) -> None:
 
 def nan_validation() -> None:
     """The validation loss is nan."""
-    original = loop.evaluate
-    loop.evaluate = lambda *arguments: original(*arguments)._replace(loss=nan)
+    original = validate.evaluate_unless_stopped
+    validate.evaluate_unless_stopped = lambda *arguments: original(*arguments)._replace(loss=nan)
 
 
 def stop_in_validation() -> None:
     """A stop request arrives while the rank evaluates."""
-    original = loop.evaluate
+    _stop_in_evaluation(0)
 
-    def evaluate(*arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
+
+def stop_in_averaged_validation() -> None:
+    """A stop request arrives while the rank evaluates the average of the weights."""
+    _stop_in_evaluation(1)
+
+
+def _stop_in_evaluation(after: int) -> None:
+    original, evaluations = validate.evaluate_unless_stopped, iter(range(10**6))
+
+    def evaluate_unless_stopped(*arguments: Any) -> Any:
+        if next(evaluations) == after:
+            os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments)
 
-    loop.evaluate = evaluate
+    validate.evaluate_unless_stopped = evaluate_unless_stopped
 
 
 def stop_in_save() -> None:
@@ -129,6 +143,17 @@ def stop_in_save() -> None:
     saver.save_shards = save_shards
 
 
+def stop_in_copy() -> None:
+    """A stop request arrives while the rank copies what it saves in the background."""
+    original = host_copy.HostCopy.take
+
+    def take(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    host_copy.HostCopy.take = take
+
+
 FAULTS = {
     each.__name__: each
     for each in (
@@ -140,7 +165,9 @@ FAULTS = {
         nan_validation,
         stop_in_reference,
         stop_in_validation,
+        stop_in_averaged_validation,
         stop_in_save,
+        stop_in_copy,
         killed_in_reference,
     )
 }

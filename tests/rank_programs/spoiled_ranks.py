@@ -24,6 +24,7 @@ from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.layers.transformer import head_exchange as exchange_module
 from distrain.trainer.layers.transformer.transformer import Transformer
 from distrain.trainer.loop import train as loop
+from distrain.trainer.loop import validate as validate_module
 from distrain.trainer.loop.checkpoint import host_copy as copy_module
 from distrain.trainer.loop.checkpoint import save as save_module
 from distrain.trainer.loop.checkpoint import shard_file as file_module
@@ -33,6 +34,7 @@ from distrain.trainer.plan.layout.update_delay import Delay
 from distrain.trainer.prove.locate_departure import TRACED_SUFFIX
 
 train: Any = loop  # the module whose functions the faults replace
+validate: Any = validate_module
 save: Any = save_module
 host_copy: Any = copy_module
 shard_file: Any = file_module
@@ -295,12 +297,12 @@ def louder_report() -> None:
 
 def same_evaluation() -> None:
     """An evaluation skips the first micro-batch."""
-    original = train.evaluate
+    original = validate.evaluate_unless_stopped
 
-    def evaluate(run, engine, grid, batches, samples, *rest):
+    def evaluate_unless_stopped(run, engine, grid, batches, samples, *rest):
         return original(run, engine, grid, batches, samples[run.train.microbatch :], *rest)
 
-    train.evaluate = evaluate
+    validate.evaluate_unless_stopped = evaluate_unless_stopped
 
 
 def late_writes() -> None:

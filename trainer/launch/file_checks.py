@@ -70,9 +70,12 @@ def _with_resume(run: Run, check: FileCheck) -> FileCheck:
     from ..rundir.resume import check_resume
 
     folder = run_folder(run)
-    resume = check_resume(run, folder, data_key=check.data.key if check.data else None)
-    problems = (*(check.problems or resume.problems), *_metrics_problems(folder))
-    return replace(check, problems=problems, remarks=(*check.remarks, *resume.remarks))
+    data_key = check.data.key if check.data else None
+    resume = check_resume(run, folder, data_key=data_key)
+    problems = check.problems or resume.problems
+    if data_key and run.data.has_preferences and not problems:
+        problems = tuple(weight_problems(run, data_key))
+    return replace(check, problems=(*problems, *_metrics_problems(folder)), remarks=(*check.remarks, *resume.remarks))
 
 
 def _metrics_problems(folder: Path) -> Iterator[Problem]:
@@ -82,15 +85,15 @@ def _metrics_problems(folder: Path) -> Iterator[Problem]:
         yield Problem(rule="folder", says=f"{file} is not a plain file, and the run logs its metrics there", mend="move it away")
 
 
-def weight_problems(run: Run) -> Iterator[Problem]:
+def weight_problems(run: Run, data_key: str | None = None) -> Iterator[Problem]:
     """Yield why a run can't start from the weights it names. A run that resumes from a checkpoint needs none, unless LoRA adds to them, or
-    preferences are relative to them and what they need of them is not kept."""
+    preferences are relative to them and what they need of them is not kept: of other data than `data_key` identifies, if it is known."""
     from ..rundir.checkpoints import has_checkpoints
     from ..rundir.files import run_folder
     from ..rundir.reference_header import has_whole_reference
 
     folder = run_folder(run)
-    is_kept = not run.model.lora.rank and has_whole_reference(run, folder)
+    is_kept = not run.model.lora.rank and has_whole_reference(run, folder, data_key)
     resumes = has_checkpoints(folder) and (is_kept or not run.reads_start_weights_again)
     if run.model.weights is None or resumes:
         return

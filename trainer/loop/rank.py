@@ -8,10 +8,12 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from ..launch.rank.channel import STOPPED, Channel
-from ..launch.rank.foreign_launcher import open_channel
+from ..launch.rank.foreign_launcher import hold_folder, open_channel
+from ..rundir.lock import RunFolderInUse
 from ..system.parent_watch import watch_parent_from_environment
 from ..system.stop_requests import StopFlag
 from .failures.failure import report_failure
@@ -20,11 +22,19 @@ from .failures.failure import report_failure
 def main() -> int:
     """Train the run of the command line's run.json. Return the exit status."""
     path = Path(sys.argv[1])
-    return run_rank(path, open_channel(path.parent))
+    channel = open_channel(path.parent)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(hold_folder(path.parent, channel))
+        except RunFolderInUse as error:
+            channel.report_problem(str(error), refused=True)
+            return 1
+        return run_rank(path, channel, held.close)
 
 
-def run_rank(path: Path, channel: Channel) -> int:
-    """Train the run of RUN_DIR/run.json as the rank that the environment names. Return the exit status, but exit here after a failure.
+def run_rank(path: Path, channel: Channel, release: Callable[[], None] = lambda: None) -> int:
+    """Train the run of RUN_DIR/run.json as the rank that the environment names. Return the exit status, but exit here after a failure, once
+    `release` has released what the process holds.
 
     A normal exit waits for Python's threads, and one of them may wait for a disk or a device that does not answer.
     """
@@ -44,6 +54,8 @@ def run_rank(path: Path, channel: Channel) -> int:
         report_failure(error, channel)
         status = 1
     if status not in (0, STOPPED):
+        with contextlib.suppress(OSError):
+            release()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

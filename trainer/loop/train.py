@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from shlex import quote
-from typing import Any
 
 from ..engines.engine import StepResult
 from ..engines.held_bytes import ByteCounter
 from ..launch.rank.channel import STOPPED_UNSAVED
 from ..parallel.world import StopVote, any_rank
-from ..rundir.metric_rows import AVERAGED, VALIDATION, key_of_set
 from ..spec.derived.batch_levels import samples_before
 from ..spec.run import Run
 from ..spec.sections.lr_schedule import learning_rate
@@ -20,13 +17,13 @@ from .devices.device_checks import DeviceChecks
 from .failures.anomalies import Anomalies
 from .failures.failure import AllRanksFailed
 from .measure.instrumentation import Instruments
-from .metrics.step_row import finite_or_none, preference_row, step_row
+from .metrics.step_row import step_row
 from .metrics.throughput import ThroughputMeter
 from .state.saver import Saver
 from .state.training_setup import TrainingSetup
-from .step.evaluate import evaluate
 from .step.model_inputs import count_labels, model_inputs
 from .step.step_results import FinishedStep, StepResults
+from .validate import make_up_validation, validation_row
 
 
 class LastStepNotSaved(AllRanksFailed):
@@ -41,6 +38,8 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
     saved.
     """
     first, last = setup.start.step, setup.start.last_step(run)
+    if setup.lacks_validation and is_validation_due(run, setup, first, last) and not make_up_validation(run, setup, stop):
+        return False
     if first >= last:
         setup.channel.say(no_steps_message(run, first, last))
     elif first > 0 and any_rank(stop.requested, setup.world.device):
@@ -53,7 +52,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
     devices = DeviceChecks(run, setup)
     if first < last:
         devices.check_start(first)
-    stop_vote = StopVote(setup.world.device, late=setup.engine.late_steps > 0)
+    stop_vote = StopVote(setup.world.device, late=1 if setup.engine.late_steps else 0)
     with Saver(run, setup) as saver:
         for step in range(first, last):
             setup.channel.report_step(step)
@@ -70,7 +69,8 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
             done = step + 1
             is_last = done == last
             stopping = stop_vote.vote(requested=stop.requested)
-            evaluates = bool(setup.validations) and not stopping and (is_last or is_due(run.train.evaluate.every, done))
+            lacks_validation = is_validation_due(run, setup, done, last)
+            evaluates = lacks_validation and not stopping
             saves = stopping or is_save_due(run, done, last)
             finished = results.finish([result, *(setup.engine.flush() if evaluates or saves or is_last else ())])
             instruments.report(done, finished[-1].result.loss if finished else None)
@@ -78,29 +78,32 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
 
             for each in finished:
                 logs = each.done == last or stopping or is_due(run.log.every, each.done)
-                log_step(run, setup, each, anomalies, instruments.meter, logs=logs, evaluates=evaluates and each.done == done)
+                evaluated_until = stop if evaluates and each.done == done else None
+                if log_step(run, setup, each, anomalies, instruments.meter, logs=logs, evaluated_until=evaluated_until):
+                    lacks_validation = False
                 anomalies.raise_if_too_many(each.result, each.done)
 
-            if evaluates and not is_last:  # a stop request that came meanwhile needs no other step
-                stopping = stop_vote.vote_now(requested=stop.requested)
+            if evaluates:  # a stop request that came meanwhile needs no other step
+                stopping = lacks_validation or (not is_last and stop_vote.vote_now(requested=stop.requested))
                 saves = saves or stopping
             if devices.is_due(done):
                 saver.finish()  # a check that finds a fault names the checkpoints since the one before
                 devices.check(done)
             if saves:
-                saver.save(setup.start.after(run, done), anomalies.recent_figures(), devices.checked)
-                if saver.newest == done and not (stopping or is_last):
-                    stopping = stop_vote.vote_now(requested=stop.requested)
+                progress, recent = setup.start.after(run, done), anomalies.recent_figures()
+                saver.save(progress, recent, devices.checked, lacks_validation=lacks_validation)
+                if not (stopping or is_last) and stop_vote.vote_now(requested=stop.requested):
+                    saver.finish(at_end=True)
+                    stopping = saver.newest == done  # one that has failed is tried again after the next step
             if stopping and not is_last:
                 saver.finish(at_end=True)
                 if saver.newest < done:
                     raise SystemExit(STOPPED_UNSAVED)
                 return False
-            if stopping and setup.validations:
+            if stopping and lacks_validation:
                 saver.finish(at_end=True)
                 if setup.world.is_rank0 and saver.newest == last:
-                    command = f"distrain evaluate {quote(str(setup.folder))}"
-                    setup.channel.say(f"stopped in its last step: `{command}` computes the validation that was left out")
+                    setup.channel.say("stopped in its last step: the same command makes the validation that was left out")
     setup.channel.report_phase("end")
     if saver.newest < last and is_save_due(run, last, last):
         raise LastStepNotSaved(unsaved_message(saver.newest, last))
@@ -145,37 +148,33 @@ def train_step(
 
 
 def log_step(
-    run: Run, setup: TrainingSetup, step: FinishedStep, anomalies: Anomalies, meter: ThroughputMeter, *, logs: bool, evaluates: bool
-) -> None:
-    """Write the metrics of a finished step if it `logs` or is anomalous, and its validation losses if it `evaluates`."""
-    row = anomalies.add_step(step.result, step.done)
+    run: Run,
+    setup: TrainingSetup,
+    step: FinishedStep,
+    anomalies: Anomalies,
+    meter: ThroughputMeter,
+    *,
+    logs: bool,
+    evaluated_until: StopFlag | None,
+) -> bool:
+    """Write the metrics of a finished step if it `logs` or is anomalous, and its validation losses if it is evaluated: until a stop
+    request, with which it is logged without them. Return whether it was evaluated."""
+    row, validation = anomalies.add_step(step.result, step.done), None
     if row or logs:
         row = step_row(setup.start.after(run, step.done), step.result, step.lr, meter) | row
-    if evaluates:
-        row = {"step": step.done} | row | _validation_row(run, setup)
+    if evaluated_until:
+        validation = validation_row(run, setup, evaluated_until)
+        if validation is None and not row:
+            row = step_row(setup.start.after(run, step.done), step.result, step.lr, meter)
+        row = {"step": step.done} | row | (validation or {})
     if row and setup.sinks:
         setup.sinks.write(row)
+    return validation is not None
 
 
-def _validation_row(run: Run, setup: TrainingSetup) -> dict[str, Any]:
-    """Evaluate the text that is held out and each validation set, with the average of the weights too where the run keeps one; return what
-    a row has of them."""
-    setup.channel.report_phase("evaluate")
-    row = _validation_figures(run, setup, VALIDATION)
-    if run.optim.ema:
-        with setup.engine.averaged_weights():
-            row |= _validation_figures(run, setup, f"{VALIDATION}{AVERAGED}")
-    return row
-
-
-def _validation_figures(run: Run, setup: TrainingSetup, of: str) -> dict[str, Any]:
-    """Evaluate each set with the weights that forward has now; `of` stands before the figures' names."""
-    on_progress, row = setup.channel.report_progress, dict[str, Any]()
-    for each in setup.validations:
-        found = evaluate(run, setup.engine, setup.grid, each.batches, each.samples, on_progress)
-        row |= {key_of_set(f"{of}loss", each.name): finite_or_none(found.loss)}
-        row |= preference_row(found.preferences, of=of, name=each.name) if found.preferences else {}
-    return row
+def is_validation_due(run: Run, setup: TrainingSetup, done: int, last: int) -> bool:
+    """Return whether a validation belongs to step `done` of a run that ends at step `last`."""
+    return bool(setup.validations) and (done == last or is_due(run.train.evaluate.every, done))
 
 
 def is_due(every: int, done: int) -> bool:

@@ -100,12 +100,12 @@ def set_up_training(
     inner = inner_ranks(run.parallel, position.mesh, run.cluster.gpus)
     groups = make_grid(world, position, copies=copies, shard=shard, worker=worker, inner=inner, alone=run.parallel.offload.parameters)
     engine = build_engine(run, groups, plan.engine)
-    start, recent = load_initial_state(run, folder, groups, engine, batches, validations, channel, gather, host, stop)
+    state = load_initial_state(run, folder, groups, engine, batches, validations, channel, gather, host, stop)
 
     sinks = None
     if world.is_rank0:
-        sinks = _open_sinks(run, plan, folder, start, channel, at_end)
-        _report_data(run, corpus, start, channel)
+        sinks = _open_sinks(run, plan, folder, state.progress, channel, at_end)
+        _report_data(run, corpus, state.progress, channel)
         _report_validation_sets(run, sets, validations, channel)
     return TrainingSetup(
         plan=plan,
@@ -114,8 +114,9 @@ def set_up_training(
         engine=engine,
         grid=groups,
         channel=channel,
-        start=start,
-        recent=recent,
+        start=state.progress,
+        recent=state.recent,
+        lacks_validation=state.lacks_validation,
         sinks=sinks,
         folder=folder,
         host=host,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -59,14 +60,14 @@ def leave_ranks() -> None:
 
 
 class StopVote:
-    """Whether any rank was asked to stop, agreed on after each step by all ranks. One rank needs no vote.
+    """Whether any rank was asked to stop, agreed on by all ranks after each step, or each part of an evaluation. One rank needs no vote.
 
-    With `late` the answer is that of the vote before: no rank waits for one that is behind.
+    The answer is that of the vote `late` votes before: no rank waits for one that is no further behind.
     """
 
-    def __init__(self, device: torch.device, *, late: bool) -> None:
+    def __init__(self, device: torch.device, *, late: int) -> None:
         self._device, self._late = device, late
-        self._before: tuple[torch.Tensor, Any] | None = None
+        self._under_way = deque[tuple[torch.Tensor, Any]]()
 
     def vote(self, *, requested: bool) -> bool:
         """Vote; every rank calls it as often, and gets the same answer."""
@@ -74,13 +75,18 @@ class StopVote:
             return requested
         if not self._late:
             return any_rank(requested, self._device)
-        before, anywhere = self._before, _flag(requested, self._device)
-        self._before = anywhere, dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, async_op=True)
-        if before is None:
+        anywhere = _flag(requested, self._device)
+        self._under_way.append((anywhere, dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, async_op=True)))
+        if len(self._under_way) <= self._late:
             return False
-        answer, work = before
+        answer, work = self._under_way.popleft()
         work.wait()
         return bool(answer.item())
+
+    def end(self) -> None:
+        """Leave no vote under way."""
+        while self._under_way:
+            self._under_way.popleft()[1].wait()
 
     def vote_now(self, *, requested: bool) -> bool:
         """Vote as `vote` does, and never get a late answer: the ranks have waited for each other anyway."""

@@ -1,4 +1,5 @@
-"""RUN_DIR/lock: at most one `fit` per run folder. The kernel releases the lock when its holder ends, however it ends."""
+"""RUN_DIR/lock: at most one `fit` per run folder, or one rank 0 that no `fit` started. The kernel releases the lock when its holder ends,
+however it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ NO_LOCKS_ERRNOS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS) 
 
 
 class RunFolderInUse(Exception):
-    """Another `fit` trains in this folder; the message names it, in a line."""
+    """Another process trains in this folder; the message names it, in a line."""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 from ..spec.numbers.as_text import plural
 from .checkpoints import checkpoint_steps, checkpoints_folder
 from .files import LAUNCH_FILES
-from .metric_rows import ACCURACY_KEY, AVERAGED_KEY, VALIDATION_KEY, figures_of_sets, is_step_row
+from .metric_rows import ACCURACY_KEY, AVERAGED_KEY, VALIDATION_KEY, figures_of_sets, is_step_row, join_late_validations
 from .planned_measured import PlannedMeasured, compared_memory, compared_rates, compared_saves, compared_times, step_bar
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number
 from .run_in_manifest import RUN_KEY
@@ -158,7 +158,7 @@ def _read_step_rows(folder: Path, damaged: list[str]) -> _StepRows:
     unreadable = sum(line.endswith(b"\n") and bool(line.strip()) for line in read_lines(file)) - len(written)
     if unreadable > 0:
         damaged.append(f"{plural(unreadable, 'line')} of {file.name}" if written else file.name)
-    steps = [row for row in written if is_step_row(row)]
+    steps = join_late_validations(row for row in written if is_step_row(row))
     logged = [row for row in map(_numbers, steps) if "step" in row]
     return _StepRows(
         written=written,

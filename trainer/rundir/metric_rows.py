@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,19 @@ def main_validation_loss(row: Mapping[str, Any]) -> Any:
     return losses.get("", next(iter(losses.values()), None))
 
 
+def join_late_validations(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of steps with each validation that a resumed run made up in the row of its step, from which a stop left it out."""
+    joined = list[dict[str, Any]]()
+    for row in rows:
+        figures = row.keys() - {"step"}
+        is_of_last = bool(joined) and joined[-1]["step"] == row["step"] and not figures & joined[-1].keys()
+        if is_of_last and figures and all(str(key).startswith(VALIDATION) for key in figures):
+            joined[-1] |= row
+        else:
+            joined.append(dict(row))
+    return joined
+
+
 def read_step_rows(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of logged steps in RUN_DIR/metrics.jsonl, of all attempts; none where it can't be read."""
-    return [row for row in read_rows(folder / "metrics.jsonl") if is_step_row(row)]
+    return join_late_validations(row for row in read_rows(folder / "metrics.jsonl") if is_step_row(row))

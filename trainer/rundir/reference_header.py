@@ -20,9 +20,10 @@ _PLACE_KEYS = ("cache", "path", "tokenizer", "document_tokens", "validate")  # o
 Reads = dict[str, Any]
 
 
-def has_whole_reference(run: Run, folder: Path) -> bool:
+def has_whole_reference(run: Run, folder: Path, data_key: str | None = None) -> bool:
     """Return whether a run folder has the file, of the size that its head says, with every pair that the run reads from its newest
-    checkpoint on. Files of earlier versions name no samples: they have those that the run was to read that wrote them."""
+    checkpoint on; `data_key` identifies the run's tokens, where they are known. Files of earlier versions name no samples: they have those
+    that the run was to read that wrote them."""
     path = folder / REFERENCE_FILE
     try:
         with open(path, "rb") as file:
@@ -32,6 +33,8 @@ def has_whole_reference(run: Run, folder: Path) -> bool:
             head = json.loads(file.read(head_size))
         size = max((each["data_offsets"][1] for name, each in head.items() if name != "__metadata__"), default=0)
         words = head.get("__metadata__", {})
+        if data_key is not None and data_key != json.loads(words.get("identity", "{}")).get("data", data_key):
+            return False
         is_whole = (
             are_held(_samples_to_read(run, folder), json.loads(words[READS_KEY])) if READS_KEY in words else words.get(WHOLE_KEY) != "false"
         )

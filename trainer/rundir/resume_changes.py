@@ -12,8 +12,8 @@ from ..plan.layout.workers import OUTER_MOMENTUM, worker_count
 from ..spec.derived.data_blends import blends_before
 from ..spec.problem import Problem
 from ..spec.read import value_text
-from ..spec.run import Model, Run
-from ..spec.sections.optimizer import Optim
+from ..spec.run import Run
+from .effective_values import effective_values, flatten, moment_kinds
 
 Policy = Literal["refused", "acceptable", "reported", "free"]
 
@@ -53,7 +53,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("train.gradients",      "reported"),
     ("train.clip",           "reported"),
     ("train.seed",           "reported"),
-    ("train.microbatch",     "free"),        # layout
+    ("train.microbatch",     "free"),        # layout: no loss is of a micro-batch
     ("train.attention",      "free"),        # how, not what
     ("train.compile",        "free"),
     ("train.loss_chunks",    "free"),        # layout
@@ -181,7 +181,7 @@ def run_differences(before: Run, now: Run) -> Iterator[ChangedKey]:
     follow from train.seq, which may change.
     """
     old, new = effective_values(before), effective_values(now)
-    stated_before, stated_now = dict(_flatten(before, "")), dict(_flatten(now, ""))
+    stated_before, stated_now = dict(flatten(before, "")), dict(flatten(now, ""))
     for key in dict.fromkeys((*old, *new)):
         follows = stated_before.get(key) == stated_now.get(key) and key != CONTEXT_KEY
         if old.get(key) != new.get(key) and not follows:
@@ -248,9 +248,20 @@ def _same_so_far(before: Run, now: Run, step: int, samples: int | None) -> bool:
 
 def _delay_differences(before: Run, now: Run) -> Iterator[ChangedKey]:
     """Yield the differences of the layout that train another curve: of pipelines without a flush."""
-    if delay_of(before.parallel) or delay_of(now.parallel):
-        old, new = dict(_flatten(before, "")), dict(_flatten(now, ""))
+    delays = delay_of(before.parallel), delay_of(now.parallel)
+    if any(delays):
+        old, new = dict(flatten(before, "")), dict(flatten(now, ""))
         yield from (ChangedKey(key=key, before=old[key], now=new[key]) for key in DELAY_KEYS if old[key] != new[key])
+    if all(each is not None and each.each_micro_batch for each in delays):
+        counts = _micro_batches(before), _micro_batches(now)
+        if counts[0] != counts[1]:
+            yield ChangedKey(key="micro-batches, each with its update", before=counts[0], now=counts[1])
+
+
+def _micro_batches(run: Run) -> int:
+    """Return the micro-batches of a step of train.batch; 0 where the degrees don't fit the cluster, which the plan says."""
+    dp = mesh_of(run.parallel, run.cluster.nodes * run.cluster.gpus).dp
+    return run.train.batch // (dp * run.train.microbatch) if dp else 0
 
 
 def _workers(run: Run) -> int:
@@ -270,7 +281,7 @@ def _sync_differences(before: Run, now: Run) -> Iterator[ChangedKey]:
         return
     if many[0] != many[1]:
         yield ChangedKey(key="workers", before=many[0], now=many[1])
-    old, new = dict(_flatten(before, "")), dict(_flatten(now, ""))
+    old, new = dict(flatten(before, "")), dict(flatten(now, ""))
     yield from (ChangedKey(key=key, before=old[key], now=new[key]) for key in SYNC_KEYS if old[key] != new[key])
 
 
@@ -285,61 +296,6 @@ def _data_differences(found: list[ChangedKey], now: Run, same: bool | None) -> I
         key = "data.path" if now.data.path else "data.name"
         value = effective_values(now)[key]
         yield from words or [ChangedKey(key=key, before=value, now=value, content=True)]
-
-
-def effective_values(run: Run) -> dict[str, Any]:
-    """Return every key of a run with its value; None for a key that this model does not read."""
-    flat = dict(_flatten(run, ""))
-    return flat | {f"model.{key}": value for key, value in effective_model_values(run.model, run.train.seq).items()}
-
-
-def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
-    """Return the keys of a model whose default follows from other keys; None for one that this model does not read."""
-    ffn, mixture = model.ffn or 4 * model.hidden, bool(model.experts)
-    window = model.effective_window(seq)
-    rope = model.rope.values if model.positions == "rope" else {}
-    return {
-        "kv_heads": model.kv_heads or model.heads,
-        "head_dim": model.head_dim or model.hidden // model.heads,
-        "ffn": (model.expert_ffn or ffn) if mixture and not model.dense_layers else ffn,
-        "expert_ffn": (model.expert_ffn or ffn) if mixture else None,
-        "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
-        "context": (model.context or seq) if model.positions == "learned" else None,
-        "qk_norm_over": model.qk_norm_over if model.qk_norm else None,
-        "rope_base": model.rope_base if model.positions == "rope" else None,
-        "rope_share": model.rope_share if model.positions == "rope" and model.family != "mla" else None,
-        "window": window,
-        "rope_local_base": model.rope_local_base if model.has_local_rope else None,
-        "query_pre_attn_scalar": model.score_scalar if model.family != "mla" else None,
-        "layer_types": model.types_of_layers if window or model.has_local_rope else None,
-        "lora.alpha": model.lora.alpha if model.lora.rank else None,
-        "lora.dropout": model.lora.dropout if model.lora.rank else None,
-        "lora.targets": sorted(model.lora_layers) if model.lora.rank else None,
-        "mtp.weight": model.mtp.weight if model.mtp.layers else None,
-        **{f"rope.{row.name}": rope.get(row.name) for row in fields(model.rope)},
-        **({} if mixture else dict.fromkeys(("expert_bias", "experts", "top_k", "shared_experts", "aux_loss", "capacity"))),
-        **{f"router.{row.name}": getattr(model.router, row.name) if mixture else None for row in fields(model.router)},
-    }
-
-
-def moment_kinds(optim: Optim) -> tuple[str, ...]:
-    """Return the kinds of an optimizer's moments, as checkpoints name them."""
-    match optim.name:
-        case "adamw":
-            return ("exp_avg", "exp_avg_sq")
-        case "sgd":
-            return ("momentum_buffer",) if optim.momentum else ()
-        case "muon":
-            return ("momentum_buffer", "exp_avg", "exp_avg_sq")
-
-
-def _flatten(part: Any, at: str) -> Iterator[tuple[str, Any]]:
-    for row in fields(part):
-        value = getattr(part, row.name)
-        if is_dataclass(value):
-            yield from _flatten(value, f"{at}{row.name}.")
-        else:
-            yield f"{at}{row.name}", value
 
 
 def _config_problems(before: Mapping[str, Any], now: Mapping[str, Any], *, step: int) -> Iterator[Problem]:

@@ -1,13 +1,15 @@
-"""A rank that another launcher started, torchrun or Slurm: it dies with that launcher, and has a log of its own."""
+"""A rank that torchrun or Slurm started: it dies with its launcher, has a log of its own, and on rank 0 locks the run folder."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from ...rundir.lock import LOCK_FILE, hold_run_folder
 from ...system import parent_watch
 from .channel import Channel
 from .log import open_rank_log
@@ -26,6 +28,23 @@ def open_channel(folder: Path, environment: Mapping[str, str] = os.environ) -> C
     except OSError as error:
         print(f"the output of rank {environment.get('RANK', '0')} goes to no log: {error}", file=sys.stderr)
         return Channel(None)
+
+
+@contextmanager
+def hold_folder(folder: Path, channel: Channel, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Hold RUN_DIR's lock while the block runs, on rank 0 of ranks that no `fit` started, which holds it for those that it starts. Raises
+    RunFolderInUse."""
+    with ExitStack() as stack:
+        if not environment.get(parent_watch.PARENT_WATCH_VARIABLE) and environment.get("RANK", "0") == "0":
+            try:
+                warning = stack.enter_context(hold_run_folder(folder))
+            except OSError as error:
+                warning = (
+                    f"{folder / LOCK_FILE} can't be written ({error.strerror or error}): nothing stops another run from training there"
+                )
+            if warning:
+                channel.say(f"warning: {warning}")
+        yield
 
 
 def _redirect_output(logs: Path, environment: Mapping[str, str]) -> TextIO:

@@ -22,8 +22,8 @@ from ...layers.stochastic_rounding import column_words, random_words, round_at_r
 from ...layers.transformer.multi_token_prediction import further_arguments
 from ...models.build import build_model, named_constants
 from ...plan.costs.precision import MOMENT_BLOCK
+from ...rundir.effective_values import moment_kinds
 from ...rundir.metric_rows import validation_key
-from ...rundir.resume_changes import moment_kinds
 from ...spec.derived.weight_decay import is_decayed
 from ...spec.derived.width_scaling import is_rate_divided, width_factor
 from ...spec.run import Parallel, Run

@@ -21,6 +21,7 @@ from .save_pauses import SavePauses
 from .training_setup import TrainingSetup
 
 WORTH_TELLING = 0.05  # seconds
+LACKS_VALIDATION_KEY = "lacks_validation"  # of what a checkpoint records: a stop request left out the validation of its step
 
 
 class Saver:
@@ -47,9 +48,11 @@ class Saver:
         if error is None or isinstance(error, AllRanksFailed):
             self.finish(at_end=True)
 
-    def save(self, progress: TrainProgress, recent: Mapping[str, Sequence[float]], checked: int | None = None) -> None:
-        """Save the engine's state and the run's progress, with `recent` figures of its steps, once the save under way has ended. One that
-        fails is a warning. The newest checkpoint up to step `checked` stays.
+    def save(
+        self, progress: TrainProgress, recent: Mapping[str, Sequence[float]], checked: int | None = None, *, lacks_validation: bool = False
+    ) -> None:
+        """Save the engine's state and the run's progress, with `recent` figures of its steps, and whether it lacks its validation, once the
+        save under way has ended. One that fails is a warning. The newest checkpoint up to step `checked` stays.
 
         The checkpoint records the loss of the samples that come next (resume_loss_check.py), at the cost of one forward of a micro-batch.
         """
@@ -60,6 +63,7 @@ class Saver:
         setup.engine.prepare_save()
         extra = {"name": run.name, **progress.extra(), "engine": setup.engine.counters(), **run_record(run)}
         extra |= {"recent": recent} if recent else {}
+        extra |= {LACKS_VALIDATION_KEY: True} if lacks_validation else {}
         extra |= resume_check_record(run, setup.engine, setup.grid, setup.batches, progress.sample)
         ranks: dict[str, Any] = {"rank": setup.world.rank, "world": setup.world.size, "gather": self._gather}
         what: dict[str, Any] = {"shards": owned_shards(run, setup.engine, setup.grid), "extra": extra, "keep": run.checkpoint.keep}

@@ -27,13 +27,16 @@ from ..step.train_progress import BEGINNING, TrainProgress, resumed_progress
 from .engine_state import dropped_errors, load_hf_weights, restore_engine
 from .reference_pass import check_same_start, compute_reference, find_reference
 from .resume_loss_check import check_resumed_loss
+from .saver import LACKS_VALIDATION_KEY
 
 
 class InitialState(NamedTuple):
-    """A run's progress, and recent figures of its steps (failures/anomalies.py) where its checkpoint has them."""
+    """A run's progress, recent figures of its steps (failures/anomalies.py) where its checkpoint has them, and whether a stop request left
+    out the validation of its last step."""
 
     progress: TrainProgress
     recent: Mapping[str, Sequence[float]]
+    lacks_validation: bool = False
 
 
 def load_initial_state(
@@ -107,7 +110,8 @@ def _load_checkpoint(
         for remark in filter(None, (*changes.remarks(checkpoint.step), dropped)):
             channel.say(remark)
         channel.say(f"resumes from step {checkpoint.step}")
-    return InitialState(_resumed(run, checkpoint, changes), checkpoint.extra.get("recent", {}))
+    extra = checkpoint.extra
+    return InitialState(_resumed(run, checkpoint, changes), extra.get("recent", {}), bool(extra.get(LACKS_VALIDATION_KEY)))
 
 
 def _resumed(run: Run, checkpoint: SavedCheckpoint, changes: Changes) -> TrainProgress:

@@ -31,6 +31,7 @@ class TrainingSetup:
     channel: Channel
     start: TrainProgress  # step 0, or that of the checkpoint that was loaded
     recent: Mapping[str, Sequence[float]]  # figures of the steps before (failures/anomalies.py), if that checkpoint has them
+    lacks_validation: bool  # whether that checkpoint lacks the validation of its step, which a stop request left out
     sinks: Sinks | None  # on rank 0
     folder: Path  # RUN_DIR
     host: dist.ProcessGroup  # gloo, for Python objects of all ranks

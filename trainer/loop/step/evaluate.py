@@ -13,7 +13,9 @@ from ...engines.engine import Engine, PreferenceFigures
 from ...launch.rank.channel import OnProgress, ignore_text
 from ...layers.preference_loss import FIGURES
 from ...parallel.process_groups import Grid
+from ...parallel.world import StopVote
 from ...spec.run import Run
+from ...system.stop_requests import StopFlag
 from ..data.samples.batches import Batches
 from ..data.samples.corpus import Corpus
 from ..data.validation_sets import evaluates_held_out
@@ -59,9 +61,28 @@ def evaluate(run: Run, engine: Engine, grid: Grid, batches: Batches, samples: ra
 
     A round is dp x microbatch samples, always in full micro-batches: samples of the last round beyond the range are not counted.
     """
+    found = evaluate_unless_stopped(run, engine, grid, batches, samples, on_progress)
+    assert found is not None, "nothing stops it"
+    return found
+
+
+def evaluate_unless_stopped(
+    run: Run,
+    engine: Engine,
+    grid: Grid,
+    batches: Batches,
+    samples: range,
+    on_progress: OnProgress = ignore_text,
+    stop: StopFlag | None = None,
+) -> Evaluation | None:
+    """Evaluate samples as `evaluate` does, but return None on all ranks within a few rounds of a stop request to any.
+
+    Stages of a pipeline may be ahead of others by as many rounds as there are stages.
+    """
     size, dp = run.train.microbatch, grid.size("dp")
     figures = FIGURES if run.data.has_preferences else 0
     sums = torch.zeros(2 + figures, dtype=torch.float64, device=grid.world.device)  # of losses, of what is counted, of pairs' figures
+    votes = StopVote(grid.world.device, late=grid.size("pp"))
     for first in range(samples.start, samples.stop, dp * size):
         batch = batches.batch(first + grid.coordinate("dp") * size, size)
         tokens, labels, further = model_inputs(run, batch.before(samples.stop), grid, None)
@@ -70,6 +91,10 @@ def evaluate(run: Run, engine: Engine, grid: Grid, batches: Batches, samples: ra
         if figures:
             sums[2:] += engine.take_pair_sums()
         on_progress("evaluate")
+        if stop and first + dp * size < samples.stop and votes.vote(requested=stop.requested):
+            votes.end()
+            return None
+    votes.end()
     # Of one replica some ranks add the same sums, and the others 0: the quotients are the means.
     dist.all_reduce(sums)
     loss, *means = (sums[[0, *range(2, len(sums))]] / sums[1]).tolist()
