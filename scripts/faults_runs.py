@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -78,12 +79,13 @@ class Disk:
         deadline = time.monotonic() + 60
         while True:
             stats = os.statvfs(self.folder)
-            size = (stats.f_blocks - stats.f_bfree) * stats.f_frsize + spare
+            size = max((stats.f_blocks - stats.f_bfree) * stats.f_frsize + spare, mmap.PAGESIZE)  # 0 is no limit
             try:
                 return _run("mount", "-o", f"remount,size={size}", str(self.folder))
             except subprocess.CalledProcessError:
                 if time.monotonic() > deadline:
                     raise
+                time.sleep(0.01)
 
     def empty(self) -> None:
         """Remove the limit."""

@@ -142,21 +142,21 @@ def option_problems(error: Any, argv: Sequence[str] = ()) -> list[Problem]:
     if name is None or not message.startswith("No such option"):
         return [Problem(rule="option", says=message[:1].lower() + message[1:])]
     parameters = context.command.params if context else []
-    known = [each for row in parameters for each in row.opts if each.startswith("--")]
+    known = [*(each for row in parameters for each in row.opts if each.startswith("--")), "--help"]
     verbs = getattr(context.command, "commands", {}) if context else {}
     takes_keys = verbs or any(row.name == "arguments" for row in parameters)  # of a recipe
     options_of_verbs = {verb: {option for row in each.params for option in row.opts} for verb, each in verbs.items()}
     mends: dict[str, list[str]] = {}
     for option in dict.fromkeys([name, *_unknown_options(argv, known)] if takes_keys and not verbs else [name]):
         key = key_instead_of_option(option.lstrip("-"), _option_value(option, argv)) if takes_keys else ""
-        mend = early_option(option, argv, options_of_verbs) or key or suggest_name(option, [*known, "--help"])
+        mend = early_option(option, argv, options_of_verbs) or key or suggest_name(option, known)
         mends.setdefault("" if mend.startswith("known: ") else mend, []).append(option)
     without = mends.pop("", [])
     problems = [Problem(rule="option", says=f"no option {', '.join(options)}", mend=mend) for mend, options in mends.items()]
     if without and problems:
         problems.append(Problem(rule="option", says=f"nothing here means {', '.join(without)}", mend="leave them out"))
     elif without:
-        problems.append(Problem(rule="option", says=f"no option {', '.join(without)}", mend=suggest_name(without[0], [*known, "--help"])))
+        problems.append(Problem(rule="option", says=f"no option {', '.join(without)}", mend=suggest_name(without[0], known)))
     return problems
 
 

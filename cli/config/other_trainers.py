@@ -1,5 +1,5 @@
 """Answers a file that is given as a recipe and is none: a Hugging Face config.json, or a config of another trainer (DeepSpeed's JSON,
-torchtitan's TOML, YAML of axolotl or NeMo), key by key."""
+torchtitan's TOML, YAML of axolotl, NeMo, nanotron, OLMo or accelerate), key by key."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ ROWS: tuple[Synonym, ...] = (
     row("eval_strategy evaluation_strategy", "train.evaluate.every", "steps; 0: never", {"no": "0"}),
     row("output_dir out_dir save_dir save_folder dump_folder default_root_dir run_dir checkpoints_path", "log.dir",
          "the run folder is log.dir/name"),
-    row("run_name experiment_name exp_name job_name wandb_exp_name wandb_run_name wandb_name general.run", "name"),
+    row("run_name experiment_name exp_name job_name wandb_exp_name wandb_run_name wandb_name wandb.name general.run", "name"),
     row("logging_steps log_interval log_freq log_every_n_steps steps_per_print tensorboard_log_interval "
          "iteration_step_info_interval", "log.every", "steps"),
     row("save", "log.dir", "the run folder is log.dir/name; checkpoint.every says when it saves"),
@@ -199,7 +199,7 @@ ROWS: tuple[Synonym, ...] = (
          {**dict.fromkeys(("wandb", "[wandb]"), "[console,jsonl,wandb]"),
           **dict.fromkeys(("tensorboard", "[tensorboard]"), "[console,jsonl,tensorboard]")}),
     row("wandb wandb.enabled wandb_project use_wandb enable_wandb create_wandb_logger wandb_log wandb_entity "
-         "wandb.project wandb.entity wandb.name", "log",
+         "wandb.project wandb.entity", "log",
          "log=wandb turns it on; WANDB_PROJECT names the project",
          {"true": "wandb"}),
     row("tensorboard tensorboard.enabled tensorboard_dir enable_tensorboard", "log.sinks", "a list",

@@ -65,12 +65,13 @@ def main() -> int:
     mutations = mutations_in(all_mutations(ROOT, files), arguments.paths)
     drawn = draw(mutations, arguments.seed, arguments.count, arguments.kinds)
     tried = [found[each.name] for each in drawn if each.name in found]
+    others = [found[name] for name in found.keys() - {each.name for each in drawn}]  # of other kinds, files or counts
 
     def add(result: TriedMutation) -> None:
         tried.append(result)
         show(progress_line(result, len(tried), len(drawn)))
         if arguments.json:
-            write_results(arguments.json, arguments.seed, tried, arguments.files)
+            write_results(arguments.json, arguments.seed, [*others, *tried], arguments.files)
 
     try:
         try_all([each for each in drawn if each.name not in found], arguments.copies, arguments.files, add)

@@ -1,15 +1,15 @@
 """Draws random recipes in random layouts from a seed, trains them and judges them by `distrain prove`'s own code.
 
 Run `python -m distrain.scripts.random_layouts [seed=1] [count=100] [first=0] [planned=N] [folder=DIR] [--json FILE]`. `count` is how many
-layouts are trained; `first` is the number of the first recipe, so that `first=17 count=1` repeats recipe 17 of that seed alone. With
-`planned=N` N recipes are drawn and only planned.
+layouts are trained; `first` is the number of the first recipe, so that `first=17 count=1` repeats recipe 17 of that seed, or the next that
+has a legal layout. With `planned=N` N recipes are drawn and only planned.
 
-A recipe is a tiny model and an option of every config group, and up to ten keys whose values are drawn from their types in the schema. A
-key that the project's rules refuse, or that does nothing, is left out, and the refusal is counted by its rule and first words. Layouts
-are drawn from the fields of `prove`'s layouts. Each is compared with one process: losses, norms, weights, averages, validation losses of
-all sets, samples, messages and actions; memory by kind with its plan; half of the recipes also resume in another layout. What departs is
-trained again in float64, which says whether it is rounding or an error. Each change that a refusal offers is followed: the same refusal
-must not come again.
+A recipe is a tiny model, options of data, optimizer, training and layout, and up to ten further draws of up to three keys each, whose
+values are drawn from their types in the schema. Keys that the project's rules refuse, or that do nothing, are left out, and the refusal is
+counted by its rule and first words. Layouts are drawn from the fields of `prove`'s layouts. Each is compared with one process: losses,
+norms, weights, averages, validation losses of all sets, samples, messages and actions; memory by kind with its plan; half of the recipes
+also resume in another layout. What departs is trained again in float64, which says whether it is rounding or an error. Each change that a
+refusal offers is followed: the same refusal must not come again.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ def main() -> int:
                 number += 1
                 if int(given["planned"]) or not layouts:
                     continue
-                proofs.append(judge_proof(recipe, layouts, servers, checks=checks))
+                again = f"python -m distrain.scripts.random_layouts seed={seed} first={number - 1} count=1"
+                proofs.append(judge_proof(recipe, layouts, servers, checks=checks, again=again))
                 trained += len(layouts)
                 print(f"{number - 1:>5} {' '.join(proofs[-1].runs)}", flush=True)
                 print("".join(map(finding_text, proofs[-1].findings)), end="", flush=True)
     finally:
         servers.close()
-    if json_file:
-        Path(json_file).write_text(f"{json.dumps(campaign_document(seed, proofs, trials), indent=1)}\n", encoding="utf-8")
+        if json_file:
+            Path(json_file).write_text(f"{json.dumps(campaign_document(seed, proofs, trials), indent=1)}\n", encoding="utf-8")
     print("\n".join(table(proofs, trials)))
     print(f"{number - int(given['first'])} recipes, {trained} layouts, seed {seed}, in {time.monotonic() - began:,.0f} s; folder {folder}")
     return int(error_count(proofs, trials) > 0)

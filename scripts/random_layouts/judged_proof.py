@@ -1,6 +1,7 @@
 """Proves a drawn recipe in its layouts by `prove`'s own code, on fork servers that serve many proofs, and names every finding.
 
-What departs is trained again in float64: what is further from one process than WIDE_LIMIT there is an error, all else was rounding.
+What departs is trained again in float64: what is further from one process than WIDE_LIMIT there is an error, all else was rounding, but
+of a recipe in a narrower type than float32, whose own code does not run in float64.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import shutil
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -31,6 +32,8 @@ UNPLANNED_ROUTING = {"routing", "capacity"}  # warnings of a plan whose activati
 ODD_LINE = re.compile(r"Traceback|[Ww]arning|[Ee]rror\b")  # in the log of a rank
 
 FindingKind = Literal["departs", "messages", "actions", "failed", "hangs", "memory", "log", "crash", "no reference"]
+
+UNSEEN_BY_PROVE: tuple[FindingKind, ...] = ("memory", "log")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +84,19 @@ class Servers:
             self.drop(wide=wide)
 
 
-def judge_proof(recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Servers, *, checks: bool) -> JudgedProof:
-    """Train a recipe in layouts and judge each run. The run folders of a proof without findings are removed."""
+def judge_proof(recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Servers, *, checks: bool, again: str = "") -> JudgedProof:
+    """Train a recipe in layouts and judge each run. The run folders of a proof without findings are removed. `again`: the command of this
+    script that judges the recipe again, for what `prove` does not show: memory, and lines of logs."""
     folder, names = Path(recipe.words["log.dir"]), [each.name for each in layouts]
     command = recipe.command(names, checks=checks)
     try:
         result = prove_drawn(recipe, layouts, servers, checks=checks, wide=False)
+        results = [result.reference, *result.layouts, *result.checks]
+        found = [
+            each if each.kind not in UNSEEN_BY_PROVE or not again else replace(each, command=again)
+            for one in results
+            for each in _run_findings(one, recipe.command([one.trial.layout.name], checks=False) if _is_alone(one, checks) else command)
+        ]
     except NothingToProve as error:
         return JudgedProof(runs=(), findings=(RunFinding(kind="crash", run=", ".join(names), says=str(error), command=command),))
     except ServerGone as error:
@@ -94,12 +104,6 @@ def judge_proof(recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Se
         return JudgedProof(runs=(), findings=(RunFinding(kind="crash", run=", ".join(names), says=str(error), command=command),))
     except Exception:
         return JudgedProof(runs=(), findings=(RunFinding(kind="crash", run="", says=traceback.format_exc(), command=command),))
-    results = [result.reference, *result.layouts, *result.checks]
-    found = [
-        each
-        for one in results
-        for each in _run_findings(one, recipe.command([one.trial.layout.name], checks=False) if _is_alone(one, checks) else command)
-    ]
     if departed := {each.run for each in found if each.kind == "departs"}:
         wide = _wide_verdicts(recipe, layouts, servers, checks=checks, departed=departed)
         found = [_with_wide(each, wide) for each in found]
@@ -160,16 +164,27 @@ def _wide_verdicts(
     words = {**WIDE_WORDS, "log.dir": f"{recipe.words['log.dir']}/wide"}
     try:
         result = prove_drawn(recipe.with_words(words), layouts, servers, checks=checks, wide=True)
+        narrow = narrow_words(recipe)
+        return {each.trial.name: wide_verdict(each, result.reference, narrow) for each in (*result.layouts, *result.checks)}
     except ServerGone as error:
         servers.drop(wide=True)
         return dict.fromkeys(departed, f"not confirmed: {error}")
     except NothingToProve as error:
         return dict.fromkeys(departed, f"not confirmed: {error}")
-    return {each.trial.name: wide_verdict(each, result.reference) for each in (*result.layouts, *result.checks)}
+    except Exception as error:
+        return dict.fromkeys(departed, f"not confirmed: {type(error).__name__}: {error}")
 
 
-def wide_verdict(result: LayoutResult, reference: LayoutResult) -> str:
-    """What float64 says of a departure: error, or rounding, with the largest difference of its figures."""
+def narrow_words(recipe: DrawnRecipe) -> list[str]:
+    """The words of a recipe by which it computes or keeps something in a narrower type than float32."""
+    run = recipe.recipe.run()
+    values = {"train.precision": run.train.precision, "train.gradients": run.train.gradients, "optim.moments": run.optim.moments}
+    return [f"{key}={value}" for key, value in values.items() if value not in ("fp32", "auto")]
+
+
+def wide_verdict(result: LayoutResult, reference: LayoutResult, narrow: Sequence[str] = ()) -> str:
+    """What float64 says of a departure: error, or rounding, with the largest difference of its figures. Of what is `narrow`, it can't say
+    that it is rounding."""
     if result.verdict in ("failed", "hangs") or result.curve is None:
         return f"not confirmed: float64 {result.verdict}: {result.reason}"
     steps = learning_rate_sum(reference) or 1.0
@@ -177,9 +192,11 @@ def wide_verdict(result: LayoutResult, reference: LayoutResult) -> str:
     name, most = max(((name, figure or 0.0) for name, figure in figures.items()), key=lambda each: each[1])
     if result.samples:
         return f"error: {result.samples}"
+    if most <= WIDE_LIMIT and narrow:
+        return f"not confirmed: in float64, without {' '.join(narrow)}, {name} is {most:.1e} from one process"
     return f"{'error' if most > WIDE_LIMIT else 'rounding'}: in float64 {name} is {most:.1e} from one process"
 
 
 def _with_wide(found: RunFinding, wide: dict[str, str]) -> RunFinding:
     says = wide.get(found.run, "not confirmed: float64 did not train it") if found.kind == "departs" else ""
-    return RunFinding(kind=found.kind, run=found.run, says=found.says, command=found.command, wide=says)
+    return replace(found, wide=says)

@@ -89,8 +89,7 @@ def wrong_advice(run: Run, problem: Problem) -> str:
             changed = run_with(run, change)
         except Unreadable as error:
             return f"after {' '.join(change)}: {error.problems[0]}"
-        left = [each for each in check_start(changed, make_plan(changed)).problems if each.says == problem.says]
-        if left:
+        if any(first_words(each) == first_words(problem) for each in check_start(changed, make_plan(changed)).problems):
             return f"after {' '.join(change)} it is refused as before"
     return ""
 

@@ -12,7 +12,6 @@ import pytest
 
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.processes import alive, until
-from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.launch.rank.foreign_launcher import hold_folder
 from distrain.trainer.rundir.lock import LOCK_FILE, hold_run_folder, lock_holder
 from distrain.trainer.system.child_process import end_child
@@ -30,10 +29,9 @@ channel.report_phase("save"); channel.report_problem("no room")
 HOLDER = """
 import sys
 from pathlib import Path
-from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.launch.rank.foreign_launcher import hold_folder
 from distrain.trainer.rundir.lock import lock_holder
-with hold_folder(Path(sys.argv[1]), Channel(None)):
+with hold_folder(Path(sys.argv[1])):
     print("held" if lock_holder(Path(sys.argv[1])) else "free")
 """
 FAILING = """
@@ -44,7 +42,7 @@ from distrain.trainer.launch.rank.foreign_launcher import hold_folder
 from distrain.trainer.loop import rank
 sys.modules["distrain.trainer.loop.train_rank"] = type("Failing", (), {"train_rank": staticmethod(lambda *_: 3)})
 held, channel = contextlib.ExitStack(), Channel(None)
-held.enter_context(hold_folder(Path(sys.argv[1]), channel))
+held.enter_context(hold_folder(Path(sys.argv[1])))
 rank.run_rank(Path(sys.argv[1]), channel, held.close)
 """
 MESSAGES = ["step 1", "no room"]
@@ -102,12 +100,13 @@ def test_rank_0_alone_holds_the_run_folder_and_not_where_fit_does(tmp_path: Path
 def test_ranks_of_another_launcher_do_not_start_in_a_folder_in_which_another_run_trains(tmp_path: Path, holder: str) -> None:
     words = [sys.executable, "-m", "distrain.trainer.loop.rank", str(tmp_path / "run.json")]
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1"}
-    with hold_run_folder(tmp_path) if holder == "fit" else hold_folder(tmp_path, Channel(None), {}):
+    with hold_run_folder(tmp_path) if holder == "fit" else hold_folder(tmp_path, {}):
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=DEADLINE)
     assert (done.returncode, done.stderr) == (1, "")
     says = rf"process {os.getpid()} on \S+, since .* trains in {tmp_path}: stop it, or set name= to train another run\n"
     assert re.fullmatch(says, done.stdout)
     assert lock_holder(tmp_path) == ""
+    assert not (tmp_path / "ranks").exists()  # the log of the run that trains there
 
 
 def test_a_rank_that_fails_is_not_said_to_be_killed(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from distrain.scripts.random_layouts.judged_proof import (
     Servers,
     judge_proof,
     memory_departures,
+    narrow_words,
     odd_lines,
     prove_drawn,
     wide_verdict,
@@ -86,8 +87,9 @@ def test_advice_that_leaves_its_problem_is_named(tmp_path: Path) -> None:
     says = "train.batch=9 is not a multiple of dp 2 x train.microbatch=4"
     good = Problem(rule="batch", says=says, changes=(("train.batch=16",), ("train.microbatch=1", "train.batch=10")))
     assert wrong_advice(run, good) == ""
-    bad = Problem(rule="batch", says=says, changes=(("train.batch=16",), ("train.seq=32",)))
-    assert wrong_advice(run, bad) == "after train.seq=32 it is refused as before"
+    for wrong in ("train.seq=32", "train.batch=10"):
+        bad = Problem(rule="batch", says=says, changes=(("train.batch=16",), (wrong,)))
+        assert wrong_advice(run, bad) == f"after {wrong} it is refused as before"
     unreadable = Problem(rule="batch", says=says, changes=(("train.batch=none",),))
     assert wrong_advice(run, unreadable).startswith("after train.batch=none: train.batch=none is not")
     assert run_with(run, ["model.lora.targets=[query,down]", "model.tied=true"]).model.lora.targets == ("query", "down")
@@ -158,4 +160,11 @@ def test_ranks_in_float64_depart_by_its_own_rounding(tmp_path: Path) -> None:
     assert layout.verdict in ("same", "messages")  # twice the planned bytes
     assert 0 < max(layout.loss or 0, layout.norm or 0, layout.weights or 0) < 1e-11
     assert wide_verdict(layout, result.reference).startswith("rounding: in float64 ")
+    assert narrow_words(small(tmp_path, **{"train.precision": "bf16", "optim.moments": "int8"})) == [
+        "train.precision=bf16",
+        "optim.moments=int8",
+    ]
+    assert wide_verdict(layout, result.reference, ["train.precision=fp8"]).startswith(
+        "not confirmed: in float64, without train.precision=fp8, "
+    )
     assert wide_verdict(replace(layout, evaluation=2e-9), result.reference) == "error: in float64 evaluation is 2.0e-09 from one process"

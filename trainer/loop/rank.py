@@ -22,13 +22,15 @@ from .failures.failure import report_failure
 def main() -> int:
     """Train the run of the command line's run.json. Return the exit status."""
     path = Path(sys.argv[1])
-    channel = open_channel(path.parent)
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(hold_folder(path.parent, channel))
-        except RunFolderInUse as error:
-            channel.report_problem(str(error), refused=True)
+            warning = held.enter_context(hold_folder(path.parent))
+        except RunFolderInUse as error:  # before anything is written there, such as this rank's log
+            Channel.from_environment().report_problem(str(error), refused=True)
             return 1
+        channel = open_channel(path.parent)
+        if warning:
+            channel.say(f"warning: {warning}")
         return run_rank(path, channel, held.close)
 
 

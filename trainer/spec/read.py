@@ -6,6 +6,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -51,8 +52,9 @@ def accepts(key: str, value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """Return the number or truth that a text of a command line stands for; anything else as it is."""
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        return float(value)
+    if isinstance(value, str) and re.match(r"[-+.]?[.\d]", value):
+        with suppress(ValueError):
+            return float(value)
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 

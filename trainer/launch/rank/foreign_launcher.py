@@ -31,10 +31,11 @@ def open_channel(folder: Path, environment: Mapping[str, str] = os.environ) -> C
 
 
 @contextmanager
-def hold_folder(folder: Path, channel: Channel, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Hold RUN_DIR's lock while the block runs, on rank 0 of ranks that no `fit` started, which holds it for those that it starts. Raises
-    RunFolderInUse."""
+def hold_folder(folder: Path, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Hold RUN_DIR's lock while the block runs, on rank 0 of ranks that no `fit` started, which holds it for those that it starts. Yields
+    why it can't be held, "" if it is. Raises RunFolderInUse."""
     with ExitStack() as stack:
+        warning = ""
         if not environment.get(parent_watch.PARENT_WATCH_VARIABLE) and environment.get("RANK", "0") == "0":
             try:
                 warning = stack.enter_context(hold_run_folder(folder))
@@ -42,9 +43,7 @@ def hold_folder(folder: Path, channel: Channel, environment: Mapping[str, str] =
                 warning = (
                     f"{folder / LOCK_FILE} can't be written ({error.strerror or error}): nothing stops another run from training there"
                 )
-            if warning:
-                channel.say(f"warning: {warning}")
-        yield
+        yield warning
 
 
 def _redirect_output(logs: Path, environment: Mapping[str, str]) -> TextIO:
