@@ -68,10 +68,13 @@ def test_the_same_command_makes_the_validation_that_a_stop_request_in_the_last_s
     assert says in job.lines
     whole = fit(ranks, tmp_path / "other", *words)
     assert says not in whole.lines
+    metrics, before = tmp_path / "run" / "metrics.jsonl", {**job.rows[0], "validation_loss": 9.0}  # of an attempt whose step was lost
+    metrics.write_text(f"{json.dumps(before)}\n{metrics.read_text()}")
     for _ in range(2):  # the second finds it there
         again = fit(ranks, tmp_path / "run", *words)
         assert (set(again.codes), again.figures("validation_loss")) == ({0}, whole.figures("validation_loss"))
-        assert len(again.rows) == 2
+        assert len(again.rows) == 3
+    assert [loss for _, loss in read_measured_run(tmp_path / "run").validation] == whole.figures("validation_loss")
     assert read_measured_run(tmp_path / "run").losses == read_measured_run(tmp_path / "other").losses
 
 

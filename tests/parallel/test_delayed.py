@@ -162,7 +162,7 @@ def test_a_resume_with_another_delay_is_reported() -> None:
     reported = [each.text for each in compare_runs(late, flushed, step=3).reported]
     assert reported == ["parallel.schedule pipedream -> 1f1b", "parallel.pp 2 -> 1"]
     assert compare_runs(flushed, flushed, step=3).reported == ()
-    assert [each.text for each in compare_runs(late, larger, step=3).reported] == ["micro-batches, each with its update 4 -> 2"]
+    assert [each.text for each in compare_runs(late, larger, step=3).reported] == ["updates of a step 4 -> 2"]
     once = [replace(each, parallel=replace(each.parallel, schedule="pipedream_2bw")) for each in (late, larger)]
     assert compare_runs(*once, step=3).reported == ()
 

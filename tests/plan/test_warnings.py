@@ -99,6 +99,15 @@ def test_a_cpu_whose_rates_are_measured_needs_no_published_run() -> None:
     assert "mfu" not in [each.rule for each in plan.warnings]
 
 
+def test_linear_attention_wants_the_rate_in_float32() -> None:
+    words = ["model=tiny_hybrid", "train.precision=bf16", "cluster=1x1", "device=h100_80g"]
+    assert "time" not in [each.rule for each in make_plan(load_recipe("quickstart", words)).warnings]
+    (unstated,) = [
+        each for each in make_plan(load_recipe("quickstart", [*words, "~cluster.device.peak.fp32"])).warnings if each.rule == "time"
+    ]
+    assert unstated.says.endswith("in fp32 is not stated: linear attention is planned as if it were in bf16")
+
+
 @pytest.mark.parametrize(("rule", "keys", "says"), COSTLY, ids=[f"{rule}: {says}" for rule, _, says in COSTLY])
 def test_a_warning_appears_once_and_alone(rule: str, keys: Keys, says: str) -> None:
     plan = make_plan(with_changes(BASE, keys.items()))

@@ -26,12 +26,11 @@ def validation_row(run: Run, setup: TrainingSetup, stop: StopFlag) -> dict[str, 
 
 
 def make_up_validation(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
-    """Make the validation that a stop request left out at the step from which the run resumes, and write its row, unless an earlier attempt
-    has. Return False on all ranks after another stop request."""
+    """Make the validation that a stop request left out at the step from which the run resumes, and write its row, unless the last row of
+    that step has it. Return False on all ranks after another stop request."""
     step = setup.start.step
-    is_missing = setup.world.is_rank0 and not any(
-        row.get("step") == step and validation_losses(row) for row in read_step_rows(setup.folder)
-    )
+    last: dict[str, Any] = next((row for row in reversed(read_step_rows(setup.folder)) if row.get("step") == step), {})
+    is_missing = setup.world.is_rank0 and not validation_losses(last)
     if not any_rank(is_missing, setup.world.device):
         return True
     row = validation_row(run, setup, stop)

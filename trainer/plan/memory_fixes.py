@@ -84,12 +84,12 @@ def _changes_with_more_nodes(run: Run, single: list[Change], peaks: _ChangedPeak
 
 
 def _changes_of_many_keys(single: list[Change], peaks: _ChangedPeaks, nodes: Change = ()) -> Iterator[tuple[Change, int]]:
-    """Yield changes with which a run fits, for each choice of up to two larger degrees (beside more nodes one): all that saves most and is
-    legal together, without what it fits without. No one of their keys can be left out."""
+    """Yield changes of many keys with which a run fits: beside each set of at most two larger degrees (none, with more nodes) the strongest
+    value of every other key that is legal with them, less each change that is not needed."""
     degrees = [change for change in single if change[0][0] in LARGER_DEGREES]
     whole = [change[:1] for change in single if change[0] == WHOLE_SEQUENCE]
     strongest = {change[0][0]: change for change in single if len(change) == 1 and change not in degrees}
-    for start in ((), *whole, *degrees, *(() if nodes else _combined_changes(degrees, 2))):
+    for start in ((), *whole, *(() if nodes else (*degrees, *_combined_changes(degrees, 2)))):
         for left_out in (0, 1, 2):  # of the two that move states to the host, whose memory may not hold them
             some = [change for key, change in strongest.items() if key not in OFFLOADS[2 - left_out :]]
             taken = peaks.legal_together([(pair,) for pair in (*nodes, *start)], some)

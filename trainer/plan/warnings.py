@@ -244,9 +244,9 @@ def _tight_memory(context: CostContext, layout: Layout, cost: LayoutCost, throug
 
 def _missing_times(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     if cost.seconds is not None:
+        yield from context.unstated_float32()
         return
-    cluster = context.run.cluster
-    device = cluster.device
+    device = (cluster := context.run.cluster).device
     if not context.table.has_costs:
         says = f"no times: the operations of family {context.run.model.family} are not in a table"
         yield Problem(rule="time", says=says, mend="`distrain fit` measures them as it trains")

@@ -25,9 +25,9 @@ class RunFolderInUse(Exception):
 def hold_run_folder(folder: Path) -> Iterator[str]:
     """Hold RUN_DIR's lock while the block runs; raises RunFolderInUse, and OSError where the file can't be written.
 
-    Yields a warning, or "". The file names its holder, since some file systems do not share locks between hosts; it is empty
-    unless a `fit` trains or was killed. The ranks don't inherit the lock: when the holder is killed, their parent-death watch
-    ends them.
+    Yields a warning, or "". The file names its holder, since some file systems do not share locks between hosts; it is empty unless a
+    `fit`, or a rank 0 that none started, trains or was killed. Ranks don't inherit the lock of a `fit`: when it is killed, their
+    parent-death watch ends them.
     """
     path = folder / LOCK_FILE
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -255,7 +255,7 @@ def _delay_differences(before: Run, now: Run) -> Iterator[ChangedKey]:
     if all(each is not None and each.each_micro_batch for each in delays):
         counts = _micro_batches(before), _micro_batches(now)
         if counts[0] != counts[1]:
-            yield ChangedKey(key="micro-batches, each with its update", before=counts[0], now=counts[1])
+            yield ChangedKey(key="updates of a step", before=counts[0], now=counts[1])
 
 
 def _micro_batches(run: Run) -> int:

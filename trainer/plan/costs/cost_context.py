@@ -19,6 +19,7 @@ from ...models.ops.op_table import (
     model_parameters,
     parameter_count,
 )
+from ...spec.problem import Problem
 from ...spec.run import Run
 from ..axes.collectives import Wire
 from ..axes.weight_slices import HeadShards
@@ -71,6 +72,13 @@ class CostContext:
         self.passes: dict[tuple[object, ...], Any] = {}  # StagePasses of kinds of stage, by stage_cost.py's keys
         self.synced: dict[tuple[object, ...], Any] = {}  # SyncedStates of kinds of stage, by stage_cost.py's keys
         self.memo: dict[tuple[object, ...], Any] = {}  # a cost model's results, by keys of its own
+
+    def unstated_float32(self) -> Iterator[Problem]:
+        """Warn where our modules compute products in float32 on a GPU whose rate in it is not stated: they are planned at another one."""
+        device, ops, given = self.run.cluster.device, (*self.table.layer, *self.table.dense_layer), self.run.train.precision
+        if device.kind == "cuda" and "fp32" not in device.peak and any(each.product and each.product.in_float32 for each in ops):
+            says = f"how fast {device.name} is in fp32 is not stated: linear attention is planned as if it were in {given}"
+            yield Problem(rule="time", says=says, mend="set cluster.device.peak.fp32 (FLOP/s)")
 
     @cached_property
     def forward_flops(self) -> int:

@@ -75,7 +75,7 @@ class DeviceRates:
 
 def rates(device: Device, precision: Precision, *, fused: bool, own: bool = False, alone: bool = False) -> DeviceRates | None:
     """The rates of a device; None where its peak at this precision or its bandwidth isn't stated. `own`: those of our modules on a GPU;
-    `alone`: on the only one of a run."""
+    `alone`: on the only one of a run. In float32 a device whose rate is not stated has that at this precision: a plan warns of it."""
     named = COMPUTES[precision]
     peaks = [device.peak.get(each) for each in (named[0], named[-1])]  # type: ignore[call-overload]
     if None in peaks or device.bandwidth is None:

@@ -11,7 +11,15 @@ from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
 
-from ...rundir.metric_rows import AVERAGED_KEY, VALIDATION_KEY, figures_of_sets, is_step_row, key_of_set, main_validation_loss
+from ...rundir.metric_rows import (
+    AVERAGED_KEY,
+    VALIDATION_KEY,
+    figures_of_sets,
+    is_step_row,
+    join_late_validations,
+    key_of_set,
+    main_validation_loss,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +43,7 @@ def read_curve(folder: Path) -> Curve | None:
     """The curve that a run logged in RUN_DIR/metrics.jsonl; None where it logged none."""
     with suppress(OSError, ValueError, KeyError):
         written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        rows = [row for row in written if is_step_row(row)]
+        rows = join_late_validations(row for row in written if is_step_row(row))
         evaluations = [found for row in rows if (found := _evaluated_losses(row))]
         return Curve(
             losses=tuple(_number(row["loss"]) for row in rows),
