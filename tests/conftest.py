@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 settings.register_profile("steady", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
-# AMX, which some CPUs have, adds bf16 products in another order for other sizes: layouts and one process would round apart.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # Test files that wait for deaths, heartbeat timeouts and signals, mount file systems, or look at every process of this machine:
 # `bash scripts/test` runs them beside all others.

@@ -122,11 +122,12 @@ def test_every_layout_trains_as_one_process_does(train_ranks: Any, row: tuple[st
 
 def test_expert_ranks_in_bf16_round_as_one_process_does(ranks: RankPool, tmp_path: Path) -> None:
     """In bf16 a mixture departs from float32 by the tokens that rounding sends to other experts. The layout has no part in that: with
-    equal micro-batches the losses of a first step are the same number."""
+    equal micro-batches the losses of a first step are the same number, on a CPU with AMX to the last digit."""
     words = (*BASE, "model=tiny_gpt_oss", "model.layers=2", "train.microbatch=2", "train.precision=bf16", "train.gradients=fp32")
     meshes = ("cluster.gpus=1", "cluster.gpus=2 parallel.zero=2", "cluster.gpus=2 parallel.zero=2 parallel.ep=2")
     jobs = [ranks.train(tmp_path / str(at), *words, *mesh.split()) for at, mesh in enumerate(meshes)]
-    assert len({job.figures("loss")[0] for job in jobs}) == len({job.figures("near_ties")[0] for job in jobs}) == 1
+    assert len({job.figures("near_ties")[0] for job in jobs}) == 1
+    assert [job.figures("loss")[0] for job in jobs] == pytest.approx([jobs[0].figures("loss")[0]] * len(jobs), abs=2e-6, rel=0)
     assert jobs[0].figures("near_ties")[0] > 20  # so that rounding has a choice
     assert jobs[2].figures("loss")[1] == pytest.approx(jobs[0].figures("loss")[1], abs=2e-3)  # its gradients have other sums
 

@@ -103,8 +103,8 @@ MATRICES = {
 )
 def test_a_mesh_trains_the_curves_of_one_process(ranks: RankPool, tmp_path: Path, engines: str, mesh: str) -> None:
     """bf16 is looser because a weight has 8 bits: 2e-4 of a loss and 0.13 % of a norm were seen, and 1 % of a norm where the model norms
-    what its halves return, which at first is small. A token of a mixture that rounding sends to another expert moves a loss by up to
-    1.6e-3, in one process too (tests/models/test_moe.py)."""
+    what its halves return, which at first is small (2.1 % on a CPU with AMX, which adds in another order). A token of a mixture that
+    rounding sends to another expert moves a loss by up to 1.6e-3, in one process too (tests/models/test_moe.py)."""
     layouts = [layout for layout in MATRICES[engines].trained_layouts if layout.choices[0] == MESHES[mesh]]
     assert layouts
     for at, layout in enumerate(layouts):
@@ -112,7 +112,7 @@ def test_a_mesh_trains_the_curves_of_one_process(ranks: RankPool, tmp_path: Path
         job = ranks.train(tmp_path / str(at), *layout.base, *layout.overrides)
         half = PRECISIONS[0] not in layout.choices
         half_losses = 2e-3 if layout.shape == "moe" else 1e-3
-        half_norms = 2e-2 if "model.norm_place=after" in layout.words else 5e-3
+        half_norms = 4e-2 if "model.norm_place=after" in layout.words else 5e-3
         assert job.figures("loss") == pytest.approx(losses, abs=half_losses if half else 3e-6, rel=0), str(layout)
         assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=half_norms if half else 2e-5), str(layout)
 
