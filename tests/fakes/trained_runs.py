@@ -31,9 +31,11 @@ def differing_messages(folder: Path, *, averages: bool = True) -> list[ComparedM
 
 
 def assert_same_bits(job: PoolJob, other: PoolJob) -> None:
-    """Hold a run to another to the bit: in losses, norms, validations, and what the newest checkpoints hold."""
-    for key in ("loss", "grad_norm", "validation_loss", "validation_ema_loss"):
+    """Hold a run to another to the bit: in losses, validations, and what the newest checkpoints hold. Norms are sums in float64, whose order
+    follows the alignment of memory on some CPUs."""
+    for key in ("loss", "validation_loss", "validation_ema_loss"):
         assert job.figures(key) == other.figures(key)
+    assert job.figures("grad_norm") == pytest.approx(other.figures("grad_norm"), abs=0, rel=1e-14)
     mine, theirs = _saved_tensors(job.folder), _saved_tensors(other.folder)
     assert mine.keys() == theirs.keys()
     assert not [key for key, tensor in mine.items() if tensor.dtype != theirs[key].dtype or not tensor.equal(theirs[key])]
