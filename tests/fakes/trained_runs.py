@@ -31,8 +31,8 @@ def differing_messages(folder: Path, *, averages: bool = True) -> list[ComparedM
 
 
 def assert_same_bits(job: PoolJob, other: PoolJob) -> None:
-    """Hold a run to another to the bit: in losses, validations, and what the newest checkpoints hold. Norms are sums in float64, whose order
-    follows the alignment of memory on some CPUs."""
+    """Hold a run to another to the bit: in losses, validations, and what the newest checkpoints hold. Norms are sums in float64, whose
+    order follows the alignment of memory on some CPUs."""
     for key in ("loss", "validation_loss", "validation_ema_loss"):
         assert job.figures(key) == other.figures(key)
     assert job.figures("grad_norm") == pytest.approx(other.figures("grad_norm"), abs=0, rel=1e-14)
