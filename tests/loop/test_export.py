@@ -20,7 +20,14 @@ from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
 from distrain.trainer.loop.offline.export import export
-from distrain.trainer.loop.offline.export_checks import CHECK_BYTES, check_export, check_logits, layers_in, silent_transformers
+from distrain.trainer.loop.offline.export_checks import (
+    CHECK_BYTES,
+    check_export,
+    check_logits,
+    compare_logits,
+    layers_in,
+    silent_transformers,
+)
 from distrain.trainer.loop.offline.export_folder import new_folder
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
 from distrain.trainer.loop.offline.saved_weights import finite_in
@@ -190,6 +197,18 @@ def test_a_weight_that_is_written_wrong_is_found(runs, kind: str, tensor: str, o
     save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Unreadable, match=rf"{ours} is another one in the written folder than in .*step_4"):
         check_export(load_saved_run(runs[kind]), tmp_path / "out", "bf16", memory=1000)
+
+
+def test_logits_may_differ_by_as_much_as_float32_rounds() -> None:
+    """A reader's by 2e-4: our own are 5e-4 from those in float64, or only 1e-6."""
+    ours = torch.ones(1, 2, 3)
+
+    def compare(rounding: float) -> str:
+        return compare_logits(ours, ours + 2e-4, lambda: ours.double() - rounding, "a reader", "of a model", "report it")
+
+    assert compare(5e-4).endswith("are 2.0e-04 from those of a reader")
+    with pytest.raises(Unreadable, match=r"the logits of a reader of a model are 2\.0e-04 from ours"):
+        compare(1e-6)
 
 
 def test_layers_are_compared_only_with_one_of_experts_among_them() -> None:

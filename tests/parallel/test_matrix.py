@@ -112,7 +112,7 @@ def test_a_mesh_trains_the_curves_of_one_process(ranks: RankPool, tmp_path: Path
         job = ranks.train(tmp_path / str(at), *layout.base, *layout.overrides)
         half = PRECISIONS[0] not in layout.choices
         half_losses = 2e-3 if layout.shape == "moe" else 1e-3
-        half_norms = 4e-2 if "model.norm_place=after" in layout.words else 5e-3
+        half_norms = 3e-2 if "model.norm_place=after" in layout.words else 5e-3
         assert job.figures("loss") == pytest.approx(losses, abs=half_losses if half else 3e-6, rel=0), str(layout)
         assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=half_norms if half else 2e-5), str(layout)
 

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 LONGEST_WORD, LONGEST_MESSAGE = 400, 2000  # characters of a word and of a message that are printed in full
 
-TYPED = str.maketrans(
+_KEYBOARD = str.maketrans(
     {"\u2212": "-", "\u2013": "-", "\u2010": "-", "\u00d7": "x", "\uff0c": ",", "\uff0e": ".", "\u00a0": None, "\u202f": None}
 )
 
@@ -55,7 +55,7 @@ def shorten(text: str) -> str:
 
 def plain_characters(text: str) -> str:
     """Return a text with the characters of a keyboard in place of those that documents have for them: 3e-4, 2x8."""
-    return text.translate(TYPED)
+    return text.translate(_KEYBOARD)
 
 
 def suggest_name(word: str, known: Iterable[str], at: str = "") -> str:

@@ -27,7 +27,7 @@ from ...spec.run import Run
 from ...spec.sections.lora import Lora
 from ...system.memory import free_memory
 from ..checkpoint.shard_positions import weight_shapes
-from .export_checks import CHECK_BYTES, CPU, compare_logits, random_sequences, silent_transformers
+from .export_checks import CHECK_BYTES, CPU, compare_logits, logits_of, random_sequences, silent_transformers
 from .export_folder import check_exportable, load_exported_run, new_folder, print_result, refusal
 from .load_run import SavedRun, load_model
 from .saved_weights import finite_in
@@ -91,8 +91,8 @@ def _check_logits(saved: SavedRun, additions: Mapping[str, Tensor], folder: Path
     module: Any = load_model(saved, CPU)
     load_weights(module, additions.items(), partial=True)
     tokens = random_sequences(run)
-    theirs, reader = _peft_logits(run, folder, tokens), f"peft {import_module('peft').__version__}"
-    return compare_logits(module, tokens, theirs, reader, "with the exported adapter", MERGE)
+    ours, theirs, reader = logits_of(module, tokens), _peft_logits(run, folder, tokens), f"peft {import_module('peft').__version__}"
+    return compare_logits(ours, theirs, lambda: logits_of(module.double(), tokens), reader, "with the exported adapter", MERGE)
 
 
 def _peft_logits(run: Run, folder: Path, tokens: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ MOVES = ("rule_forward", "rule_backward")
 GATE_PASSES = 5.0  # counted in bf16: an element is read and written in float32 by each of the kernels of a gate
 NORM_PASSES = 8.0
 RULE_KERNELS, CHUNK_KERNELS = 72, 5  # counted: of a pass, and of each chunk
-CONV_PASSES = 14.0  # counted: 2 W operators in float32 and SiLU for the 4 bytes of one kernel
+CONV_PASSES = 14.0  # counted: W operators in float32 and SiLU for the 4 bytes of one kernel
 # What the kernels of convolutions and rule move on a GPU, forward and backward, as multiples of the values in float32: counted where a key
 # head has two value heads, keys are as wide as values, and a chunk has half as many tokens. They are not compiled.
 RULE_MOVES = (90, 373)
