@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.deadline import LONG_DEADLINE
 from distrain.tests.fakes.inductor_settings import INDUCTOR
 from distrain.trainer.launch.rank.environment import RankEnvironment, reserve_port
 from distrain.trainer.plan.native.optimizer_step import step_moves, steps_in_one_kernel
@@ -33,7 +33,7 @@ def answers() -> list[dict[str, Any]]:
     with reserve_port() as reserved:
         alone = RankEnvironment(rank=0, ranks=1, local_rank=0, local_ranks=1, address="127.0.0.1", port=reserved.getsockname()[1])
         known = {**alone.variables({**os.environ, **INDUCTOR}), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0"}
-        done = subprocess.run([sys.executable, str(PROGRAM)], env=known, capture_output=True, text=True, timeout=DEADLINE)
+        done = subprocess.run([sys.executable, str(PROGRAM)], env=known, capture_output=True, text=True, timeout=LONG_DEADLINE)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == len(WIDTHS) + len(ROUNDINGS) + len(PRECISIONS) + 3, done.stderr[-3000:]
     return lines

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 DEADLINE = 300.0  # seconds, for what takes seconds on an idle machine
+LONG_DEADLINE = 1200.0  # seconds, for what takes a minute of CPU time there: one process that compiles or traces many cases
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from distrain.tests.fakes.deadline import DEADLINE  # noqa: E402
+from distrain.tests.fakes.deadline import LONG_DEADLINE  # noqa: E402
 from distrain.tests.fakes.inductor_settings import INDUCTOR  # noqa: E402
 from distrain.trainer.layers import cross_entropy as entropy  # noqa: E402
 from distrain.trainer.layers import loss_kernels  # noqa: E402
@@ -187,7 +187,7 @@ def test_a_gpu_out_of_memory_is_no_failure_of_the_compiler(
 def answers() -> list[dict[str, Any]]:
     """The answers of a process of its own: the tests' own one has put torch's compiler out of use."""
     known = {**os.environ, **INDUCTOR, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0"}
-    done = subprocess.run([sys.executable, str(PROGRAM)], env=known, capture_output=True, text=True, timeout=DEADLINE)
+    done = subprocess.run([sys.executable, str(PROGRAM)], env=known, capture_output=True, text=True, timeout=LONG_DEADLINE)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == len(KINDS) + 1, done.stderr[-3000:]
     return lines

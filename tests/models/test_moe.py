@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from distrain.tests.fakes.deadline import LONG_DEADLINE
 from distrain.trainer.layers import experts  # noqa: E402
 from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
@@ -357,7 +358,7 @@ def differences() -> dict[str, dict[str, float]]:
     """Return the largest difference of each fact, by layout."""
     script = Path(__file__).parents[1] / "rank_programs" / "moe_ranks.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, str(script), *SPLITS], capture_output=True, text=True, timeout=300, env=environment)
+    ended = subprocess.run([sys.executable, str(script), *SPLITS], capture_output=True, text=True, timeout=LONG_DEADLINE, env=environment)
     assert ended.returncode == 0, ended.stderr
     return {layout: found for line in ended.stdout.splitlines() for layout, found in json.loads(line).items()}
 

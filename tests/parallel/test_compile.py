@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.deadline import LONG_DEADLINE
 from distrain.tests.fakes.inductor_settings import INDUCTOR
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.plan.plan import make_plan
@@ -35,7 +36,9 @@ BROKEN_GRAPHS = ("model=tiny_hybrid cluster.gpus=1", "model=tiny_moe cluster.gpu
 def compile_answers() -> dict[str, dict[str, Any]]:
     """The answers of a process of its own: the tests' own one has put torch's compiler out of use."""
     known = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0"}
-    done = subprocess.run([sys.executable, str(PROGRAM), *LAYOUTS, *BROKEN_GRAPHS], env=known, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), *LAYOUTS, *BROKEN_GRAPHS], env=known, capture_output=True, text=True, timeout=LONG_DEADLINE
+    )
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(answers) == len(LAYOUTS) + len(BROKEN_GRAPHS), done.stderr[-3000:]
     return dict(zip((*LAYOUTS, *BROKEN_GRAPHS), answers, strict=True))
@@ -78,7 +81,7 @@ def test_an_engine_trains_compiled_layers(layout: str, ranks: RankPool, tmp_path
     run = [*words, "train.compile=true", f"log.dir={tmp_path}"]
     assert load_recipe("quickstart", run).train.compile
     command = [sys.executable, "-m", "distrain", "fit", "conf=quickstart", *run]
-    done = subprocess.run(command, env={**os.environ, **INDUCTOR}, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env={**os.environ, **INDUCTOR}, capture_output=True, text=True, timeout=LONG_DEADLINE)
     assert done.returncode == 0, done.stderr[-2000:]
     losses = [row["loss"] for row in read_step_rows(tmp_path / "quickstart")]
     assert losses == pytest.approx(ranks.train(tmp_path / "plain", "quickstart", *words).figures("loss"), abs=1e-5, rel=0)
@@ -104,7 +107,7 @@ def test_a_compiled_mixture_keeps_what_is_planned(tmp_path: Path) -> None:
     """Experts read how many rows each has, where the graph breaks; gated activations are compiled."""
     words = (*LORA, "model.layers=1")
     command = [sys.executable, "-m", "distrain", "fit", "conf=quickstart", *MIXTURE, *words, f"log.dir={tmp_path}"]
-    done = subprocess.run(command, env={**os.environ, **INDUCTOR}, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env={**os.environ, **INDUCTOR}, capture_output=True, text=True, timeout=LONG_DEADLINE)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads((tmp_path / "quickstart" / "measured.json").read_text())["memory"]["activations"] == planned_bytes(*words)
 

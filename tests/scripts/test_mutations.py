@@ -20,7 +20,7 @@ from distrain.scripts.mutations.mutated_files import FILE_LISTS, PLAN, TRAINING,
 from distrain.scripts.mutations.recorded_tests import RecordedTest, choose_recorded
 from distrain.scripts.mutations.results import read_found, write_results
 from distrain.scripts.mutations.sites import LEAST_OF_A_KIND, Mutation, all_mutations, draw, mutated_source
-from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.deadline import LONG_DEADLINE
 from distrain.tests.fakes.processes import marked_processes
 
 
@@ -164,21 +164,21 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
 def test_a_planted_error_is_found_by_a_test_and_leaves_nothing(copy: Copy) -> None:
     mutation = next(each for each in all_mutations(ROOT) if each.name.endswith("learning_rate: step + 1 => step - 1"))
     file = "tests/spec/test_lr_schedule.py"
-    recorded = copy.ask("record_tests", seconds=DEADLINE, file=file)["tests"]
+    recorded = copy.ask("record_tests", seconds=LONG_DEADLINE, file=file)["tests"]
     rows = {name: {path: frozenset(numbers) for path, numbers in row["lines"].items()} for name, row in recorded.items()}
     tests = [RecordedTest(name=name, seconds=0.1, lines=lines) for name, lines in rows.items()]
     campaign = MutationCampaign(copy, ExecutedLines(seconds={}, lines={IMPORTED: frozenset()}), tests, Equivalents({}))
     tried = campaign.try_mutation(mutation)
     assert (tried.verdict, tried.says.partition("::")[0]) == ("tests", file)
     assert (copy.root / mutation.path).read_bytes() == (ROOT / mutation.path).read_bytes()
-    assert copy.ask("prove", seconds=DEADLINE, layouts=["dp2"])["found"] == "", "what was recorded is not in the way of a proof"
+    assert copy.ask("prove", seconds=LONG_DEADLINE, layouts=["dp2"])["found"] == "", "what was recorded is not in the way of a proof"
     assert counts([tried], "arithmetic") == {"drawn": 1, "prove": 0, "tests": 1, "equivalent": 0, "survived": 0}
 
 
 def test_an_error_in_a_plan_is_found_by_a_test_without_a_proof(copy: Copy) -> None:
     mutation = next(each for each in all_mutations(ROOT, PLAN) if each.path.endswith("axes/collectives.py") and each.kind == "term")
     file = "tests/plan/test_collectives.py"
-    recorded = copy.ask("record_tests", seconds=DEADLINE, file=file, files="plan")["tests"]
+    recorded = copy.ask("record_tests", seconds=LONG_DEADLINE, file=file, files="plan")["tests"]
     rows = {name: {path: frozenset(numbers) for path, numbers in row["lines"].items()} for name, row in recorded.items()}
     tests = [RecordedTest(name=name, seconds=0.1, lines=lines) for name, lines in rows.items()]
     tried = MutationCampaign(copy, None, tests, Equivalents({}), PLAN).try_mutation(mutation)
@@ -203,7 +203,7 @@ def test_a_test_that_computes_without_end_is_found_without_waiting_for_the_limit
     test.write_text("def test_passes():\n    pass\n\n\ndef test_loops():\n    while True:\n        pass\n")
     source = copy.root / "scripts" / "mutations" / "mutant_runs.py"
     copy.plant("scripts/mutations/mutant_runs.py", source.read_text().replace("BUSY_SECONDS = 40.0", "BUSY_SECONDS = 0.5"))
-    found = copy.ask("tests", seconds=DEADLINE, names=[str(test)])
+    found = copy.ask("tests", seconds=LONG_DEADLINE, names=[str(test)])
     copy.restore("scripts/mutations/mutant_runs.py")
     assert found["found"].endswith("test_loops.py::test_loops")
 
@@ -222,4 +222,4 @@ def test_a_disk_that_a_killed_test_has_left_mounted_is_unmounted(copy: Copy, sma
     assert copy.ask("tests", seconds=5.0, names=[str(test)])["ended"] == "it takes too long"
     assert str(folder) not in Path("/proc/self/mounts").read_text()
     test.write_text("def test_passes():\n    pass\n")
-    assert copy.ask("tests", seconds=DEADLINE, names=[str(test)]) == {"found": ""}
+    assert copy.ask("tests", seconds=LONG_DEADLINE, names=[str(test)]) == {"found": ""}

@@ -19,7 +19,7 @@ from distrain.scripts.trace_cuda.device_guard import NoGuard, device_guard
 from distrain.scripts.trace_cuda.kernel_checks import CHECKS
 from distrain.scripts.trace_cuda.processes import TraceJob, trace
 from distrain.scripts.trace_cuda.trace_process import planned_bytes
-from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.deadline import LONG_DEADLINE
 from distrain.trainer.models.families import op_table
 from distrain.trainer.models.ops.op_table import OpTable
 from distrain.trainer.plan.costs import block_temporary_bytes, cost_context
@@ -396,7 +396,7 @@ def measured_steps() -> dict[str, dict[str, float]]:
     """What the optimizer's step of each configuration holds and moves."""
     words = [*(step_words("native", 0, *each) for each in NATIVE_STEPS), *(step_words("zero", *each) for each in ZERO_STEPS)]
     arguments = [sys.executable, "-m", "distrain.scripts.trace_cuda.optimizer_step", *words]
-    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=LONG_DEADLINE, check=True)
     return dict(zip(words, (json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")), strict=True))
 
 
@@ -448,7 +448,7 @@ def traced_and_planned(program: str, words: tuple[str, ...]) -> dict[str, dict[s
     layout = ("engine=native", "parallel.zero=3", "train.compile=false")
     command = [sys.executable, "-m", f"distrain.scripts.trace_cuda.{program}", *words, *layout]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LONG_DEADLINE, check=True, env=environment)
     answer: dict[str, dict[str, int]] = json.loads(ended.stdout.splitlines()[-1])
     return answer
 
