@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from distrain.tests.fakes.deadline import LONG_DEADLINE
+from distrain.tests.fakes.deadline import LONG_DEADLINE  # noqa: E402
 from distrain.trainer.layers import experts  # noqa: E402
 from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
