@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +29,7 @@ from ...trainer.parallel.world import World, join_ranks
 from ...trainer.plan.mesh_position import mesh_position
 from ...trainer.plan.plan import make_plan
 from ...trainer.spec.run import Run
+from ...trainer.system.reserved_port import reserve_port
 from .live_bytes import NO_KERNEL, LiveBytes
 
 OWN = ("aten", "distrain")  # namespaces of operators that move bytes
@@ -83,8 +83,10 @@ def _bytes(values: list[Any]) -> int:
 
 def measure_step(engine: str, zero: int, precision: str, gradients: str, micros: int, moments: str = "fp32") -> StepBytes:
     """Return the bytes of a step, from two models that differ in their number of layers."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    world = join_ranks("cpu")
+    with reserve_port() as reserved:
+        port = str(reserved.getsockname()[1])
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        world = join_ranks("cpu")
     layout = (f"engine={engine}", f"parallel.zero={zero}")
     words = (
         *layout,
@@ -170,13 +172,6 @@ def around_deepspeed_step(engine: Any, live: LiveBytes, moved: MovedBytes, found
     engine._is_finite, engine.engine.step = begin, take_step
     yield
     engine._is_finite, engine.engine.step = is_finite, step
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def main() -> int:

@@ -14,9 +14,10 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import LONG_DEADLINE
 from distrain.tests.fakes.inductor_settings import INDUCTOR
-from distrain.trainer.launch.rank.environment import RankEnvironment, reserve_port
+from distrain.trainer.launch.rank.environment import RankEnvironment
 from distrain.trainer.plan.native.optimizer_step import step_moves, steps_in_one_kernel
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.system.reserved_port import reserve_port
 
 PROGRAM = Path(__file__).parents[1] / "rank_programs" / "compiled_adamw.py"
 WIDTHS = ((2, 2), (2, 4), (4, 4))  # bytes of the weights that forward uses, of gradients

@@ -10,9 +10,10 @@ import pytest
 
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.launch.rank.channel import Channel
-from distrain.trainer.launch.rank.environment import RankEnvironment, reserve_port
+from distrain.trainer.launch.rank.environment import RankEnvironment
 from distrain.trainer.launch.rank.log import exception_line
 from distrain.trainer.system.parent_watch import watch_parent_from_environment
+from distrain.trainer.system.reserved_port import reserve_port
 
 ENVIRONMENT = RankEnvironment(rank=1, ranks=8, local_rank=1, local_ranks=2, address="127.0.0.1", port=1234)
 

@@ -19,9 +19,10 @@ from distrain.trainer.system.child_process import end_child
 RANK = """
 import os, sys
 from pathlib import Path
-from distrain.trainer.launch.rank.foreign_launcher import open_channel
+from distrain.trainer.launch.rank.foreign_launcher import keep_log, open_channel
 channel = open_channel(Path(sys.argv[1]))
 print("noise")
+if "JOINS" in os.environ: keep_log(Path(sys.argv[1]))
 os.system("echo more of it >&2")
 channel.say("step 1"); channel.report_status("50 %"); channel.report_step(1)
 channel.report_phase("save"); channel.report_problem("no room")
@@ -60,10 +61,19 @@ def run_rank(folder: Path, program: str = RANK, **environment: str) -> tuple[lis
 
 @pytest.mark.parametrize("launcher", ["TORCHELASTIC_RUN_ID", "SLURM_PROCID"])
 def test_output_of_a_rank_of_another_launcher_is_in_its_log_and_its_messages_on_the_terminal(tmp_path: Path, launcher: str) -> None:
-    shown, log = run_rank(tmp_path, RANK="3", WORLD_SIZE="4", PYTHONUNBUFFERED="1", **{launcher: "3"})
+    shown, log = run_rank(tmp_path, RANK="3", WORLD_SIZE="4", PYTHONUNBUFFERED="1", JOINS="1", **{launcher: "3"})
     assert shown == MESSAGES
     assert log[0].startswith("== rank 3 of 4 starts, ")
     assert log[1:] == ["noise", "more of it"]
+    assert list((tmp_path / "launch").iterdir()) == []
+
+
+def test_a_rank_that_has_not_joined_rank_0_leaves_the_logs_of_the_run_folder_as_they_are(tmp_path: Path) -> None:
+    """Its rank 0 may be refused, because another run trains there."""
+    for _ in range(2):
+        shown, log = run_rank(tmp_path, RANK="3", WORLD_SIZE="4", TORCHELASTIC_RUN_ID="1")
+        assert (shown, log) == (MESSAGES, [])
+        assert (tmp_path / "launch" / "3.log").read_text().count("noise") == 1
 
 
 def test_output_and_messages_of_a_rank_started_by_hand_are_on_the_terminal(tmp_path: Path) -> None:
@@ -77,7 +87,7 @@ def test_a_rank_of_ours_inside_a_slurm_allocation_is_unaffected(tmp_path: Path) 
 
 
 def test_a_rank_whose_log_can_not_be_opened_still_runs(tmp_path: Path) -> None:
-    (tmp_path / "ranks").touch()
+    (tmp_path / "launch").touch()
     shown, _ = run_rank(tmp_path, RANK="3", TORCHELASTIC_RUN_ID="1")
     assert {*MESSAGES, "noise"} <= {*shown}
     assert any(line.startswith("the output of rank 3 goes to no log: ") for line in shown)

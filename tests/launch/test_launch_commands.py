@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,11 +22,13 @@ import distrain.recipes
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.folder_state import folder_state
 from distrain.tests.fakes.one_process import sample_text
 from distrain.tests.fakes.path_commands import SBATCH, SCONTROL, SRUN, FakeCommands
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.launch.commands.command import PORTS, forwarded_variables, run_port
 from distrain.trainer.launch.hosts_and_commands import launch_commands, resolve_hosts
+from distrain.trainer.rundir.lock import hold_run_folder
 from distrain.trainer.rundir.metric_rows import read_step_rows
 
 RECIPES = Path(distrain.recipes.__path__[0])
@@ -62,6 +65,12 @@ def here(tmp_path: Path) -> Path:
 # The printed script
 
 
+def start_file_in(lines: Sequence[str]) -> str:
+    """The file that a script writes for the ranks, with their run."""
+    (file,) = {found[0] for line in lines if (found := re.search(r"/runs/quickstart/launch/run-[0-9a-f]{12}\.json", line))}
+    return file
+
+
 @pytest.mark.parametrize("launch", ["local", "slurm", "torchrun", "deepspeed"])
 def test_a_launch_is_a_shell_script_and_writes_nothing(launch: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = [f"launch.hostfile={here}"] if launch in ("torchrun", "deepspeed") else []
@@ -82,7 +91,8 @@ def test_torchrun_has_a_command_for_each_host(here: Path, capsys: pytest.Capture
         "launch.port=4242",
     ]
     lines = show([*words, "device=h100_80g", "cluster.inside=null", "--launch"], capsys).splitlines()
-    tail = "--nproc-per-node=2 --master-addr=h1 --master-port=4242 --module distrain.trainer.loop.rank /runs/quickstart/run.json"
+    module = f"--module distrain.trainer.loop.rank /runs/quickstart/run.json {start_file_in(lines)}"
+    tail = f"--nproc-per-node=2 --master-addr=h1 --master-port=4242 {module}"
     start = "PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"
     run = f"{sys.executable} -m torch.distributed.run --nnodes=2"
     assert lines[-6:] == [
@@ -102,9 +112,10 @@ def test_torchrun_on_one_host_starts_all_its_ranks(here: Path, capsys: pytest.Ca
     run = (
         f"{sys.executable} -m torch.distributed.run --nnodes=1 --node-rank=0 --nproc-per-node=2 --master-addr=localhost --master-port=4242"
     )
+    read = start_file_in(said.splitlines())
     assert said.splitlines()[-2:] == [
         "# on localhost",
-        f"PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 {run} --module distrain.trainer.loop.rank /runs/quickstart/run.json",
+        f"PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 {run} --module distrain.trainer.loop.rank /runs/quickstart/run.json {read}",
     ]
 
 
@@ -307,6 +318,25 @@ def test_a_script_trains_in_any_folder(launch: str, make_script: Callable[..., S
     assert losses_of_run(tmp_path / launch / "quickstart") == losses
     assert json.loads((tmp_path / launch / "quickstart" / "plan.json").read_text())["world"] == 2
     assert script.files_left() == []
+
+
+@pytest.mark.parametrize("launch", ["local", "slurm"])
+def test_a_script_changes_nothing_of_a_run_that_trains_in_the_folder(
+    launch: str, make_script: Callable[..., ScriptRun], tmp_path: Path
+) -> None:
+    """Other ranks may be started before rank 0 is refused."""
+    folder = tmp_path / launch / "quickstart"
+    (folder / "ranks").mkdir(parents=True)
+    for name in ("run.json", "plan.json", "ranks/0.log", "ranks/1.log", "metrics.jsonl"):
+        (folder / name).write_text("of the run that trains")
+    script = make_script(launch, "cluster=2x1")
+    with hold_run_folder(folder):
+        before = folder_state(folder)
+        started = script.run()
+        said = script.outputs(folder)
+        now = {name: state for name, state in folder_state(folder).items() if name.partition("/")[0] != "launch"}
+    assert (started.returncode, now) == (1, before), said
+    assert f"trains in {folder}: stop it, or set name= to train another run" in said
 
 
 def test_a_script_for_several_hosts_needs_the_number_of_its_host(make_script: Callable[..., ScriptRun]) -> None:

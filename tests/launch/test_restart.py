@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -22,9 +23,9 @@ from distrain.trainer.launch.rank.log import RemoteLog
 from distrain.trainer.launch.restart import is_machine_failure, no_restart_reason
 from distrain.trainer.launch.supervisor.outcome import Fate, Outcome, RankOutcome
 from distrain.trainer.launch.supervisor.watchdog import Watchdog
-from distrain.trainer.launch.train_run import train_run
+from distrain.trainer.launch.train_run import train_run, write_end
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.rundir.files import read_launch_files, run_folder, write_launch_files
+from distrain.trainer.rundir.files import read_launch_files, run_folder, write_launch_files, write_outcome
 from distrain.trainer.rundir.lock import RunFolderInUse, hold_run_folder
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.system.child_process import end_child
@@ -55,7 +56,8 @@ def attempts(tmp_path: Path) -> Attempts:
 
 @pytest.mark.parametrize("fault", [ECC, "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(5, os.strerror(5))"])
 def test_a_run_is_restarted_after_a_machine_fault(attempts: Attempts, fault: str) -> None:
-    assert attempts.run(FAILS_ONCE.format(fault)).status == 0
+    ended = attempts.run(FAILS_ONCE.format(fault))
+    assert (ended.status, ended.has_stepped) == (0, True)
     assert "restart 1 of 1, from the newest checkpoint" in attempts.summary
 
 
@@ -180,6 +182,32 @@ def test_launch_files_are_written_together_or_not_at_all(tmp_path: Path) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert read_launch_files(tmp_path) == before
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.json", "run.json"]
+
+
+# fmt: off
+ENDS = (  # exit status, whether it has stepped; the steps of the run.json that is left, the exit status in ended.json
+    (0,   False, 3, 0),   # nothing was left to train
+    (75,  False, 3, 75),  # stopped in a validation that it makes up, or before its first step
+    (143, False, 3, 75),
+    (75,  True,  7, 75),  # the last of several attempts may have taken no step
+    (0,   True,  7, 0),
+    (1,   False, 7, 1),   # whose error the user looks for there
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("status", "has_stepped", "kept", "ended"), ENDS)
+def test_run_json_stays_that_of_the_run_that_trained(status: int, has_stepped: bool, kept: int, ended: int, tmp_path: Path) -> None:
+    trained = attempt_run("cluster=1x2", "train.steps=3")
+    write_launch_files(trained, make_plan(trained), tmp_path)
+    write_outcome(tmp_path, 75, "stopped")
+    write_checkpoint(tmp_path, 3)
+    before, longer = read_launch_files(tmp_path), attempt_run("cluster=1x2", "train.steps=7")
+    write_launch_files(longer, make_plan(longer), tmp_path)
+    write_end(Outcome(status=status, ranks=(), has_stepped=has_stepped), before, tmp_path)
+    now = read_launch_files(tmp_path)
+    assert (json.loads(now["run.json"])["train"]["steps"], json.loads(now["plan.json"])["run"]["steps"]) == (kept, kept)
+    assert json.loads(now["ended.json"])["status"] == ended
 
 
 def test_a_run_goes_on_where_goodput_can_not_be_written(tmp_path: Path) -> None:

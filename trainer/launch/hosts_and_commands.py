@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..rundir.files import run_folder
+from ..rundir.files import run_folder, start_file
 from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
@@ -162,7 +162,7 @@ def _launch_request(run: Run, module: str, hosts: Sequence[Host]) -> LaunchReque
     folder = run_folder(run)
     return LaunchRequest(
         module=module,
-        arguments=(str(folder / "run.json"),),
+        arguments=(str(folder / "run.json"), *([str(start_file(run)[0])] if module == RANK_MODULE else [])),
         python=sys.executable,
         folder=folder,
         address=run.launch.address or (hosts[0].name if hosts else ""),

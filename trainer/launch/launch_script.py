@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
-from ..plan.plan_data import Plan
-from ..rundir.absolute_paths import with_absolute_paths
-from ..rundir.files import run_folder
+from ..rundir.files import LAUNCH_FOLDER, run_folder, start_file
 from ..spec.numbers.as_text import plural
 from ..spec.problem import Unreadable, one_line
 from ..spec.run import Run
@@ -34,31 +32,29 @@ def launch_script(run: Run) -> str:
     spares = ", ".join(host.name for host in found.spares)
     remark = (f"spares, which only fit uses: {spares}",) if spares else ()
     launch = launch_commands(run, found.hosts, notice=notice)
-    return "\n".join(script_lines(run, plan, replace(launch, remarks=(*launch.remarks, *remark))))
+    return "\n".join(script_lines(run, replace(launch, remarks=(*launch.remarks, *remark))))
 
 
 def resume_warnings(run: Run) -> Iterator[str]:
-    """Warn of what the ranks would refuse in the run's folder: the script overwrites run.json before it starts them."""
+    """Warn of what the ranks would refuse in the run's folder."""
     from ..rundir.resume import check_resume
 
     for problem in check_resume(run, run_folder(run)).problems:
         yield f"warning: {WOULD_REFUSE}: {problem}"
 
 
-def script_lines(run: Run, plan: Plan, launch: LaunchCommands) -> Iterator[str]:
-    """Yield the script's lines: it writes the run's files and runs the launch's commands, and can be started in any folder.
+def script_lines(run: Run, launch: LaunchCommands) -> Iterator[str]:
+    """Yield the script's lines: it writes what the ranks read and runs the launch's commands, and can be started in any folder.
 
     With a command per host, the script is run on each host, with the host's number as its argument.
     """
-    from msgspec import json
-
     folder, cluster = run_folder(run), run.cluster
     yield _comment(f"{run.name}, launch={run.launch.name}: {plural(cluster.nodes, 'node')} x {cluster.gpus}")
     yield "set -euo pipefail"
-    yield f"mkdir -p {quote(str(folder / 'launch'))}"
-    yield _comment("what the ranks read, a long line in each of two files; what starts the ranks follows")
-    yield from _write_file(folder / "run.json", json.encode(with_absolute_paths(run)).decode())
-    yield from _write_file(folder / "plan.json", json.encode(plan).decode())
+    yield f"mkdir -p {quote(str(folder / LAUNCH_FOLDER))}"
+    if run.launch.name != "deepspeed":  # whose ranks read what fit writes
+        yield _comment("what the ranks read, a long line; what starts the ranks follows")
+        yield from _write_file(*start_file(run))
     yield ""
     yield _comment(START_HEADING)
     for remark in launch.remarks:

@@ -49,6 +49,7 @@ def run_attempts(
     with collect_stop_requests(stop_requests) as requests:
         while True:
             outcome = _run_watched_attempt(last, folder, command, show, live, goodput, requests)
+            outcome = replace(outcome, has_stepped=goodput.has_stepped)
             if outcome.is_refused:  # no rank did anything, so there is nothing to record
                 return outcome
             faults.count(outcome)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from ..system.reserved_port import reserve_port
 from ..system.stop_requests import StopRequests, collect_stop_requests
 from .rank.channel import ignore_text
-from .rank.environment import RankEnvironment, reserve_port
+from .rank.environment import RankEnvironment
 from .supervisor.local_rank import start_local_rank
 from .supervisor.outcome import FAILED, Outcome
 from .supervisor.supervisor import Show, Supervisor

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..plan.plan_data import Plan
 from ..rundir.absolute_paths import relative_folder
-from ..rundir.checkpoints import checkpoints_folder, newest_saved
 from ..rundir.files import read_launch_files, remove_outcome, restore_launch_files, run_folder, write_launch_files, write_outcome
 from ..rundir.lock import RunFolderInUse, hold_run_folder
 from ..rundir.run_summary import run_summary
@@ -18,7 +17,7 @@ from ..spec.run import Run
 from ..system.stop_requests import collect_stop_requests
 from .hosts.hostfile import Host
 from .restart import run_attempts
-from .supervisor.outcome import FAILED
+from .supervisor.outcome import FAILED, TRAINED, Outcome
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -38,12 +37,11 @@ class TrainingResult:
 def train_run(run: Run, plan: Plan, hosts: Sequence[Host], show: Callable[[str], None], live: Callable[[str], None]) -> TrainingResult:
     """Write the run's folder, start its ranks, on `hosts` or on this machine, and wait for the last attempt to end."""
     folder = run_folder(run)
-    checkpoints = checkpoints_folder(folder)
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             warning = stack.enter_context(hold_run_folder(folder))
-            before, (saved, _) = read_launch_files(folder), newest_saved(checkpoints)
+            before = read_launch_files(folder)
             write_launch_files(run, plan, folder)
         except RunFolderInUse as error:
             return TrainingResult(status=FAILED, says=str(error))
@@ -63,15 +61,19 @@ def train_run(run: Run, plan: Plan, hosts: Sequence[Host], show: Callable[[str],
         remove_outcome(folder)
         with collect_stop_requests() as requests:
             outcome = run_attempts(run, plan, hosts, folder, show, live, stop_requests=requests)
-        # If no step was left to train, run.json should stay that of the run which trained, and so should how it ended, where it
-        # has steps left. The ranks of the last of several attempts know only their own steps, so the checkpoint is compared too.
-        untrained = outcome.status == 0 and all(rank.step is None for rank in outcome.ranks) and newest_saved(checkpoints)[0] == saved
-        unchanged = outcome.is_refused or (untrained and "run.json" in before)
-        if unchanged:
-            restore_launch_files(before, folder)
-        if not unchanged or (untrained and _has_every_step(folder)):
-            write_outcome(folder, outcome.status, outcome.says)
+        write_end(outcome, before, folder)
     return TrainingResult(status=outcome.status, says=outcome.says, stop_signals=tuple(number for number, _ in requests))
+
+
+def write_end(outcome: Outcome, before: Mapping[str, bytes], folder: Path) -> None:
+    """Write how a `fit` ended. One that was refused, or that trained or was stopped without a step, leaves the files as they were `before`:
+    run.json is that of the run which trained, and so is how it ended, unless that run has no step left."""
+    is_over = outcome.status != FAILED and "run.json" in before
+    unchanged = not outcome.has_stepped and (outcome.is_refused or is_over)
+    if unchanged:
+        restore_launch_files(before, folder)
+    if not unchanged or (outcome.status == TRAINED and _has_every_step(folder)):
+        write_outcome(folder, outcome.status, outcome.says)
 
 
 def _has_every_step(folder: Path) -> bool:

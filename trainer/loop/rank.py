@@ -1,4 +1,7 @@
-"""The process of one rank: python -m distrain.trainer.loop.rank RUN_DIR/run.json."""
+"""The process of one rank: python -m distrain.trainer.loop.rank RUN_DIR/run.json [FILE].
+
+Where no `fit` starts it, the run is read from FILE, and rank 0 writes RUN_DIR/run.json once it holds the folder's lock.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..launch.rank.channel import STOPPED, Channel
-from ..launch.rank.foreign_launcher import hold_folder, open_channel
+from ..launch.rank.foreign_launcher import hold_folder, is_foreign, open_channel
 from ..rundir.lock import RunFolderInUse
 from ..system.parent_watch import watch_parent_from_environment
 from ..system.stop_requests import StopFlag
@@ -20,8 +23,8 @@ from .failures.failure import report_failure
 
 
 def main() -> int:
-    """Train the run of the command line's run.json. Return the exit status."""
-    path = Path(sys.argv[1])
+    """Train the run of the command line's file. Return the exit status."""
+    path, *started = map(Path, sys.argv[1:])
     with contextlib.ExitStack() as held:
         try:
             warning = held.enter_context(hold_folder(path.parent))
@@ -31,16 +34,16 @@ def main() -> int:
         channel = open_channel(path.parent)
         if warning:
             channel.say(f"warning: {warning}")
-        return run_rank(path, channel, held.close)
+        return run_rank(path, channel, held.close, *started)
 
 
-def run_rank(path: Path, channel: Channel, release: Callable[[], None] = lambda: None) -> int:
+def run_rank(path: Path, channel: Channel, release: Callable[[], None] = lambda: None, started: Path | None = None) -> int:
     """Train the run of RUN_DIR/run.json as the rank that the environment names. Return the exit status, but exit here after a failure, once
     `release` has released what the process holds.
 
     A normal exit waits for Python's threads, and one of them may wait for a disk or a device that does not answer.
     """
-    stop = StopFlag()
+    stop = StopFlag(listens=not is_foreign())  # alone a rank has nothing to save before it has joined the others
     faulthandler.register(signal.SIGUSR2)  # requested of a run that hangs: dumps all threads' stacks to the log
     watch_parent_from_environment()
     try:
@@ -49,7 +52,7 @@ def run_rank(path: Path, channel: Channel, release: Callable[[], None] = lambda:
 
         gc.freeze()
         gc.enable()
-        status = train_rank(path, channel, stop)
+        status = train_rank(path, channel, stop, started)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     except Exception as error:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..launch.rank.channel import STOPPED, Channel
+from ..launch.rank.foreign_launcher import keep_log
 from ..parallel.process_groups import make_grid
 from ..parallel.rank_model import head_shards
 from ..parallel.world import World, join_ranks, leave_ranks, new_host_group
@@ -21,6 +22,7 @@ from ..plan.layout.workers import worker_ranks
 from ..plan.mesh_position import mesh_position
 from ..plan.plan import make_plan
 from ..plan.plan_data import Plan
+from ..rundir.files import write_launch_files
 from ..spec.numbers.as_text import plural
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
@@ -44,16 +46,23 @@ from .step.train_progress import TrainProgress
 from .train import train
 
 
-def train_rank(path: Path, channel: Channel, stop: StopFlag) -> int:
-    """Train the run of RUN_DIR/run.json as the rank that the environment names. Return its exit status."""
-    run = msgspec.json.decode(path.read_bytes(), type=Run)
+def train_rank(path: Path, channel: Channel, stop: StopFlag, started: Path | None = None) -> int:
+    """Train the run of RUN_DIR/run.json, or of the file `started`, as the rank that the environment names. Return its exit status."""
+    run = msgspec.json.decode((started or path).read_bytes(), type=Run)
     if run.train.deterministic:
         take_deterministic_kernels()
     world = join_ranks(run.cluster.device.kind)
     host = new_host_group()
+    stop.listen()
+    keep_log(path.parent)
+    writes = started is not None and world.is_rank0
     with ExitStack() as at_end:  # closes sinks after a failure is reported: a sink may be slow to close
         try:
+            if writes and not path.exists():
+                _write_run(run, make_plan(run), path.parent, channel)
             setup = set_up_training(run, path.parent, world, host, channel, at_end, stop)
+            if writes and setup.start.step < setup.start.last_step(run):  # else run.json stays that of the run that trained
+                _write_run(run, setup.plan, path.parent, channel)
             is_finished = train(run, setup, stop)
         except StoppedInReference:
             is_finished = False
@@ -71,6 +80,14 @@ def train_rank(path: Path, channel: Channel, stop: StopFlag) -> int:
         return STOPPED
     channel.report_done()
     return 0
+
+
+def _write_run(run: Run, plan: Plan, folder: Path, channel: Channel) -> None:
+    """Write the run.json and plan.json of a run that no `fit` started; a checkpoint records its run too."""
+    try:
+        write_launch_files(run, plan, folder)
+    except OSError as error:
+        channel.say(f"warning: {folder / 'run.json'} can't be written: {error.strerror or error}")
 
 
 def take_deterministic_kernels() -> None:

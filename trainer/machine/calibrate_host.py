@@ -12,7 +12,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from importlib import import_module
 from typing import Any
 
 from ..system.cpu import cpu_count
+from ..system.reserved_port import reserve_port
 from .device_probe import CPU, CUDA, NoSuchDevices, ProbeSizes, measure
 from .link_probe import HostPlace, measure_links
 from .process_pool import Show, run_processes, start_method
@@ -55,9 +55,10 @@ def main() -> int:
         sizes = (CUDA if request["kind"] == "cuda" else CPU)._replace(**request["sizes"])
         emit({"found": measure(request["kind"], request["devices"], lambda text: emit({"progress": text}), sizes)})
         if request["hosts"] > 1:
-            meeting = reach("links", port=_free_port())
-            place = HostPlace(request["host"], request["hosts"], meeting["address"], meeting["port"])
-            rows = _measure_links(request["devices"], place, sizes, lambda text: emit({"progress": text}))
+            with reserve_port() as reserved:
+                meeting = reach("links", port=reserved.getsockname()[1])
+                place = HostPlace(request["host"], request["hosts"], meeting["address"], meeting["port"])
+                rows = _measure_links(request["devices"], place, sizes, lambda text: emit({"progress": text}))
             emit({"links": rows, "bytes": sizes.reduced})
     except NoSuchDevices as error:
         says, mend = error.args
@@ -76,12 +77,6 @@ def _read_lines(lines: queue.Queue[dict[str, Any]]) -> None:
         for line in whole:
             lines.put(json.loads(line))
     os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
 
 
 def _measure_links(count: int, place: HostPlace, sizes: ProbeSizes, show: Show) -> list[dict[str, Any]]:

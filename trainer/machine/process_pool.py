@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
 from ..system.parent_watch import die_with_parent
+from ..system.reserved_port import reserve_port
 
 LONGEST_WAIT = 120.0  # seconds that a process waits for the others
 
@@ -47,13 +47,11 @@ def run_processes(measure: Callable[[PoolProcess], Any], count: int, start: str,
 
     None of them outlives this process.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     context = get_context(start)
     manager, last = SyncManager(ctx=context), (die_with_parent, (os.getpid(),))
     manager.start(*last)
-    with manager:
+    with manager, reserve_port() as reserved:
+        port = reserved.getsockname()[1]
         barrier, lines = manager.Barrier(count, None, LONGEST_WAIT), manager.Queue()
         with context.Pool(count, *last) as pool:
             answers = [pool.apply_async(_call, (measure, PoolProcess(rank, count, port, barrier, lines))) for rank in range(count)]

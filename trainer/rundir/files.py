@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from .checkpoints import has_checkpoints
 
 LAUNCH_FILES = ("run.json", "plan.json")
 OUTCOME_FILE = "ended.json"
+LAUNCH_FOLDER = "launch"  # in RUN_DIR: what launchers read
 METRICS_FILE = "metrics.jsonl"
 LOGGED_KEY = "logged_bytes"  # of ended.json
 REFERENCE_FILE = "reference.safetensors"  # of preferences: the log probabilities of answers under the start weights
@@ -32,6 +34,15 @@ def write_launch_files(run: Run, plan: Plan, folder: Path) -> None:
     both are as they were."""
     contents = zip(LAUNCH_FILES, (with_absolute_paths(run), plan), strict=True)
     atomic_file.write_together({folder / name: _json_text(what) for name, what in contents})
+
+
+def start_file(run: Run) -> tuple[Path, str]:
+    """Return the file from which ranks that no `fit` starts read their run, and its content, a line: RUN_DIR/launch/run-DIGEST.json.
+    Another run may train in the folder, so RUN_DIR/run.json is written by rank 0, once it holds the folder's lock."""
+    from msgspec import json
+
+    text = json.encode(with_absolute_paths(run))
+    return run_folder(run) / LAUNCH_FOLDER / f"run-{hashlib.sha256(text).hexdigest()[:12]}.json", text.decode()
 
 
 def _json_text(what: object) -> bytes:

@@ -20,10 +20,22 @@ StopRequests = list[tuple[int, float]]  # (signal, time.monotonic() of its arriv
 
 
 class StopFlag:
-    """`requested`: whether this process received SIGTERM or SIGINT, including any that its agent blocked until now."""
+    """`requested`: whether this process received SIGTERM or SIGINT since it listens, including any that its agent blocked until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, listens: bool = True) -> None:
+        """Without `listens` these signals end this process until `listen` is called."""
         self.requested = False
+        self._listens = False
+        if listens:
+            self.listen()
+        else:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # not Python's KeyboardInterrupt
+
+    def listen(self) -> None:
+        """Note these signals from now on."""
+        if self._listens:
+            return
+        self._listens = True
         for number in DEFERRED_SIGNALS:
             signal.signal(number, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, DEFERRED_SIGNALS)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ....trainer.launch.rank.environment import reserve_port
+from ....trainer.system.reserved_port import reserve_port
 from .timed_loop import Sizes, Timed, make_step, random_batch, time_steps
 
 ROPE_BASE = 500_000.0

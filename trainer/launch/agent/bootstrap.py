@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from hmac import compare_digest
 from pathlib import Path
 
-from ..rank.environment import reserve_port
+from ...system.reserved_port import reserve_port
 from . import orphans, protocol
 from .join_token import JOIN_TOKEN_FILE, JoinToken
 from .socket_agent import AgentConfig, run_agent

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from zlib import crc32
 
+from ...rundir.files import LAUNCH_FOLDER
 from ...spec.problem import Problem, Unreadable
 from ..hosts.shell_safe import require_shell_safe
 
@@ -21,7 +22,7 @@ FORWARDED_PREFIXES = (
 HOST_VARIABLES = ("CUDA_VISIBLE_DEVICES",)  # not forwarded: each host sets its own
 RANK_ENVIRONMENT = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}  # for every rank; launch/rank/environment.py says why
 PORTS = range(20000, 30000)  # below the ephemeral ports of Linux
-LOGS = "each rank's output is in ranks/N.log of the run folder"
+LOGS = "each rank's output is in ranks/N.log of the run folder, and in launch/N.log until it has joined rank 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class LaunchRequest:
     @property
     def launch_folder(self) -> Path:
         """The folder for the launcher's own files."""
-        return self.folder / "launch"
+        return self.folder / LAUNCH_FOLDER
 
 
 def check_request(request: LaunchRequest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -34,15 +33,3 @@ class RankEnvironment:
             "PYTHONSAFEPATH": "1",  # otherwise `python -m` puts the working folder first, and a user's own timeit.py breaks torch
             "PYTHONUNBUFFERED": "1",  # so that the last lines before a crash are in the log
         }
-
-
-def reserve_port() -> socket.socket:
-    """Return a socket that reserves a free port until it is closed, on which rank 0 can still listen.
-
-    Linux gives a bound port to no process that asks for any port. A listener that sets SO_REUSEADDR, as torch's store does, can still
-    bind it, because this socket does not listen. So only a process that asks for this very number gets it.
-    """
-    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("", 0))
-    return reserved

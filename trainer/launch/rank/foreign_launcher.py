@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
+from ...rundir.files import LAUNCH_FOLDER
 from ...rundir.lock import LOCK_FILE, hold_run_folder
 from ...system import parent_watch
 from .channel import Channel
@@ -17,17 +18,50 @@ from .log import open_rank_log
 LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")  # variables that torchrun and srun set
 
 
+def is_foreign(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether no `fit` started this rank."""
+    return not environment.get(parent_watch.PARENT_WATCH_VARIABLE)
+
+
 def open_channel(folder: Path, environment: Mapping[str, str] = os.environ) -> Channel:
-    """Return this rank's channel. If another launcher started it, it dies with that launcher from now on, its output goes to
-    RUN_DIR/ranks/RANK.log, and its messages for the user stay on stdout."""
-    if environment.get(parent_watch.PARENT_WATCH_VARIABLE) or not any(environment.get(name) for name in LAUNCHER_VARIABLES):
+    """Return this rank's channel. If torchrun or Slurm started it, it dies with that launcher from now on, its output goes to a log, and
+    its messages for the user stay on stdout.
+
+    The log of rank 0, which holds the folder's lock, is RUN_DIR/ranks/0.log. Other ranks may belong to a start that their rank 0 refuses:
+    until they have joined it (`keep_log`), their log is RUN_DIR/launch/RANK.log.
+    """
+    if not _has_log(environment):
         return Channel.from_environment(environment)
     parent_watch.die_with_parent(os.getppid())
+    rank = _rank(environment)
+    logs = folder / "ranks" if rank == 0 else folder / LAUNCH_FOLDER
     try:
-        return Channel(None, _redirect_output(folder / "ranks", environment))
+        logs.mkdir(parents=True, exist_ok=True)
+        if rank:
+            (logs / f"{rank}.log").unlink(missing_ok=True)
+        _, file = open_rank_log(logs, rank, int(environment.get("WORLD_SIZE", "1")))
+        stdout = os.fdopen(os.dup(1), "w")
+        with file:
+            _redirect_output(file)
     except OSError as error:
-        print(f"the output of rank {environment.get('RANK', '0')} goes to no log: {error}", file=sys.stderr)
+        print(f"the output of rank {rank} goes to no log: {error}", file=sys.stderr)
         return Channel(None)
+    return Channel(None, stdout)
+
+
+def keep_log(folder: Path, environment: Mapping[str, str] = os.environ) -> None:
+    """Once a rank of `open_channel` has joined the others, move its log to RUN_DIR/ranks; nothing is moved where that can't be written."""
+    rank = _rank(environment)
+    if rank == 0 or not _has_log(environment):
+        return
+    early = folder / LAUNCH_FOLDER / f"{rank}.log"
+    with suppress(OSError), early.open("rb") as written:
+        (folder / "ranks").mkdir(parents=True, exist_ok=True)
+        with (folder / "ranks" / f"{rank}.log").open("ab", buffering=0) as file:
+            file.write(written.read())
+            _redirect_output(file)
+            file.write(written.read())  # what came meanwhile
+        early.unlink()
 
 
 @contextmanager
@@ -36,7 +70,7 @@ def hold_folder(folder: Path, environment: Mapping[str, str] = os.environ) -> It
     why it can't be held, "" if it is. Raises RunFolderInUse."""
     with ExitStack() as stack:
         warning = ""
-        if not environment.get(parent_watch.PARENT_WATCH_VARIABLE) and environment.get("RANK", "0") == "0":
+        if is_foreign(environment) and _rank(environment) == 0:
             try:
                 warning = stack.enter_context(hold_run_folder(folder))
             except OSError as error:
@@ -46,12 +80,15 @@ def hold_folder(folder: Path, environment: Mapping[str, str] = os.environ) -> It
         yield warning
 
 
-def _redirect_output(logs: Path, environment: Mapping[str, str]) -> TextIO:
-    """Redirect stdout and stderr to this rank's log; return the previous stdout."""
-    logs.mkdir(parents=True, exist_ok=True)
-    _, file = open_rank_log(logs, int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")))
-    stdout = os.fdopen(os.dup(1), "w")
-    with file:
-        for each in (1, 2):
-            os.dup2(file.fileno(), each)
-    return stdout
+def _has_log(environment: Mapping[str, str]) -> bool:
+    return is_foreign(environment) and any(environment.get(name) for name in LAUNCHER_VARIABLES)
+
+
+def _rank(environment: Mapping[str, str]) -> int:
+    return int(environment.get("RANK", "0"))
+
+
+def _redirect_output(file: IO[bytes]) -> None:
+    """Redirect stdout and stderr to a file."""
+    for each in (1, 2):
+        os.dup2(file.fileno(), each)

@@ -116,7 +116,8 @@ class RankOutcome:
 class Outcome:
     """How a run ended. `status` is the exit status of the command that launched it: 0 trained, 1 failed, 75 stopped with a checkpoint
     saved, 128 + signal stopped without. `says` is one line ("" if it trained), `rank` the rank that it names, `tail` the last lines of
-    that rank's log, `hosts` those that could not be used or on which ranks did not register."""
+    that rank's log, `hosts` those that could not be used or on which ranks did not register. `has_stepped`: whether any attempt has begun
+    a step."""
 
     status: int
     ranks: tuple[RankOutcome, ...]
@@ -126,6 +127,7 @@ class Outcome:
     log: Path | None = None
     tail: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    has_stepped: bool = False
 
     @property
     def root_cause(self) -> RankOutcome | None:

@@ -40,7 +40,7 @@ from msgspec.json import Decoder
 
 from ...engines.deepspeed.import_deepspeed import import_deepspeed
 from ...launch.rank import channel
-from ...launch.rank.environment import RankEnvironment, reserve_port
+from ...launch.rank.environment import RankEnvironment
 from ...launch.supervisor.outcome import run_outcome
 from ...models.families import FAMILIES
 from ...plan.engines import ENGINES
@@ -48,6 +48,7 @@ from ...plan.rules.unused_keys import defaults as key_defaults
 from ...prove.fork_client import START_AFRESH
 from ...spec.run import Run
 from ...system import parent_watch
+from ...system.reserved_port import reserve_port
 from ..checkpoint import LoadFailed
 from ..offline.weight_diff import weight_difference
 from ..rank import run_rank

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from ...engines.torch_optimizer import torch_optimizer
-from ...launch.rank.environment import reserve_port
 from ...models.build import build_model
 from ...plan.plan import make_plan
 from ...spec.run import Run
 from ...spec.sections.lr_schedule import learning_rate
 from ...system.cpu import cpu_count
+from ...system.reserved_port import reserve_port
 from ...system.stop_requests import collect_stop_requests
 from ..data.prepare import cache_folder, prepare_corpus
 from ..data.samples.batches import Batches
