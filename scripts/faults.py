@@ -1,18 +1,24 @@
 """Injects faults into real runs, drawn from a seed, and checks invariants that must hold after every fault.
 
-Run `python -m distrain.scripts.faults [faults=200] [hosts=40] [seed=1] [runner=pdsh] [folder=DIR]`. `hosts` of the `faults` go to runs
-over two hosts, which are namespaces of this machine (that needs root, openssh-server, pdsh or openmpi-bin, iproute2 and util-linux); a
-full disk is a small tmpfs (root). The runs are `distrain fit` of a small GPT on two ranks, started again until it has trained:
+Run `python -m distrain.scripts.faults [faults=200] [hosts=40] [seed=1] [steps=120] [runner=pdsh] [folder=DIR]`. `hosts` of the `faults`
+go to runs over two hosts, which are namespaces of this machine (that needs root, openssh-server, pdsh or openmpi-bin, iproute2 and
+util-linux); a full disk is a small tmpfs (root). The runs are `distrain fit` of a small GPT on two ranks, started again until it has
+trained:
 
     kill, term, stop      SIGKILL, SIGTERM or SIGSTOP to any process of the run, at any moment
     truncated, flipped    a file of the newest checkpoint is cut off at any byte, or one of its bits flipped
     full                  no or almost no space is left on the disk
     nan                   a gradient of one rank becomes NaN
+    slow                  from some step on each step of one rank takes 50 ms longer
+    deleted               the folder of checkpoints is removed, at any moment
     cut                   the link of a host goes down
 
-The invariants: no process of the run is left (within a minute; the seconds are reported); it exits 0 only if it has trained and its last
+The invariants: no process of the run is left (within a minute or a start; the seconds are reported); it exits 0 only if it has trained and its last
 checkpoint verifies, else with a status that the fault allows; the newest checkpoint that verifies is no older than before; each
 step has the loss of the uninterrupted run; and the run said what was wrong without a traceback.
+
+How long to wait follows from the machine: launch.patience and all deadlines are multiples of how long the run without a fault, and the
+starts since, took.
 """
 
 from __future__ import annotations
@@ -21,16 +27,19 @@ import os
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGCONT
-from statistics import median
 from tempfile import mkdtemp
 
+from ..trainer.rundir.checkpoints import checkpoints_folder
+from ..trainer.rundir.files import logged_bytes
 from ..trainer.system.child_process import end_child
+from .fault_results import FaultResult, allowed_statuses, result_table
 from .faults_runs import (
+    STEPS,
     Disk,
     FitProcess,
     HostRuns,
@@ -46,24 +55,17 @@ from .random_faults import FILE_DAMAGES, SIGNALS, Fault, draw_faults
 from .show_help import show_help
 from .virtual_hosts import VirtualHosts, missing_tools
 
-EXIT_SECONDS = 60.0  # for all processes to end
-RUN_SECONDS = 180.0  # for a run with a fault to end
+UNDISTURBED_SECONDS = 3600.0  # for the first run to end, whatever the machine does
+EXIT_SECONDS = 60.0  # for all processes to end, at least; else as long as a start
+RUN_SECONDS = 180.0  # for a run with a fault to end, at least
+RUN_FACTOR = 10  # else times the seconds of the run without a fault
+PATIENCE = 5.0  # launch.patience, at least
+PATIENCE_SHARE = 0.4  # else of the seconds of a start, which may take ten times the patience
+RECENT_STARTS = 4
 STOPPED_SECONDS = 3.0  # for which the command itself stays stopped
 CHECKPOINT_TRIES = 3  # to train a checkpoint that a fault damages
 FAULTS_PER_RUN = 6  # then the run is left to finish
-
-
-@dataclass(frozen=True, kw_only=True)
-class FaultResult:
-    """The result of a fault; `violations` are the invariants that did not hold."""
-
-    fault: Fault
-    target: str  # the process, file or device that it hit
-    status: int
-    seconds: float | None  # from the fault to the end of the last process; None where the run trained on
-    trained: bool  # to its end, in spite of the fault
-    violations: tuple[str, ...]
-    says: str  # the last line that it printed
+UNHURRIED = f"launch.patience={UNDISTURBED_SECONDS:.0f}"  # of runs without a fault
 
 
 class Campaign:
@@ -76,15 +78,23 @@ class Campaign:
         self.folder = Path()
         self.applied = 0  # faults in this run
         self.is_checked = False  # this run has trained, in spite of its last fault, and holds the invariants
+        self.starts: deque[float] = deque(maxlen=RECENT_STARTS)  # seconds to the first step
         self._begin_run()
-        fit = runs.start(self.folder)
-        wait_until(lambda: self._last_step() > 0 or fit.has_ended(), RUN_SECONDS)
-        self.start_seconds = time.monotonic() - fit.began  # to the first step
-        wait_until(fit.has_ended, RUN_SECONDS)
+        fit = runs.start(self.folder, UNHURRIED)
+        self._note_start(fit, UNDISTURBED_SECONDS)
+        wait_until(fit.has_ended, UNDISTURBED_SECONDS)
+        self.run_seconds = max(RUN_SECONDS, RUN_FACTOR * (time.monotonic() - fit.began))
         self.undisturbed = loss_curve(self.folder / "run")
-        if fit.process.returncode or len(self.undisturbed) != runs.steps:
+        if not fit.has_ended() or fit.process.returncode or len(self.undisturbed) != runs.steps:
+            end_child(fit.process)
             sys.exit(f"the run does not train even without a fault: {fit.lines[-1] if fit.lines else ''} ({fit.log})")
+        show(f"{runs.name}: a start takes {max(self.starts):.1f} s; a run with a fault may take {self.run_seconds:.0f} s")
         self._begin_run()
+
+    @property
+    def start_seconds(self) -> float:
+        """The seconds of a start, the longest of the last ones."""
+        return max(self.starts)
 
     def apply(self, fault: Fault) -> FaultResult:
         """Start the run, apply the fault, wait for its end and check the invariants."""
@@ -97,26 +107,30 @@ class Campaign:
             self._tidy()
             says = f"no checkpoint was saved in {CHECKPOINT_TRIES} tries"
             return FaultResult(fault=fault, target="none", status=1, seconds=None, trained=False, violations=(says,), says=says)
-        before, nan_at = self._newest_step(), ""
+        before, in_rank = self._newest_step(), ""
         target: str = fault.kind
         if fault.kind in FILE_DAMAGES:
             target = self._damage(fault)
             before = self._newest_step()
         at_step = self._last_step() + 1 + int(fault.moment * (self.runs.steps - self._last_step() - 1))
-        if fault.kind == "nan":
+        if fault.kind in ("nan", "slow"):
             rank = int(fault.whom * 2)
-            target, nan_at = f"rank {rank}", f"{min(at_step, self.runs.steps - 1)} {rank}"  # which counts from 0
+            target, in_rank = f"rank {rank}", f"{fault.kind} {min(at_step, self.runs.steps - 1)} {rank}"  # which counts from 0
         background = f"checkpoint.background={'true' if fault.number % 2 else 'false'}"
-        fit = self.runs.start(self.folder, f"launch.restarts={fault.restarts}", background, nan_at=nan_at)
+        patience = f"launch.patience={max(PATIENCE, PATIENCE_SHARE * self.start_seconds):.0f}"
+        fit = self.runs.start(self.folder, f"launch.restarts={fault.restarts}", background, patience, in_rank=in_rank)
         at = fit.began
-        if fault.kind in SIGNALS or fault.kind in ("full", "cut"):
+        if fault.kind in SIGNALS or fault.kind in ("full", "cut", "deleted"):
             self._wait_for_moment(fault, fit, at_step)
             before, at = max(before, self._newest_step()), time.monotonic()
             target = self._inject(fault, fit) or target
-        violations = [] if wait_until(fit.has_ended, RUN_SECONDS) else [f"it did not end within {RUN_SECONDS:.0f} s"]
-        if not wait_until(lambda: not self.runs.processes(), EXIT_SECONDS):
+        if fault.kind == "deleted":
+            before = 0
+        violations = [] if wait_until(fit.has_ended, self.run_seconds) else [f"it did not end within {self.run_seconds:.0f} s"]
+        exit_seconds = max(EXIT_SECONDS, self.start_seconds)
+        if not wait_until(lambda: not self.runs.processes(), exit_seconds):
             left = "; ".join(sorted({process_role(words) for words in self.runs.processes().values()}))
-            violations.append(f"processes are left after {EXIT_SECONDS:.0f} s: {left}")
+            violations.append(f"processes are left after {exit_seconds:.0f} s: {left}")
         seconds = time.monotonic() - at
         self._tidy()
         if not fit.has_ended():
@@ -138,8 +152,8 @@ class Campaign:
 
     def finish(self) -> None:
         """Let the run train to its end without further faults."""
-        fit = self.runs.start(self.folder)
-        status = fit.process.returncode if wait_until(fit.has_ended, RUN_SECONDS) else -1
+        fit = self.runs.start(self.folder, UNHURRIED)
+        status = fit.process.returncode if wait_until(fit.has_ended, self.run_seconds) else -1
         end_child(fit.process)
         if violations := list(self._violations(None, "", fit, status, 0)):
             self.violations += 1
@@ -154,6 +168,15 @@ class Campaign:
         self.number, self.applied = self.number + 1, 0
         self.folder = self.runs.folder / f"{self.number}"
         self.folder.mkdir()
+
+    def _note_start(self, fit: FitProcess, seconds: float) -> None:
+        """Wait for the first step of a run that was started, and note how long it took to come there, unless it has ended before."""
+        before = self._logged_bytes()
+        if wait_until(lambda: self._logged_bytes() > before or fit.has_ended(), seconds) and self._logged_bytes() > before:
+            self.starts.append(time.monotonic() - fit.began)
+
+    def _logged_bytes(self) -> int:
+        return logged_bytes(self.run)
 
     def _last_step(self) -> int:
         return max(loss_curve(self.run), default=0)
@@ -173,10 +196,11 @@ class Campaign:
     def _train_and_stop(self, fault: Fault) -> None:
         if self.run.exists():  # of a try that saved nothing, whose logged steps would end the wait at once
             shutil.rmtree(self.run)
-        fit = self.runs.start(self.folder)
-        wait_until(lambda: self._last_step() > (1 + 2 * fault.moment) * self.runs.steps / 6 or fit.has_ended(), RUN_SECONDS)
+        fit = self.runs.start(self.folder, UNHURRIED)
+        self._note_start(fit, self.run_seconds)
+        wait_until(lambda: self._last_step() > (1 + 2 * fault.moment) * self.runs.steps / 6 or fit.has_ended(), self.run_seconds)
         send_signal(fit.process.pid, SIGNALS["term"])
-        wait_until(fit.has_ended, RUN_SECONDS)
+        wait_until(fit.has_ended, self.run_seconds)
         end_child(fit.process)
 
     def _damage(self, fault: Fault) -> str:
@@ -200,11 +224,15 @@ class Campaign:
         if fault.at_start:
             wait_until(fit.has_ended, fault.moment * self.start_seconds)
         else:
-            wait_until(lambda: self._last_step() >= at_step or fit.has_ended(), RUN_SECONDS)
+            self._note_start(fit, self.run_seconds)
+            wait_until(lambda: self._last_step() >= at_step or fit.has_ended(), self.run_seconds)
             wait_until(fit.has_ended, fault.jitter * 0.3)
 
     def _inject(self, fault: Fault, fit: FitProcess) -> str:
         """Apply a fault from outside; return what it hit."""
+        if fault.kind == "deleted":
+            shutil.rmtree(checkpoints_folder(self.run), ignore_errors=True)
+            return "checkpoints"
         if fault.kind == "cut":
             self.runs.cut_link()
             return "host1"
@@ -260,45 +288,10 @@ class Campaign:
             yield "the samples of the step with a NaN are not recorded"
 
 
-def allowed_statuses(fault: Fault | None, target: str, runs: str) -> set[int]:
-    """Return the exit statuses that a fault may lead to; with 0 the run must have trained, which is checked apart.
-
-    Over hosts, the ranks save and stop when their launcher dies: 75. The command itself can be ended before it handles signals, and an
-    ssh before it has uploaded its files.
-    """
-    kind = fault.kind if fault else "none"
-    if target == "fit" and kind in ("kill", "term"):
-        return {-9, 0} if kind == "kill" else {0, 75, 143, -15}
-    if target == "ssh" and kind == "term":
-        return {0, 1, 75, 143}
-    saves = {75} if runs == "hosts" and target != "rank" else set[int]()
-    # fmt: off
-    return {
-        "kill": {0, 1} | saves, "term": {0, 75, 143}, "stop": {0, 1} | saves, "truncated": {0}, "flipped": {0}, "full": {0, 1},
-        "nan": {1}, "cut": {0, 1}, "none": {0},
-    }[kind]
-    # fmt: on
-
-
-def result_table(results: Sequence[FaultResult]) -> Iterator[str]:
-    """Yield a line for each kind of fault and process that it hit."""
-    heads = f"{'number':>7}{'trained':>9}{'stopped':>9}{'failed':>8}{'median':>8}{'max':>7}  seconds until the last process ended"
-    yield f"{'fault':<11}{'of':<10}{heads}"
-    groups: dict[tuple[str, str], list[FaultResult]] = {}
-    for each in results:
-        target = each.target if each.fault.kind in SIGNALS else ""
-        groups.setdefault((each.fault.kind, target), []).append(each)
-    for (kind, target), group in sorted(groups.items()):
-        counts = [sum(each.trained for each in group), sum(each.status in (75, 143) for each in group)]
-        counts.append(len(group) - sum(counts))
-        times = [each.seconds for each in group if each.seconds is not None and each.fault.kind in ("kill", "term", "stop", "cut")]
-        cells = (f"{median(times):.1f}", f"{max(times):.1f}") if times else ("", "")
-        yield f"{kind:<11}{target:<10}{len(group):>7}{counts[0]:>9}{counts[1]:>9}{counts[2]:>8}{cells[0]:>8}{cells[1]:>7}"
-
-
 def main() -> None:
     given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
     number, over, seed = int(given.get("faults", 200)), int(given.get("hosts", 40)), int(given.get("seed", 1))
+    steps = int(given.get("steps", STEPS))
     folder = Path(given["folder"]).resolve() if "folder" in given else Path(mkdtemp(prefix="faults-"))
     root, missing, began = os.geteuid() == 0, missing_tools(), time.monotonic()
     if missing and over:
@@ -312,10 +305,10 @@ def main() -> None:
             disk = Disk(folder / "local") if root else None
             stack.callback(disk.close if disk else bool)
             faults = draw_faults(number - over, seed, "local", without=() if root else ("full",))
-            plans.append((LocalRuns(folder / "local" / "runs"), disk, faults))
+            plans.append((LocalRuns(folder / "local" / "runs", steps), disk, faults))
         if over:
             hosts = stack.enter_context(VirtualHosts(2, folder / "hosts"))
-            plans.append((HostRuns(folder / "over", hosts, given.get("runner", "pdsh")), None, draw_faults(over, seed, "hosts")))
+            plans.append((HostRuns(folder / "over", hosts, given.get("runner", "pdsh"), steps), None, draw_faults(over, seed, "hosts")))
         with suppress(KeyboardInterrupt):  # at Ctrl-C, report the faults so far
             for runs, disk, faults in plans:
                 stack.callback(runs.close)

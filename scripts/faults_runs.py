@@ -23,7 +23,7 @@ STEPS = 120
 RECIPE = (
     *("conf=quickstart", "model=tiny", "model.layers=2", "model.dropout=0.1", "data=synthetic", "train.batch=8"),
     *("train.seq=16", "train.microbatch=2", "train.evaluate={every: 20, batches: 2}", "train.skip=0", "log.every=1", "optim.warmup=3"),
-    *("checkpoint={every: 5, keep: 3}", "launch.patience=5", "name=run"),
+    *("checkpoint={every: 5, keep: 3}", "name=run"),
 )
 RUNS_VARIABLE = "FAULTS_RUNS"  # an environment variable that identifies a campaign's processes, whose parents may have died
 # fmt: off
@@ -32,9 +32,9 @@ ROLES = {  # role of a process, by a part of its command line
     "launcher.launch": "launcher", "pdsh": "pdsh", "mpirun ": "mpirun", "orted ": "orted", "ssh ": "ssh",
 }
 # fmt: on
-# A sitecustomize.py: in the rank and step that FAULTS_NAN names, it turns a gradient into NaN.
-NAN_GRADIENT = """
-import os, sys
+# A sitecustomize.py: in the step and rank that FAULTS_IN_RANK names, it turns a gradient into NaN, or makes this and each later step slow.
+FAULT_IN_RANK = """
+import os, sys, time
 from importlib.abc import Loader, MetaPathFinder
 from importlib.util import find_spec
 NAME = "distrain.trainer.loop.train"
@@ -50,9 +50,11 @@ class Spoils(MetaPathFinder, Loader):
         return self.loader.create_module(spec)
     def exec_module(self, module):
         self.loader.exec_module(module)
-        right, (at, rank) = module.train_step, map(int, os.environ["FAULTS_NAN"].split())
+        right, (kind, at, rank) = module.train_step, os.environ["FAULTS_IN_RANK"].split()
         def step(run, course, micros, now, *rest):
-            if now != at or os.environ["RANK"] != str(rank):
+            if kind == "slow" and now >= int(at) and os.environ["RANK"] == rank:
+                time.sleep(0.05)
+            if kind == "slow" or now != int(at) or os.environ["RANK"] != rank:
                 return right(run, course, micros, now, *rest)
             parameter = next(course.engine.parts[-1].module.parameters())
             hook = parameter.register_hook(lambda gradient: gradient * float("nan"))
@@ -61,7 +63,7 @@ class Spoils(MetaPathFinder, Loader):
             finally:
                 hook.remove()
         module.train_step = step
-if os.environ.get("FAULTS_NAN") and "RANK" in os.environ:
+if os.environ.get("FAULTS_IN_RANK") and "RANK" in os.environ:
     sys.meta_path.insert(0, Spoils())
 """
 
@@ -124,18 +126,18 @@ class LocalRuns:
         self.folder, self.steps = folder, steps
         self.site = folder / "site"
         self.site.mkdir(parents=True)
-        (self.site / "sitecustomize.py").write_text(NAN_GRADIENT)
+        (self.site / "sitecustomize.py").write_text(FAULT_IN_RANK)
 
     overrides: Sequence[str] = ("cluster=1x2",)
 
-    def start(self, folder: Path, *overrides: str, nan_at: str = "") -> FitProcess:
+    def start(self, folder: Path, *overrides: str, in_rank: str = "") -> FitProcess:
         """Start `distrain fit` with RUN_DIR `folder`/run."""
         log = folder / "fit.log"
         words = (*RECIPE, f"train.steps={self.steps}", *self.overrides, f"log.dir={folder}", *overrides)
         command = [sys.executable, "-m", "distrain", "fit", *words]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUNS_VARIABLE: str(self.folder)}
-        if nan_at:
-            environment |= {"PYTHONPATH": str(self.site), "FAULTS_NAN": nan_at}
+        if in_rank:
+            environment |= {"PYTHONPATH": str(self.site), "FAULTS_IN_RANK": in_rank}
         with log.open("wb") as out:
             return FitProcess(process=self._popen(command, environment, out), log=log)
 
@@ -170,8 +172,8 @@ class HostRuns(LocalRuns):
     name = "hosts"
     tolerance = 1e-6  # a run that has lost a host goes on in another layout
 
-    def __init__(self, folder: Path, hosts: VirtualHosts, runner: str = "pdsh") -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, hosts: VirtualHosts, runner: str = "pdsh", steps: int = STEPS) -> None:
+        super().__init__(folder, steps)
         self.hosts, self._down = hosts, False
         launch = ("launch=deepspeed", f"launch.runner={runner}", f"launch.hostfile={hosts.write_hostfile(1)}", "launch.preflight=false")
         self.overrides = ("cluster=2x1", *launch)
@@ -220,7 +222,7 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
     while not condition():
         if time.monotonic() > until:
             return False
-        time.sleep(0.01)
+        time.sleep(0.03)
     return True
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-Kind = Literal["kill", "term", "stop", "truncated", "flipped", "full", "nan", "cut"]
+Kind = Literal["kill", "term", "stop", "truncated", "flipped", "full", "nan", "slow", "deleted", "cut"]
 
 SIGNALS: Mapping[str, signal.Signals] = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 FILE_DAMAGES = ("truncated", "flipped")
 # fmt: off
 SHARES: Mapping[str, Mapping[Kind, int]] = {  # of a hundred faults, for local runs and runs over hosts
-    "local": {"kill": 32, "term": 20, "stop": 14, "truncated": 8, "flipped": 8, "full": 8, "nan": 10},
+    "local": {"kill": 26, "term": 18, "stop": 14, "truncated": 8, "flipped": 8, "full": 8, "nan": 8, "slow": 5, "deleted": 5},
     "hosts": {"kill": 40, "term": 20, "stop": 15, "cut": 25},
 }
 # fmt: on
