@@ -13,9 +13,9 @@ trained:
     deleted               the folder of checkpoints is removed, at any moment
     cut                   the link of a host goes down
 
-The invariants: no process of the run is left (within a minute or a start; the seconds are reported); it exits 0 only if it has trained and its last
-checkpoint verifies, else with a status that the fault allows; the newest checkpoint that verifies is no older than before; each
-step has the loss of the uninterrupted run; and the run said what was wrong without a traceback.
+The invariants: no process of the run is left (within a minute or a start; the seconds are reported); it exits 0 only if it has trained
+and its last checkpoint verifies, else with a status that the fault allows; the newest checkpoint that verifies is no older than before;
+each step has the loss of the uninterrupted run; and the run said what was wrong without a traceback.
 
 How long to wait follows from the machine: launch.patience and all deadlines are multiples of how long the run without a fault, and the
 starts since, took.
