@@ -20,6 +20,7 @@ from ...trainer.spec.problem import one_line
 from ...trainer.spec.run import Run
 from ...trainer.system.open_files import needed_files, raise_limit
 from ..arguments.command_name import command_name
+from ..pages.background_printing import print_in_background
 from ..pages.hosts_page import run_preflight_and_show
 from ..pages.next_steps import next_commands
 from ..pages.plan_facts import verdict
@@ -56,7 +57,8 @@ def fit_run(read: Callable[[], Run]) -> TrainingResult:
     if problems:
         print_problems(problems)
         return NOT_STARTED
-    result = train_run.train_run(run, plan, hosts, print_line, print_live_line)
+    with print_in_background() as (show, live):
+        result = train_run.train_run(run, plan, hosts, show, live)
     if result.says:
         print_error(f"distrain: {result.says}")
     if result.status == OK:

@@ -44,6 +44,7 @@ print("127.0.0.1\\n127.0.0.2")
 """
 SRUN = """\
 import subprocess
+from contextlib import suppress
 options = dict(word[2:].partition("=")[::2] for word in sys.argv[1:] if word.startswith("--"))
 command = [word for word in sys.argv[1:] if not word.startswith("--")]
 if "ntasks" not in options:
@@ -52,7 +53,15 @@ tasks, each = int(options["ntasks"]), int(options["ntasks-per-node"])
 started = [
     subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % each)}) for rank in range(tasks)
 ]
-sys.exit(max(abs(task.wait()) for task in started))
+worst = 0
+for _ in started:
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    if code and not worst and options.get("kill-on-bad-exit") == "1":
+        for task in started:
+            with suppress(ProcessLookupError):
+                os.kill(task.pid, 15)
+    worst = worst or abs(code)
+sys.exit(worst)
 """
 SBATCH = """\
 os.execvp("bash", ["bash", sys.argv[1]])

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from distrain.tests.fakes.deadline import DEADLINE
+from distrain.cli.pages.background_printing import MOST_WAITING, print_in_background
+from distrain.tests.fakes.deadline import DEADLINE, wait_for
 
 # Two ranks that print ten lines each and save when they are asked to stop; the controller prints as `fit` does.
 PRINTING_RUN = """
 import os, sys
 from pathlib import Path
-from distrain.cli.pages.printing import print_error, print_line, print_live_line
+from distrain.cli.pages.background_printing import print_in_background
+from distrain.cli.pages.printing import print_error
 from distrain.trainer.launch.single_host import launch_local_ranks
 rank = '''
 import os, signal, sys, time
@@ -31,10 +35,13 @@ for step in range(10):
     channel.report_status(f"step {step}")
     channel.say(f"step {step}")
     while step == 5 and os.path.exists("wait"): time.sleep(0.02)
+for _ in range(5000 if os.path.exists("many") else 0): channel.say("x" * 100)
+open(f"trained{rank}", "w")
 channel.report_done()
 '''
-printing = {"show": print_line, "live": print_live_line}
-outcome = launch_local_ranks([sys.executable, "-c", rank], ranks=2, folder=Path(), environment=os.environ, grace=2.0, **printing)
+with print_in_background() as (show, live):
+    printing = {"show": show, "live": live}
+    outcome = launch_local_ranks([sys.executable, "-c", rank], ranks=2, folder=Path(), environment=os.environ, grace=2.0, **printing)
 print_error(outcome.says or "trained")
 sys.exit(outcome.status)
 """
@@ -55,6 +62,42 @@ def test_a_run_whose_output_nobody_reads_trains(tmp_path: Path) -> None:
     command = ["bash", "-c", '"$@" | head -n 2; exit ${PIPESTATUS[0]}', "bash", sys.executable, "-c", PRINTING_RUN]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "step 0\nstep 1\n", "trained\n")
+
+
+def test_a_run_whose_output_is_not_taken_trains_and_prints_it_later(tmp_path: Path) -> None:
+    """As where a pager waits, or a terminal is stopped: more is printed than pipes hold."""
+    (tmp_path / "many").touch()
+    started = subprocess.Popen(
+        [sys.executable, "-c", PRINTING_RUN], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for(lambda: len(list(tmp_path.glob("trained*"))) == 2)
+    lines = started.communicate(timeout=DEADLINE)[0].splitlines()
+    assert started.returncode == 0
+    assert (lines[:2], lines.count("x" * 100), lines[-1]) == (["step 0", "step 1"], 5000, "trained")
+
+
+class Gate(io.StringIO):
+    """A stdout that takes nothing until it is `open`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.open.wait(DEADLINE)
+        return super().write(text)
+
+
+def test_lines_that_nothing_takes_are_left_out_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    monkeypatch.setattr(sys, "stdout", gate)
+    with print_in_background() as (show, _):
+        for number in range(MOST_WAITING + 6):
+            show(f"line {number}")
+        gate.open.set()
+    lines = gate.getvalue().splitlines()
+    left_out = int(next(line for line in lines if line.endswith("nothing took them")).partition(" ")[0])
+    assert (left_out + len(lines) - 1, lines[-1]) == (MOST_WAITING + 6, f"line {MOST_WAITING + 5}")
 
 
 def test_a_run_whose_terminal_hangs_up_saves(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,19 @@ def test_one_device_of_each_host_then_all_at_once_measure_the_links() -> None:
     rows = run_processes(measure_as_hosts, 4, "fork")
     assert [list(row) for row in rows] == [["alone", "together"], ["together"]] * 2
     assert all(min(found) > 0 for row in rows for found in row.values())
+
+
+def is_port_reserved(process: PoolProcess) -> bool:
+    with socket.socket() as other:
+        try:
+            other.bind(("", process.port))
+        except OSError:
+            return True
+    return False
+
+
+def test_no_other_process_gets_the_port_of_a_measurement() -> None:
+    assert run_processes(is_port_reserved, 1, "fork") == [True]
 
 
 def fail_in_one(process: PoolProcess) -> None:

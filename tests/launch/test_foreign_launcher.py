@@ -46,6 +46,19 @@ held, channel = contextlib.ExitStack(), Channel(None)
 held.enter_context(hold_folder(Path(sys.argv[1])))
 rank.run_rank(Path(sys.argv[1]), channel, held.close)
 """
+WAITING = """
+import atexit, sys, time
+from pathlib import Path
+from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.loop import rank
+from distrain.trainer.loop.metrics.sink_thread import SinkThread
+def train_rank(*_):
+    SinkThread("slow", lambda: time.sleep(1000), (0.01, 0.01))
+    atexit.register(time.sleep, 1000)
+    return 0
+sys.modules["distrain.trainer.loop.train_rank"] = type("Trains", (), {"train_rank": staticmethod(train_rank)})
+sys.exit(rank.run_rank(Path(sys.argv[1]), Channel(None)))
+"""
 MESSAGES = ["step 1", "no room"]
 
 
@@ -124,6 +137,10 @@ def test_a_rank_that_fails_is_not_said_to_be_killed(tmp_path: Path) -> None:
     words = [sys.executable, "-c", FAILING, str(tmp_path)]
     assert subprocess.run(words, env={**os.environ, "RANK": "0"}, timeout=DEADLINE).returncode == 3
     assert (tmp_path / LOCK_FILE).read_text() == ""
+
+
+def test_a_rank_that_has_trained_does_not_wait_for_a_log_sink_at_pythons_exit(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", WAITING, str(tmp_path)], env={**os.environ, "RANK": "0"}, timeout=DEADLINE).returncode == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals a process when its parent dies")

@@ -20,7 +20,7 @@ from distrain.trainer.launch import watchdog_times
 from distrain.trainer.launch.goodput import GoodputMeter
 from distrain.trainer.launch.next_attempt import HostFaults
 from distrain.trainer.launch.rank.log import RemoteLog
-from distrain.trainer.launch.restart import is_machine_failure, no_restart_reason
+from distrain.trainer.launch.restart import is_machine_failure, no_restart_reason, pause_seconds
 from distrain.trainer.launch.supervisor.outcome import Fate, Outcome, RankOutcome
 from distrain.trainer.launch.supervisor.watchdog import Watchdog
 from distrain.trainer.launch.train_run import train_run, write_end
@@ -29,6 +29,7 @@ from distrain.trainer.rundir.files import read_launch_files, run_folder, write_l
 from distrain.trainer.rundir.lock import RunFolderInUse, hold_run_folder
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.system.child_process import end_child
+from distrain.trainer.system.stop_requests import collect_stop_requests
 
 HERE = socket.gethostname()
 FAILS_ONCE = """
@@ -131,6 +132,31 @@ def test_sigterm_between_two_attempts_stops_the_run(attempts: Attempts, saved: S
     assert ended.says.startswith("rank 1 exited with 1, at step 7: RuntimeError: CUDA error: uncorrectable ECC")
     assert ended.says.endswith(f"; SIGTERM came before the restart; {left}")
     assert len((attempts.folder / "ranks" / "0.log").read_text().split("== rank 0")) == 2, "one attempt"
+
+
+STEPS_ONCE = """
+import os, sys
+from pathlib import Path
+from distrain.trainer.launch.rank.channel import Channel
+talk, before = Channel.from_environment(), Path(sys.argv[1], f"before{os.environ['RANK']}")
+if not before.exists(): talk.report_step(6)
+before.touch()
+while len(list(Path(sys.argv[1]).glob("before*"))) < 2: pass
+raise OSError(5, os.strerror(5))
+"""
+
+
+def test_attempts_that_begin_no_step_do_not_use_up_all_restarts_at_once(attempts: Attempts) -> None:
+    """A stop request ends the pause between two of them."""
+    write_checkpoint(attempts.folder, 5)
+    attempts.signals["in a row"] = signal.SIGTERM
+    with collect_stop_requests():  # so that the signal does not end this process
+        ended = attempts.run(STEPS_ONCE, 9)
+    assert [line for line in attempts.lines if "in a row" in line] == [
+        "2 attempts in a row have begun no step: the next one follows in 30 s"
+    ]
+    assert (ended.status, attempts.summary.count("\nrestart ")) == (75, 3)
+    assert [pause_seconds(count) for count in (0, 1, 2, 3, 4, 9)] == [0, 0, 30, 60, 120, 600]
 
 
 IGNORES = """

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.deadline import DEADLINE, wait_for
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.tests.fakes.rank_threads import file_size_limit
 from distrain.tests.fakes.wandb_file import history, records
 from distrain.trainer.loop.metrics import sinks
+from distrain.trainer.loop.metrics.sink_thread import SinkThread, is_any_stuck
 from distrain.trainer.loop.metrics.sinks import MAX_ROW_BYTES, WANDB, JsonLines, SinkContext, Sinks, Wandb, flat_items
 from distrain.trainer.loop.metrics.step_row import Row
 from distrain.trainer.plan.plan import make_plan
@@ -166,6 +169,61 @@ def test_a_sink_that_raises_is_reported_once_and_dropped(
     made.close({})
     assert said == [f"warning: log sink tensorboard stopped: {why}"]
     assert steps(tmp_path) == [1, 2]
+
+
+class Hangs:
+    """A sink that does not answer."""
+
+    answers = threading.Event()
+
+    def __init__(self, context: SinkContext) -> None:
+        self.rows: list[Row] = []
+
+    def write(self, row: Row) -> None:
+        self.answers.wait(DEADLINE)
+        self.rows.append(row)
+
+    def close(self, summary: Row) -> None:
+        self.rows.append(summary)
+
+
+def test_a_sink_that_does_not_answer_holds_nothing_up_and_is_reported_at_the_end(context: SinkContext) -> None:
+    made = list[Hangs]()
+
+    def make() -> Hangs:
+        made.append(Hangs(context))
+        return made[0]
+
+    thread = SinkThread("slow", make, (DEADLINE, 0.01))
+    for step in (1, 2):
+        thread.write(row(step))
+    with pytest.raises(TimeoutError, match=r"^it did not end within 0 s, and its last rows may be lost$"):
+        thread.close({"planned": 1})
+    assert is_any_stuck()
+    Hangs.answers.set()
+    wait_for(lambda: not is_any_stuck())
+    assert made[0].rows == [row(1), row(2), {"planned": 1}]
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_sinks_of_third_parties_have_threads_of_their_own(name: str, context: SinkContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hangs.answers.clear()
+    monkeypatch.setitem(sinks.SINKS, name, Hangs)
+    Sinks(replace(context, run=load_recipe("quickstart", [f"log.sinks=[{name}]"]))).write(row(1))  # comes back
+    Hangs.answers.set()
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.rename(path.with_suffix(".1"))])
+def test_metrics_jsonl_that_is_removed_or_rotated_is_made_again(
+    context: SinkContext, tmp_path: Path, change: Callable[..., object]
+) -> None:
+    made = JsonLines(replace(context, folder=tmp_path))
+    made.write(row(1))
+    change(tmp_path / "metrics.jsonl")
+    for step in (2, 3):
+        made.write(row(step))
+    made.close({})
+    assert steps(tmp_path) == [2, 3]
 
 
 # wandb and TensorBoard: what they write is read back with their own readers

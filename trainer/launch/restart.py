@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from .rank.channel import STOPPED
 from .supervisor.outcome import FAILED, Outcome
 from .suspect_checkpoints import SuspectCheckpoints
 from .watchdog_times import load_watchdog, save_phase_times
+
+FRUITLESS = 2  # attempts in a row without a step, after which the next one waits
+FIRST_PAUSE, LONGEST_PAUSE = 30.0, 600.0  # seconds
 
 
 def run_attempts(
@@ -45,7 +49,7 @@ def run_attempts(
     command = command or [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
     goodput, faults, suspects = GoodputMeter(folder=folder), HostFaults(), SuspectCheckpoints(folder=checkpoints_folder(folder))
     whole = last = HostedRun(run=run, plan=plan, hosts=tuple(hosts))
-    before = last.hosts
+    before, fruitless = last.hosts, 0  # attempts in a row that have begun no step
     with collect_stop_requests(stop_requests) as requests:
         while True:
             outcome = _run_watched_attempt(last, folder, command, show, live, goodput, requests)
@@ -61,6 +65,8 @@ def run_attempts(
                 if why:
                     show(f"no restart: {why}")
                 break
+            fruitless = 0 if any(rank.step is not None for rank in outcome.ranks) else fruitless + 1
+            _pause(fruitless, show, requests)
             try:
                 following = next_attempt(whole, last, faults.hosts_to_avoid(outcome), requests)
                 write_launch_files(following.run, following.plan, folder)
@@ -119,6 +125,21 @@ def _end_reason(run: Run, outcome: Outcome, goodput: GoodputMeter, suspects: Sus
     if why is None and suspects.are_all:
         return "the checkpoints may hold wrong weights: remove them to start from step 0, or the same command goes on from the newest"
     return why
+
+
+def pause_seconds(fruitless: int) -> float:
+    """Return how long to wait before another attempt after so many in a row that have begun no step: a network or a file system that
+    is gone for minutes would use up all restarts."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (fruitless - FRUITLESS)) if fruitless >= FRUITLESS else 0.0
+
+
+def _pause(fruitless: int, show: Show, requests: StopRequests) -> None:
+    """Wait before another attempt, until a stop request."""
+    if seconds := pause_seconds(fruitless):
+        show(f"{fruitless} attempts in a row have begun no step: the next one follows in {seconds:.0f} s")
+        until = time.monotonic() + seconds
+        while not requests and time.monotonic() < until:
+            time.sleep(0.2)
 
 
 def is_machine_failure(outcome: Outcome) -> bool:

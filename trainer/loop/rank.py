@@ -20,6 +20,7 @@ from ..rundir.lock import RunFolderInUse
 from ..system.parent_watch import watch_parent_from_environment
 from ..system.stop_requests import StopFlag
 from .failures.failure import report_failure
+from .metrics.sink_thread import is_any_stuck
 
 
 def main() -> int:
@@ -38,8 +39,8 @@ def main() -> int:
 
 
 def run_rank(path: Path, channel: Channel, release: Callable[[], None] = lambda: None, started: Path | None = None) -> int:
-    """Train the run of RUN_DIR/run.json as the rank that the environment names. Return the exit status, but exit here after a failure, once
-    `release` has released what the process holds.
+    """Train the run of RUN_DIR/run.json as the rank that the environment names. Return the exit status, but exit here after a failure, or
+    where a log sink does not end, once `release` has released what the process holds.
 
     A normal exit waits for Python's threads, and one of them may wait for a disk or a device that does not answer.
     """
@@ -58,7 +59,7 @@ def run_rank(path: Path, channel: Channel, release: Callable[[], None] = lambda:
     except Exception as error:
         report_failure(error, channel)
         status = 1
-    if status not in (0, STOPPED):
+    if status not in (0, STOPPED) or is_any_stuck():
         with contextlib.suppress(OSError):
             release()
         with contextlib.suppress(OSError):

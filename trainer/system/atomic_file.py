@@ -19,7 +19,10 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
     new = {path: _hidden_name(path) for path in contents}
     try:
         for path, content in contents.items():
-            new[path].write_bytes(content)
+            with new[path].open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # otherwise a power loss may leave the new name with no content
         for path, hidden in new.items():
             hidden.replace(path)
     except OSError:

@@ -26,7 +26,8 @@ class RankLog(NamedTuple):
         """Return the last lines that this attempt wrote, without empty ones; none if the file is gone."""
         try:
             with self.path.open("rb") as file:
-                file.seek(max(self.start, file.seek(0, 2) - SEARCHED_BYTES))
+                end = file.seek(0, 2)
+                file.seek(max(self.start if self.start <= end else 0, end - SEARCHED_BYTES))  # a shorter file was emptied, or replaced
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             return ()

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from secrets import token_hex
@@ -21,6 +22,7 @@ from ...rundir.metric_rows import is_step_row, validation_key
 from ...spec.read import value_text
 from ...spec.run import Run
 from ...system.atomic_file import append_line, write_atomically
+from .sink_thread import SinkThread
 from .step_row import Row, console_line, finite_or_none
 
 METRICS = "jsonl"  # the sink that every run has
@@ -93,10 +95,23 @@ class JsonLines:
             self._waiting.popleft()
 
     def _open(self) -> int:
+        if self._fd is not None and _is_gone(self._path, self._fd):
+            os.close(self._fd)
+            self._fd = None
         if self._fd is None:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             _truncate_half_line(self._fd)
         return self._fd
+
+
+def _is_gone(path: Path, fd: int) -> bool:
+    """Whether an open file has lost its path: it was removed, or replaced by another."""
+    try:
+        return not os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def _truncate_half_line(fd: int) -> None:
@@ -230,6 +245,7 @@ SINKS: dict[str, Callable[[SinkContext], Sink]] = {
     "tensorboard": Tensorboard,
     "console": Console,
 }
+THREADED = ("wandb", "tensorboard")  # of third parties
 
 
 class Sinks:
@@ -242,7 +258,7 @@ class Sinks:
         for name, sink in SINKS.items():
             if name == METRICS or name in context.run.log.sinks:
                 with self._guard(name):
-                    self._open[name] = sink(context)
+                    self._open[name] = SinkThread(name, partial(sink, context)) if name in THREADED else sink(context)
 
     def write(self, row: Row) -> None:
         """Write a logged step to each sink."""

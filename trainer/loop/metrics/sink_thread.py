@@ -1,0 +1,79 @@
+"""A log sink of a third party in a thread of its own: one that does not answer holds up neither a step nor the end of a run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from queue import Full, Queue
+from typing import Any, Protocol
+
+OPEN_SECONDS = 120.0  # for it to open; after that training begins, and its rows wait
+CLOSE_SECONDS = 120.0  # for it to write the rows that wait and to end
+MOST_WAITING = 100_000  # rows; later ones are dropped
+THREAD = "log sink"  # begins the names of the threads
+
+
+class ClosableSink(Protocol):
+    """What the thread drives."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write a row."""
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Write what is left, and the summary."""
+
+
+class SinkThread:
+    """A sink that a thread makes, writes to and closes. What that raises is raised by the next call here."""
+
+    def __init__(self, name: str, make: Callable[[], ClosableSink], seconds: tuple[float, float] = (OPEN_SECONDS, CLOSE_SECONDS)) -> None:
+        """`seconds`: to open and to close."""
+        open_seconds, self._close_seconds = seconds
+        self._make = make
+        self._rows: Queue[Mapping[str, Any]] = Queue(MOST_WAITING)
+        self._summary: Mapping[str, Any] | None = None
+        self._is_open, self._error = threading.Event(), list[Exception]()
+        self._thread = threading.Thread(target=self._run, name=f"{THREAD} {name}", daemon=True)
+        self._thread.start()
+        self._is_open.wait(open_seconds)
+        self._raise_error()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Have a row written."""
+        self._raise_error()
+        try:
+            self._rows.put_nowait(row)
+        except Full:
+            raise TimeoutError(f"{MOST_WAITING:,} rows wait for it") from None
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Have it closed once all rows are written; raises TimeoutError where that takes too long."""
+        self._summary = summary
+        with suppress(Full):
+            self._rows.put({}, timeout=self._close_seconds)
+        self._thread.join(self._close_seconds)
+        self._raise_error()
+        if self._thread.is_alive():
+            raise TimeoutError(f"it did not end within {self._close_seconds:.0f} s, and its last rows may be lost")
+
+    def _raise_error(self) -> None:
+        if self._error:
+            raise self._error[0]
+
+    def _run(self) -> None:
+        try:
+            sink = self._make()
+            self._is_open.set()
+            while row := self._rows.get():
+                sink.write(row)
+            sink.close(self._summary or {})
+        except Exception as error:
+            self._error.append(error)
+        finally:
+            self._is_open.set()
+
+
+def is_any_stuck() -> bool:
+    """Whether a sink of this process has not ended: its package may wait for it at Python's exit."""
+    return any(thread.name.startswith(THREAD) for thread in threading.enumerate())
