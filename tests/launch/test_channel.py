@@ -11,7 +11,7 @@ import pytest
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.launch.rank.environment import RankEnvironment
-from distrain.trainer.launch.rank.log import exception_line
+from distrain.trainer.launch.rank.log import RankLog, exception_line
 from distrain.trainer.system.parent_watch import watch_parent_from_environment
 from distrain.trainer.system.reserved_port import reserve_port
 
@@ -101,6 +101,14 @@ def test_two_runs_get_two_ports() -> None:
     assert len({each.getsockname()[1] for each in reserved}) == 50
     for each in reserved:
         each.close()
+
+
+def test_a_log_that_was_rotated_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "0.log"
+    path.write_text("of an earlier attempt\n")
+    log = RankLog(path, 0).from_here()
+    path.write_text("ValueError: x\n")
+    assert log.last_lines(9) == ("ValueError: x",)
 
 
 TRACE = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "    f()"]

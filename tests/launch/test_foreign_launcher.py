@@ -59,6 +59,18 @@ def train_rank(*_):
 sys.modules["distrain.trainer.loop.train_rank"] = type("Trains", (), {"train_rank": staticmethod(train_rank)})
 sys.exit(rank.run_rank(Path(sys.argv[1]), Channel(None)))
 """
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.loop import rank
+def train_rank(path, channel, stop, started):
+    if "JOINS" in os.environ: stop.listen()
+    os.kill(os.getpid(), signal.SIGTERM)
+    return 75 if stop.requested else 0
+sys.modules["distrain.trainer.loop.train_rank"] = type("Stopped", (), {"train_rank": staticmethod(train_rank)})
+sys.exit(rank.run_rank(Path(sys.argv[1]), Channel(None)))
+"""
 MESSAGES = ["step 1", "no room"]
 
 
@@ -137,6 +149,13 @@ def test_a_rank_that_fails_is_not_said_to_be_killed(tmp_path: Path) -> None:
     words = [sys.executable, "-c", FAILING, str(tmp_path)]
     assert subprocess.run(words, env={**os.environ, "RANK": "0"}, timeout=DEADLINE).returncode == 3
     assert (tmp_path / LOCK_FILE).read_text() == ""
+
+
+@pytest.mark.parametrize(("joins", "code"), [({}, -15), ({"JOINS": "1"}, 75)])
+def test_a_rank_of_another_launcher_ends_at_once_before_it_has_joined_the_others(joins: dict[str, str], code: int, tmp_path: Path) -> None:
+    """It would wait for a rank 0 that was refused."""
+    done = subprocess.run([sys.executable, "-c", STOPPED, str(tmp_path)], env={**os.environ, "RANK": "1", **joins}, timeout=DEADLINE)
+    assert done.returncode == code
 
 
 def test_a_rank_that_has_trained_does_not_wait_for_a_log_sink_at_pythons_exit(tmp_path: Path) -> None:
