@@ -188,7 +188,7 @@ class Hangs:
 
 
 def test_a_sink_that_does_not_answer_holds_nothing_up_and_is_reported_at_the_end(context: SinkContext) -> None:
-    made = list[Hangs]()
+    made, waits = list[Hangs](), list[int]()
 
     def make() -> Hangs:
         made.append(Hangs(context))
@@ -198,7 +198,8 @@ def test_a_sink_that_does_not_answer_holds_nothing_up_and_is_reported_at_the_end
     for step in (1, 2):
         thread.write(row(step))
     with pytest.raises(TimeoutError, match=r"^it did not end within 0 s, and its last rows may be lost$"):
-        thread.close({"planned": 1})
+        thread.close({"planned": 1}, lambda: waits.append(1))
+    assert waits, "the watchdog is told"
     assert is_any_stuck()
     Hangs.answers.set()
     wait_for(lambda: not is_any_stuck())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from queue import Full, Queue
@@ -47,12 +48,15 @@ class SinkThread:
         except Full:
             raise TimeoutError(f"{MOST_WAITING:,} rows wait for it") from None
 
-    def close(self, summary: Mapping[str, Any]) -> None:
-        """Have it closed once all rows are written; raises TimeoutError where that takes too long."""
+    def close(self, summary: Mapping[str, Any], on_wait: Callable[[], object] = lambda: None) -> None:
+        """Have it closed once all rows are written, and call `on_wait` meanwhile; raises TimeoutError where that takes too long."""
         self._summary = summary
         with suppress(Full):
             self._rows.put({}, timeout=self._close_seconds)
-        self._thread.join(self._close_seconds)
+        until = time.monotonic() + self._close_seconds
+        while self._thread.is_alive() and time.monotonic() < until:
+            self._thread.join(min(1.0, self._close_seconds))
+            on_wait()
         self._raise_error()
         if self._thread.is_alive():
             raise TimeoutError(f"it did not end within {self._close_seconds:.0f} s, and its last rows may be lost")

@@ -266,12 +266,15 @@ class Sinks:
             with self._guard(name):
                 sink.write(row)
 
-    def close(self, summary: Row) -> None:
-        """Close each sink."""
+    def close(self, summary: Row, on_wait: Callable[[], object] = lambda: None) -> None:
+        """Close each sink; `on_wait` is called while one takes long."""
         self._failing.discard(METRICS)  # lost rows are a second warning, after the one of waiting rows
         for name, sink in list(self._open.items()):
             with self._guard(name, rows="its last rows are lost"):
-                sink.close(summary)
+                if isinstance(sink, SinkThread):
+                    sink.close(summary, on_wait)
+                else:
+                    sink.close(summary)
 
     @contextmanager
     def _guard(self, name: str, rows: str = "its rows wait for room") -> Iterator[None]:
