@@ -86,8 +86,10 @@ def run_rank(folder: Path, program: str = RANK, **environment: str) -> tuple[lis
 
 @pytest.mark.parametrize("launcher", ["TORCHELASTIC_RUN_ID", "SLURM_PROCID"])
 def test_output_of_a_rank_of_another_launcher_is_in_its_log_and_its_messages_on_the_terminal(tmp_path: Path, launcher: str) -> None:
-    shown, log = run_rank(tmp_path, RANK="3", WORLD_SIZE="4", PYTHONUNBUFFERED="1", JOINS="1", **{launcher: "3"})
-    assert shown == MESSAGES
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "3.log").write_text("cut off")
+    shown, (before, *log) = run_rank(tmp_path, RANK="3", WORLD_SIZE="4", PYTHONUNBUFFERED="1", JOINS="1", **{launcher: "3"})
+    assert (shown, before) == (MESSAGES, "cut off")
     assert log[0].startswith("== rank 3 of 4 starts, ")
     assert log[1:] == ["noise", "more of it"]
     assert list((tmp_path / "launch").iterdir()) == []

@@ -9,14 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.attempts import Attempts, attempt_run, write_checkpoint
-from distrain.trainer.launch import watchdog_times
+from distrain.trainer.launch import restart, watchdog_times
 from distrain.trainer.launch.goodput import GoodputMeter
 from distrain.trainer.launch.next_attempt import HostFaults
 from distrain.trainer.launch.rank.log import RemoteLog
@@ -146,8 +148,13 @@ raise OSError(5, os.strerror(5))
 """
 
 
-def test_attempts_that_begin_no_step_do_not_use_up_all_restarts_at_once(attempts: Attempts) -> None:
+def test_attempts_that_begin_no_step_do_not_use_up_all_restarts_at_once(attempts: Attempts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop request ends the pause between two of them."""
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError("it waits, and a stop was requested")
+
+    monkeypatch.setattr(restart, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     write_checkpoint(attempts.folder, 5)
     attempts.signals["in a row"] = signal.SIGTERM
     with collect_stop_requests():  # so that the signal does not end this process

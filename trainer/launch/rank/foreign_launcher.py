@@ -13,7 +13,7 @@ from ...rundir.files import LAUNCH_FOLDER
 from ...rundir.lock import LOCK_FILE, hold_run_folder
 from ...system import parent_watch
 from .channel import Channel
-from .log import open_rank_log
+from .log import has_partial_line, open_rank_log
 
 LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")  # variables that torchrun and srun set
 
@@ -57,8 +57,9 @@ def keep_log(folder: Path, environment: Mapping[str, str] = os.environ) -> None:
     early = folder / LAUNCH_FOLDER / f"{rank}.log"
     with suppress(OSError), early.open("rb") as written:
         (folder / "ranks").mkdir(parents=True, exist_ok=True)
-        with (folder / "ranks" / f"{rank}.log").open("ab", buffering=0) as file:
-            file.write(written.read())
+        path = folder / "ranks" / f"{rank}.log"
+        with path.open("ab", buffering=0) as file:
+            file.write((b"\n" if has_partial_line(path) else b"") + written.read())
             _redirect_output(file)
             file.write(written.read())  # what came meanwhile
         early.unlink()

@@ -60,12 +60,13 @@ def open_rank_log(folder: Path, rank: int, ranks: int) -> tuple[RankLog, IO[byte
 def open_log_file(path: Path, who: str) -> tuple[RankLog, IO[bytes]]:
     """Open a log for appending, and write the header that `who` starts."""
     file = path.open("ab", buffering=0)
-    before = "\n" if _has_partial_line(path) else ""
+    before = "\n" if has_partial_line(path) else ""
     file.write(f"{before}== {who} starts, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n".encode())
     return RankLog(path, path.stat().st_size), file
 
 
-def _has_partial_line(path: Path) -> bool:
+def has_partial_line(path: Path) -> bool:
+    """Whether the last line of a file lacks its end, as a killed process leaves it."""
     with path.open("rb") as file:
         if not file.seek(0, 2):
             return False
