@@ -73,7 +73,8 @@ class LegalTrials:
 def plan_trial(recipe: DrawnRecipe, layout: ProveLayout) -> Trial:
     """Plan a recipe in a layout as `prove` does; raises Unreadable."""
     words = recipe.recipe
-    run = run_in_layout(shortened_run(words.run_on(layout.ranks), recipe.steps, "plan"), layout, words.run().cluster.nodes)
+    nodes = 1 if layout == ONE_PROCESS else words.run().cluster.nodes
+    run = run_in_layout(shortened_run(words.run_on(layout.ranks), recipe.steps, "plan"), layout, nodes)
     return Trial(layout=layout, run=run, plan=make_plan(run))
 
 
