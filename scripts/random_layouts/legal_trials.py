@@ -15,7 +15,7 @@ from ...trainer.plan.plan import make_plan
 from ...trainer.plan.rules.unused_keys import RULE as IDLE
 from ...trainer.prove.trials.layouts import ONE_PROCESS, ProveLayout, run_in_layout
 from ...trainer.prove.trials.plan_proof import shortened_run
-from ...trainer.prove.trials.trial import Trial
+from ...trainer.prove.trials.trial import Trial, trial_problems
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.read import read_run
 from ...trainer.spec.run import Run
@@ -45,7 +45,7 @@ class LegalTrials:
             return self._refuse(error.problems, command)
         except Exception:
             return self._crash(traceback.format_exc(), command)
-        if problems := check_start(trial.run, trial.plan).problems:
+        if problems := trial_problems(trial):
             for each in problems:
                 self._follow_advice(trial.run, each, command)
             return self._refuse(problems, command)
