@@ -46,6 +46,7 @@ def _result_row(result: LayoutResult) -> dict[str, Any]:
         "held_to": result.trial.layout.simulation.replace("_", " ") or "one process",
         "says": result.reason,
         "departure": result.departure,
+        "in_float64": result.in_float64,
         "seconds": result.seconds,
         "losses": list(result.curve.losses) if result.curve else [],
         "grad_norms": list(result.curve.norms) if result.curve else [],

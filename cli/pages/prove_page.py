@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...trainer.prove.checks.compare_trial_messages import message_differences
-from ...trainer.prove.judge import CONTROL_FACTOR, LayoutResult, ProofResult
+from ...trainer.prove.judge import AS_ONE_PROCESS, CONTROL_FACTOR, LayoutResult, ProofResult
 from ...trainer.prove.trials.control_and_resume_trials import midway_step
 from ...trainer.prove.trials.layouts import FILE_SCHEDULE, ProveLayout
 from ...trainer.prove.trials.plan_proof import Proof
@@ -65,7 +65,7 @@ class ProofTable:
         """A layout's line; a name that is too long for its column has a line of its own."""
         name = result.trial.name
         line = self._line("" if len(name) > self._name_width else name, _cells(result))
-        line = self._style.paint(line, "green" if result.verdict == "same" else "red")
+        line = self._style.paint(line, "green" if result.verdict in AS_ONE_PROCESS else "red")
         return f"{name}\n{line}" if len(name) > self._name_width else line
 
     def _line(self, name: str, cells: Sequence[str]) -> str:
@@ -155,7 +155,7 @@ def _control_lines(result: ProofResult) -> list[str]:
 
 
 def _failure_lines(result: LayoutResult) -> list[str]:
-    reasons = [result.reason, result.departure]
+    reasons = [result.reason, "" if result.verdict == "rounding" else result.departure, result.in_float64]
     if result.verdict != "messages":  # else they are the reason
         reasons.append(message_differences(result.messages))
     if result.samples and result.samples not in result.reason:

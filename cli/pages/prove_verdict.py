@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ...trainer.prove.judge import LayoutResult, ProofResult
+from ...trainer.prove.judge import AS_ONE_PROCESS, LayoutResult, ProofResult
 from ...trainer.prove.trials.plan_proof import Proof
 from ...trainer.prove.trials.trial import Trial
 from ...trainer.spec.numbers.as_text import plural
@@ -30,7 +30,9 @@ def verdict_sentence(proof: Proof, result: ProofResult) -> str:
     for name, curve in OTHER_CURVES.items():
         if others := _results_of(result.layouts, name):
             says.append(_curve_sentence(len(others), curve, max(each.loss or 0.0 for each in others)))
-    return f"{'; '.join(says)} over {plural(proof.steps, 'step')}"
+    rounding = [each.trial.name for each in result.layouts if each.verdict == "rounding"]
+    grows = f"; rounding grows in {names_text(rounding)}, as float64 confirms" if rounding else ""
+    return f"{'; '.join(says)} over {plural(proof.steps, 'step')}{grows}"
 
 
 def _results_of(results: Iterable[LayoutResult], name: str) -> list[LayoutResult]:
@@ -46,7 +48,7 @@ def _curve_sentence(layouts: int, curve: str, largest: float) -> str:
 def _wrong_sentences(result: ProofResult) -> Iterator[str]:
     """How many layouts train another curve, how many only send other messages or run other actions, and which checks fail."""
     count = plural(len(result.layouts), "layout")
-    wrong = [each for each in result.layouts if each.verdict not in ("same", "messages", "actions")]
+    wrong = [each for each in result.layouts if each.verdict not in (*AS_ONE_PROCESS, "messages", "actions")]
     curves = [each.trial.name for each in wrong if not each.trial.layout.has_other_curve]
     messages = [each.trial.name for each in result.layouts if each.verdict == "messages"]
     if curves:

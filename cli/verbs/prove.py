@@ -35,6 +35,7 @@ def prove(
     distrain prove conf=tiny_2x2x2
     distrain prove conf=quickstart layouts=dp2,dp2.zero3 steps=4
     """
+    from ...trainer.prove.fork_client import start_wide_server
     from .prove_run import Printer, prove_recipe
 
     def print_over_live_line(text: str) -> None:
@@ -42,4 +43,4 @@ def prove(
         print_output(text)
 
     printer = Printer(show=print_over_live_line, tell=print_problems, live=print_live_line)
-    return prove_recipe(arguments or (), config_dir, printer, as_json=as_json, reasons=reasons)
+    return prove_recipe(arguments or (), config_dir, printer, as_json=as_json, reasons=reasons, start_wide=start_wide_server)

@@ -44,6 +44,7 @@ class RecipeForRanks:
     def __init__(self, conf: str, overrides: Sequence[str], config_dir: Path | None) -> None:
         self._loader, self._config_dir = Loader(config_dir), config_dir
         self._conf, self._overrides = conf, list(overrides)
+        self._run: Run | None = None
         self._runs: dict[int, Run] = {}
 
     def reread(self) -> RecipeForRanks:
@@ -52,7 +53,8 @@ class RecipeForRanks:
 
     def run(self) -> Run:
         """The run as the user wrote it; raises Unreadable."""
-        return self._loader.load(self._conf, self._overrides)
+        self._run = self._run or self._loader.load(self._conf, self._overrides)
+        return self._run
 
     def run_on(self, ranks: int) -> Run:
         """The run on one node of `ranks` ranks; raises Unreadable."""
@@ -70,8 +72,10 @@ def prove_recipe(
     as_json: bool,
     reasons: bool,
     start_server: StartServer = ForkServer,
+    start_wide: StartServer | None = None,
 ) -> int:
-    """Train and compare the layouts that the arguments ask for; return the exit status. Raises Unreadable."""
+    """Train and compare the layouts that the arguments ask for; return the exit status. `start_wide` starts the server on which departures
+    are confirmed. Raises Unreadable."""
     request, recipe, unused = _read_arguments(arguments, config_dir)
     printer.tell(unused)
     if as_json and reasons:
@@ -83,7 +87,7 @@ def prove_recipe(
         return FAILED
     try:
         with raise_on_stop_signals():
-            result = _run_and_show(proof, printer, start_server, as_json=as_json)
+            result = _run_and_show(proof, printer, start_server, start_wide, as_json=as_json)
     except ServerGone as error:
         printer.live("")
         printer.tell([Problem(rule="server", says=str(error))])
@@ -119,10 +123,12 @@ def _plan_and_measure(request: ProveRequest, recipe: RecipeForRanks, printer: Pr
     return plan_proof(request, measured.run(), measured.run_on)
 
 
-def _run_and_show(proof: Proof, printer: Printer, start_server: StartServer, *, as_json: bool) -> ProofResult:
+def _run_and_show(
+    proof: Proof, printer: Printer, start_server: StartServer, start_wide: StartServer | None, *, as_json: bool
+) -> ProofResult:
     """Train and judge all layouts, and show each result as it is known, unless the output is JSON."""
     if as_json:
-        return run_proof(proof, lambda result: None, printer.live, start_server)
+        return run_proof(proof, lambda result: None, printer.live, start_server, start_wide)
     table = ProofTable(proof, stdout_style())
 
     def on_result(result: LayoutResult) -> None:
@@ -132,4 +138,4 @@ def _run_and_show(proof: Proof, printer: Printer, start_server: StartServer, *, 
             printer.show(table.row(result))
 
     printer.show(proof_opening(proof))
-    return run_proof(proof, on_result, printer.live, start_server)
+    return run_proof(proof, on_result, printer.live, start_server, start_wide)

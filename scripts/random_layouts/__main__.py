@@ -35,8 +35,8 @@ from .judged_proof import JudgedProof, RunFinding, Servers, judge_proof
 from .legal_trials import LegalTrials
 from .typed_recipe import DrawnRecipe
 
-LAYOUTS = 3  # of a recipe
-LAYOUT_TRIES = 10
+LAYOUTS = 4  # of a recipe
+LAYOUT_TRIES = 16
 CHECKED = 0.5  # share of the recipes that also train other micro-batches and resume
 DEFAULTS = {"seed": "1", "count": "100", "first": "0", "planned": "0", "folder": "runs/random_layouts"}
 REFUSALS_SHOWN = 40

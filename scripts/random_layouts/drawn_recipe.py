@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import gcd
 from random import Random
 
 from ...cli.keys.config_files import options
 from ...trainer.prove.trials.layouts import ONE_PROCESS
-from ...trainer.spec.problem import Unreadable
 from ...trainer.spec.read import value_text
 from ...trainer.spec.run import Run
 from .data_files import DataFiles
@@ -16,6 +16,13 @@ from .legal_trials import LegalTrials
 from .typed_recipe import DrawnRecipe
 
 RANKS = 8  # the most of a layout
+STEPS = (3, 3, 4, 4, 5)
+MICROBATCHES = (
+    1,
+    2,
+    2,
+    4,
+)  # of one process in a step: their passes take most of a proof's time, and layouts have micro-batches of their own
 TRIES, MOST_ADDED = 16, 10  # bundles of keys that are tried for a recipe, and that it keeps
 MOST_TOGETHER = 3  # keys of one section that are tried at once: many have an effect only together
 
@@ -38,6 +45,7 @@ LEFT_OUT: Mapping[str, str] = {  # by its beginning -> why
     "train.compile": "a layer compiles for minutes here",
     "train.precision": "drawn for every recipe",
     "train.skip": "no step of these runs is skipped but spikes",
+    "optim.gradient_copy": "only planned",
     "data.name": "conf/data has the names",
     "data.path": "drawn with the data",
     "data.weights": "drawn with the data",
@@ -55,6 +63,19 @@ LEFT_OUT: Mapping[str, str] = {  # by its beginning -> why
     "parallel.bucket": "drawn for every recipe",
 }  # fmt: skip
 NARROWED = {"model.init.std": (0.01, 0.02, 0.05)}  # at 1.5 rounding grew a thousandfold a step, in float64 too
+# Tried on some recipes for themselves, as one key of many is seldom drawn.
+FEATURES: Mapping[str, tuple[str, ...]] = {
+    "model.dropout": ("0.1", "0.3"),
+    "model.window": ("4", "8"),
+    "model.mtp.layers": ("1", "2"),
+    "model.lora.rank": ("2", "4"),
+    "data.documents": ("true",),
+    "train.loss_chunks": ("2", "4"),
+    "optim.ema": ("0.5", "0.9"),
+    "optim.moments": ("bf16", "int8"),
+    "optim.mup": ("16", "32"),
+}
+FEATURE_SHARE = 0.2  # of the recipes that try each
 PRECISIONS = ("fp32",) * 9 + ("bf16", "fp16", "fp8")
 MOSTLY = 0.8  # share of draws that take the common choice
 
@@ -74,6 +95,10 @@ def draw_recipe(random: Random, files: DataFiles, trials: LegalTrials, folder: s
     while not trials.is_legal(recipe := _begin(random, files, folder), ONE_PROCESS):
         pass
     keys, wanted = drawn_keys(), random.randint(1, MOST_ADDED)
+    for key, values in FEATURES.items():
+        changed = recipe.with_words({key: random.choice(values)})
+        if random.random() < FEATURE_SHARE and trials.is_legal(changed, ONE_PROCESS, idle=False):
+            recipe = changed
     for _ in range(TRIES):
         changed = recipe.with_words(_bundle(random, keys, recipe))
         if changed.words == recipe.words or not trials.is_legal(changed, ONE_PROCESS, idle=False):
@@ -87,7 +112,7 @@ def draw_recipe(random: Random, files: DataFiles, trials: LegalTrials, folder: s
 def _begin(random: Random, files: DataFiles, folder: str) -> DrawnRecipe:
     """A recipe's options of each group, its sizes and its data."""
     nodes = random.choice((1, 2))
-    batch = random.choice((8, 8, 12, 16, 24))
+    batch = random.choice((8, 8, 8, 12, 16))
     words = {
         "model": random.choice([each for each in options("model", None) if each.startswith("tiny")]),
         "optim": random.choice(list(options("optim", None))),
@@ -99,7 +124,7 @@ def _begin(random: Random, files: DataFiles, folder: str) -> DrawnRecipe:
         "parallel.dp": "auto",
         "train.batch": str(batch),
         "train.seq": str(random.choice((16, 24, 32, 48, 64))),
-        "train.microbatch": str(random.choice((1, 2, 4))),
+        "train.microbatch": str(batch // random.choice(MICROBATCHES)),
         "train.precision": random.choice(PRECISIONS),
         "train.tokens": "null",
         "optim.lr": random.choice(("1e-3", "5e-3", "2e-2")),
@@ -107,7 +132,7 @@ def _begin(random: Random, files: DataFiles, folder: str) -> DrawnRecipe:
         "parallel.bucket": random.choice(("50000000", "20000", "3000")),
         "log.dir": folder,
     }
-    recipe = DrawnRecipe(words=words, steps=random.randint(3, 6))
+    recipe = DrawnRecipe(words=words, steps=random.choice(STEPS))
     recipe = recipe.with_words(_data_words(random, files, batch * int(words["train.seq"]) * recipe.steps))
     return recipe.with_words(_rampup_words(random, batch, int(words["train.seq"]), recipe.steps))
 
@@ -138,16 +163,16 @@ def _rampup_words(random: Random, batch: int, seq: int, steps: int) -> dict[str,
     if random.random() < MOSTLY:
         return {}
     first = batch // 2
-    by = {"train.rampup.by": str(random.choice((1, 2, batch // 4)))} if random.random() < 0.5 else {}
-    return {"train.rampup.batch": str(first), "train.rampup.until": str(first * seq * random.randint(1, max(1, steps - 2))), **by}
+    until = {"train.rampup.batch": str(first), "train.rampup.until": str(first * seq * random.randint(1, max(1, steps - 2)))}
+    if random.random() < 0.5:
+        return {**until, "train.microbatch": str(first // random.choice((1, 2)))}
+    by = random.choice((1, 2, batch // 4))
+    return {**until, "train.rampup.by": str(by), "train.microbatch": str(gcd(first, by))}
 
 
 def _bundle(random: Random, keys: Mapping[str, object], recipe: DrawnRecipe) -> dict[str, str]:
     """Values of one to three keys of one section."""
-    try:
-        run = recipe.recipe.run()
-    except Unreadable:
-        return {}
+    run = recipe.recipe.run_on(1)
     section = random.choice(sorted({name for key in keys if (name := key.rpartition(".")[0]).partition(".")[0] != "parallel"}))
     names = sorted(key for key in keys if key.rpartition(".")[0] == section)
     chosen = random.sample(names, min(len(names), random.randint(1, MOST_TOGETHER)))

@@ -1,7 +1,7 @@
 """Proves a drawn recipe in its layouts by `prove`'s own code, on fork servers that serve many proofs, and names every finding.
 
-What departs is trained again in float64: what is further from one process than WIDE_LIMIT there is an error, all else was rounding, but
-of a recipe in a narrower type than float32, whose own code does not run in float64.
+What departs is trained again in float64, as `prove` does, and its checks too: what is further from one process than WIDE_LIMIT there is an
+error, all else was rounding, but of a recipe in a narrower type than float32, whose own code does not run in float64.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from ...trainer.prove.fork_client import COMMAND, ForkServer, ServerGone
-from ...trainer.prove.judge import LayoutResult, ProofResult, learning_rate_sum
+from ...trainer.prove.confirm_departures import ROUNDING, UNCONFIRMED, narrow_words, wide_verdict
+from ...trainer.prove.fork_client import COMMAND, WIDE_COMMAND, ForkServer, ServerGone
+from ...trainer.prove.judge import LayoutResult, ProofResult
 from ...trainer.prove.run_trials import run_proof
 from ...trainer.prove.trials.layouts import ProveLayout
 from ...trainer.prove.trials.plan_proof import NothingToProve, ProveRequest, plan_proof
 from ...trainer.rundir.measured_run import read_measured_run
 from .typed_recipe import DrawnRecipe
 
-WIDE_LIMIT = 1e-9  # nats of a loss; shares of a norm and of the learning rates added up: in float64
 # What is float64 there: narrower types would round as before.
 WIDE_WORDS = {"train.precision": "fp32", "train.gradients": "auto", "optim.moments": "fp32"}
 MEMORY_SHARE, MEMORY_BYTES = 0.01, 4096  # by which measured bytes of a kind may differ from planned ones
 UNPLANNED_ROUTING = {"routing", "capacity"}  # warnings of a plan whose activations depend on how tokens are routed
 ODD_LINE = re.compile(r"Traceback|[Ww]arning|[Ee]rror\b")  # in the log of a rank
 
-FindingKind = Literal["departs", "messages", "actions", "failed", "hangs", "memory", "log", "crash", "no reference"]
+FindingKind = Literal["departs", "rounding", "messages", "actions", "failed", "hangs", "memory", "log", "crash", "no reference"]
 
 UNSEEN_BY_PROVE: tuple[FindingKind, ...] = ("memory", "log")
 
@@ -49,7 +49,7 @@ class RunFinding:
     @property
     def is_rounding(self) -> bool:
         """Whether float64 has shown that only rounding departs."""
-        return self.wide.startswith("rounding")
+        return self.wide.startswith(ROUNDING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,8 @@ class Servers:
     def server(self, *, wide: bool) -> ForkServer:
         """The server, which runs."""
         if wide not in self._started:
-            command = (*COMMAND, "distrain.scripts.random_layouts.wide_ranks") if wide else COMMAND
-            self._started[wide] = ForkServer(self._folder / f"server{'_wide' if wide else ''}.log", self._environment, command=command)
+            log = self._folder / f"server{'_wide' if wide else ''}.log"
+            self._started[wide] = ForkServer(log, self._environment, command=WIDE_COMMAND if wide else COMMAND)
         return self._started[wide]
 
     def drop(self, *, wide: bool) -> None:
@@ -104,7 +104,7 @@ def judge_proof(recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Se
         return JudgedProof(runs=(), findings=(RunFinding(kind="crash", run=", ".join(names), says=str(error), command=command),))
     except Exception:
         return JudgedProof(runs=(), findings=(RunFinding(kind="crash", run="", says=traceback.format_exc(), command=command),))
-    if departed := {each.run for each in found if each.kind == "departs"}:
+    if departed := {each.trial.name: each for each in results if each.verdict == "departs"}:
         wide = _wide_verdicts(recipe, layouts, servers, checks=checks, departed=departed)
         found = [_with_wide(each, wide) for each in found]
     if not found:
@@ -156,7 +156,7 @@ def odd_lines(folder: Path) -> list[str]:
 
 
 def _wide_verdicts(
-    recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Servers, *, checks: bool, departed: set[str]
+    recipe: DrawnRecipe, layouts: Sequence[ProveLayout], servers: Servers, *, checks: bool, departed: Mapping[str, LayoutResult]
 ) -> dict[str, str]:
     """Train the proof again in float64, and return what it says of each run that departed, by its name."""
     if not checks:
@@ -164,8 +164,12 @@ def _wide_verdicts(
     words = {**WIDE_WORDS, "log.dir": f"{recipe.words['log.dir']}/wide"}
     try:
         result = prove_drawn(recipe.with_words(words), layouts, servers, checks=checks, wide=True)
-        narrow = narrow_words(recipe)
-        return {each.trial.name: wide_verdict(each, result.reference, narrow) for each in (*result.layouts, *result.checks)}
+        narrow = narrow_words(recipe.recipe.run())
+        return {
+            each.trial.name: unless_narrow(wide_verdict(each, departed[each.trial.name], result.reference), narrow)
+            for each in (*result.layouts, *result.checks)
+            if each.trial.name in departed
+        }
     except ServerGone as error:
         servers.drop(wide=True)
         return dict.fromkeys(departed, f"not confirmed: {error}")
@@ -175,26 +179,11 @@ def _wide_verdicts(
         return dict.fromkeys(departed, f"not confirmed: {type(error).__name__}: {error}")
 
 
-def narrow_words(recipe: DrawnRecipe) -> list[str]:
-    """The words of a recipe by which it computes or keeps something in a narrower type than float32."""
-    run = recipe.recipe.run()
-    values = {"train.precision": run.train.precision, "train.gradients": run.train.gradients, "optim.moments": run.optim.moments}
-    return [f"{key}={value}" for key, value in values.items() if value not in ("fp32", "auto")]
-
-
-def wide_verdict(result: LayoutResult, reference: LayoutResult, narrow: Sequence[str] = ()) -> str:
-    """What float64 says of a departure: error, or rounding, with the largest difference of its figures. Of what is `narrow`, it can't say
-    that it is rounding."""
-    if result.verdict in ("failed", "hangs") or result.curve is None:
-        return f"not confirmed: float64 {result.verdict}: {result.reason}"
-    steps = learning_rate_sum(reference) or 1.0
-    figures = {"loss": result.loss, "norm": result.norm, "evaluation": result.evaluation, "weights": (result.weights or 0.0) / steps}
-    name, most = max(((name, figure or 0.0) for name, figure in figures.items()), key=lambda each: each[1])
-    if result.samples:
-        return f"error: {result.samples}"
-    if most <= WIDE_LIMIT and narrow:
-        return f"not confirmed: in float64, without {' '.join(narrow)}, {name} is {most:.1e} from one process"
-    return f"{'error' if most > WIDE_LIMIT else 'rounding'}: in float64 {name} is {most:.1e} from one process"
+def unless_narrow(says: str, narrow: Sequence[str]) -> str:
+    """What float64 says of a departure. Of what is `narrow`, it can't say that it is rounding."""
+    if not (narrow and says.startswith(ROUNDING)):
+        return says
+    return f"{UNCONFIRMED}: in float64, without {' '.join(narrow)},{says.partition('in float64')[2]}"
 
 
 def _with_wide(found: RunFinding, wide: dict[str, str]) -> RunFinding:

@@ -15,7 +15,7 @@ from ...trainer.plan.plan import make_plan
 from ...trainer.plan.rules.unused_keys import RULE as IDLE
 from ...trainer.prove.trials.layouts import ONE_PROCESS, ProveLayout, run_in_layout
 from ...trainer.prove.trials.plan_proof import shortened_run
-from ...trainer.prove.trials.trial import Trial
+from ...trainer.prove.trials.trial import Trial, trial_problems
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.read import read_run
 from ...trainer.spec.run import Run
@@ -45,7 +45,7 @@ class LegalTrials:
             return self._refuse(error.problems, command)
         except Exception:
             return self._crash(traceback.format_exc(), command)
-        if problems := check_start(trial.run, trial.plan).problems:
+        if problems := trial_problems(trial):
             for each in problems:
                 self._follow_advice(trial.run, each, command)
             return self._refuse(problems, command)
@@ -73,7 +73,8 @@ class LegalTrials:
 def plan_trial(recipe: DrawnRecipe, layout: ProveLayout) -> Trial:
     """Plan a recipe in a layout as `prove` does; raises Unreadable."""
     words = recipe.recipe
-    run = run_in_layout(shortened_run(words.run_on(layout.ranks), recipe.steps, "plan"), layout, words.run().cluster.nodes)
+    nodes = 1 if layout == ONE_PROCESS else words.run().cluster.nodes
+    run = run_in_layout(shortened_run(words.run_on(layout.ranks), recipe.steps, "plan"), layout, nodes)
     return Trial(layout=layout, run=run, plan=make_plan(run))
 
 

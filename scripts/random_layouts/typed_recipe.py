@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...cli.verbs.prove_run import RecipeForRanks
 
@@ -23,9 +24,9 @@ class DrawnRecipe:
         """The words as they are typed."""
         return [f"{key}={value}" for key, value in self.words.items()]
 
-    @property
+    @cached_property
     def recipe(self) -> RecipeForRanks:
-        """The recipe, to be read for each number of ranks."""
+        """The recipe, which is read once for each number of ranks."""
         return RecipeForRanks(CONF, self.overrides, None)
 
     def command(self, layouts: Sequence[str], *, checks: bool) -> str:

@@ -32,7 +32,7 @@ class ScreenRecord:
         return next(line.split() for line in self.lines if line.split(" ")[0] == layout)
 
 
-def run_prove(arguments: Sequence[str], folder: Path, start_server: Callable[..., Any], **options: bool) -> ScreenRecord:
+def run_prove(arguments: Sequence[str], folder: Path, start_server: Callable[..., Any], **options: Any) -> ScreenRecord:
     record = ScreenRecord()
     screen = Printer(show=record.shown.append, tell=lambda problems: record.problems.extend(map(str, problems)), live=record.live.append)
     given = {"as_json": False, "reasons": False, **options}

@@ -279,6 +279,13 @@ def test_a_named_layout_that_cannot_run_is_refused(tmp_path: Path, capsys: pytes
     assert not list(tmp_path.iterdir())
 
 
+def test_another_curve_by_design_is_refused_where_none_simulates_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = ("model.lora.rank=2", "layouts=dp2.powersgd2,dp2,dp2.sync2", f"log.dir={tmp_path}")
+    assert command(["prove", "conf=quickstart", *TINY, *lora]) == 1
+    says = "model.lora.rank: another curve by design is simulated from drawn weights, all of them trained: leave model.lora.rank out"
+    assert capsys.readouterr().err.splitlines() == [f"distrain: {name}: {says}" for name in ("dp2.powersgd2", "dp2.sync2")]
+
+
 def test_a_recipe_that_one_process_cannot_train_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["prove", "conf=gpt3_175b"]) == 1
     assert capsys.readouterr().err.startswith("distrain: one process")

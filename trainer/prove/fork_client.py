@@ -15,6 +15,7 @@ from typing import IO, Any, Self
 from ..system.child_process import end_child
 
 COMMAND = (sys.executable, "-m", "distrain.trainer.loop.forkserver")
+WIDE_COMMAND = (*COMMAND, "distrain.trainer.loop.forkserver.wide_ranks")  # of one whose ranks compute in float64
 PATIENCE = 3.0  # seconds that the server has to end its ranks and itself
 
 # A process with threads can't be forked; each job says how many threads its ranks get. NVML counts GPUs without a CUDA context.
@@ -132,3 +133,8 @@ class ForkServer:
                 self._child.wait(PATIENCE)
         finally:
             end_child(self._child)
+
+
+def start_wide_server(log: Path, environment: Mapping[str, str]) -> ForkServer:
+    """Start a fork server whose ranks compute in float64."""
+    return ForkServer(log, environment, command=WIDE_COMMAND)

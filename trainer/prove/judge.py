@@ -25,8 +25,9 @@ INT8_SHARES = (1e-3, 5e-3, 5e-5, inf)
 SLIGHT = 100.0  # times the tolerance: a smaller departure may be a recipe in which rounding grows, which a control run shows
 CONTROL_FACTOR = 10.0  # a layout may be this many times as far from one process as the control run is
 
-# messages, actions: it departs in them alone.
-LayoutVerdict = Literal["same", "departs", "messages", "actions", "failed", "hangs"]
+# rounding: it departs, and float64 shows that rounding alone does. messages, actions: it departs in them alone.
+LayoutVerdict = Literal["same", "rounding", "departs", "messages", "actions", "failed", "hangs"]
+AS_ONE_PROCESS: tuple[LayoutVerdict, ...] = ("same", "rounding")  # verdicts on layouts that train the curve of one process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,7 @@ class LayoutResult:
     messages: Mapping[str, Any] | None = None  # counted against planned; None: not counted
     samples: str = ""  # how its ranks' samples fail to make up each batch once, in words
     departure: str = ""  # where it first departs, in words
+    in_float64: str = ""  # what float64 says of its departure, in words; "": it was not asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ class ProofResult:
     @property
     def ok(self) -> bool:
         """Whether all train the same curve, with the planned messages."""
-        return all(each.verdict == "same" for each in (self.reference, *self.layouts, *self.checks))
+        return all(each.verdict in AS_ONE_PROCESS for each in (self.reference, *self.layouts, *self.checks))
 
     @property
     def is_widened(self) -> bool:

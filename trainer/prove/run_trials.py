@@ -17,6 +17,7 @@ from .checks.compare_trial_messages import compare_trial_messages, message_diffe
 from .checks.curve import Curve, read_curve
 from .checks.executed_actions import action_difference
 from .checks.samples import sample_problem
+from .confirm_departures import WIDE_FOLDER, confirm_departures, may_be_rounding
 from .fork_client import START_AFRESH, ForkServer, JobResult
 from .judge import (
     LayoutResult,
@@ -237,16 +238,35 @@ def threads_per_rank(trial: Trial) -> int:
     return int(value) if value.isdigit() and int(value) else max(1, cpu_count() // trial.plan.world)
 
 
-def run_proof(proof: Proof, on_result: Callable[[LayoutResult], None], live: Show, start_server: StartServer = ForkServer) -> ProofResult:
-    """Train and judge one process and all layouts; call `on_result` with each result as it is known. Raises ServerGone."""
+def run_proof(
+    proof: Proof,
+    on_result: Callable[[LayoutResult], None],
+    live: Show,
+    start_server: StartServer = ForkServer,
+    start_wide: StartServer | None = None,
+) -> ProofResult:
+    """Train and judge one process and all layouts; call `on_result` with each result as it is known. With `start_wide`, which starts a
+    server of ranks in float64, what departs is confirmed there last. Raises ServerGone."""
+
+    def waits(result: LayoutResult) -> bool:
+        return start_wide is not None and may_be_rounding(result)
+
     proof.folder.mkdir(parents=True, exist_ok=True)
     for stale in proof.folder.glob("*/run.json"):  # of this recipe's previous proof
         shutil.rmtree(stale.parent, ignore_errors=True)
     # On a CPU DeepSpeed would use the GPUs that it finds.
     known = {"CUDA_VISIBLE_DEVICES": ""} if proof.reference.run.cluster.device.kind == "cpu" else {START_AFRESH: "1"}
     with start_server(proof.folder / "server.log", {**os.environ, **known}) as server:
-        result = Prover(proof, server, live).prove(on_result)
+        result = Prover(proof, server, live).prove(lambda each: None if waits(each) else on_result(each))
+    if start_wide and (waiting := {each.trial.layout for each in result.layouts if waits(each)}):
+        result = confirm_departures(
+            proof, result, lambda wide: run_proof(wide, lambda _: None, lambda text: live(f"{WIDE_FOLDER}: {text}"), start_wide)
+        )
+        for each in (each for each in result.layouts if each.trial.layout in waiting):
+            on_result(each)
     if result.ok:
+        shutil.rmtree(proof.folder / WIDE_FOLDER, ignore_errors=True)
+        _remove_checkpoints(each for each in result.layouts if each.verdict == "rounding")
         _remove_checkpoints([result.reference, *([result.control] if result.control else []), *result.checks])
     return result
 

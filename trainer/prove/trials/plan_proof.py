@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ...launch.admission import check_start
 from ...machine import measure_machine as machine
 from ...machine.measure_machine import CPU_RANKS_PER_CORE
 from ...plan.layout.schedule_of_run import is_file
@@ -32,7 +31,7 @@ from .layouts import (
     recipe_layout,
     run_in_layout,
 )
-from .trial import Trial
+from .trial import Trial, trial_problems
 
 DEFAULT_STEPS = 6  # trained where the request names no number, if the recipe has as many
 MOST_PROCESSES = 8  # of an unnamed layout on a CPU
@@ -103,10 +102,10 @@ def plan_proof(request: ProveRequest, recipe: Run, run_on: RunOn) -> Proof:
         return Trial(layout=layout, run=run, plan=make_plan(run))
 
     reference = trial(ONE_PROCESS)
-    if problems := check_start(reference.run, reference.plan).problems:
+    if problems := trial_problems(reference):
         raise NothingToProve(map(_one_process_problem, problems))
     trials = [trial(each) for each in request.layouts or candidates(recipe)]
-    problems_of = ((each.layout, check_start(each.run, each.plan).problems) for each in trials)
+    problems_of = ((each.layout, trial_problems(each)) for each in trials)
     skipped = tuple(SkippedLayout(layout=layout, problem=problems[0]) for layout, problems in problems_of if problems)
     if request.layouts and skipped:
         raise NothingToProve(replace(each.problem, says=f"{each.layout.name}: {each.problem.says}") for each in skipped)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ...launch.admission import check_start
 from ...plan.plan_data import Plan
 from ...rundir.files import run_folder, write_launch_files
+from ...spec.problem import Problem
 from ...spec.run import Run
 from .layouts import ProveLayout
 
@@ -36,6 +38,16 @@ class Trial:
     def folder(self) -> Path:
         """RUN_DIR of this layout."""
         return run_folder(self.run)
+
+
+def trial_problems(trial: Trial) -> tuple[Problem, ...]:
+    """What prevents a trial: a start of its run, and the simulation of a curve of its own."""
+    model = trial.run.model
+    keys = [*(["model.weights"] if model.weights else []), *(["model.lora.rank"] if model.lora.rank else [])]
+    if not (trial.layout.has_other_curve and keys):
+        return check_start(trial.run, trial.plan).problems
+    says = f"{' and '.join(keys)}: another curve by design is simulated from drawn weights, all of them trained"
+    return (*check_start(trial.run, trial.plan).problems, Problem(rule="layouts", says=says, mend=f"leave {' and '.join(keys)} out"))
 
 
 def write_run_folder(trial: Trial) -> None:

@@ -1,7 +1,8 @@
-"""What a fork server of the campaign serves where ranks compute in float64 wherever they would in float32.
+"""A fork server whose ranks compute in float64 wherever they would in float32: `prove` confirms departures on it.
 
-`python -m distrain.trainer.loop.forkserver distrain.scripts.random_layouts.wide_ranks`: in its processes `torch.float32` is another name of
-float64, before any module of ours or DeepSpeed's is imported. Weights, gradients, moments, messages, checkpoints and losses are wide then.
+`python -m distrain.trainer.loop.forkserver distrain.trainer.loop.forkserver.wide_ranks`: in its processes `torch.float32` is another
+name of float64, before any module of ours or DeepSpeed's is imported. Weights, gradients, moments, messages, checkpoints and losses are
+wide then.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from torch import Tensor
 
 
 def main() -> int:
-    """Widen torch, and serve ranks and questions as for `distrain prove`."""
+    """Widen torch, and serve ranks and questions as the server of `distrain prove` does."""
     torch.float32 = torch.float = torch.float64
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     torch.set_default_dtype(torch.float64)
     adam: Any = importlib.import_module("torch.optim.adam")
     adam._fused_adam = wide_adam
-    from ...trainer.loop.checkpoint.shard_file import SAFETENSORS_DTYPES
-    from ...trainer.loop.forkserver.server import main as serve_ranks
+    from ..checkpoint.shard_file import SAFETENSORS_DTYPES
+    from .server import main as serve_ranks
 
     SAFETENSORS_DTYPES[torch.float64] = "F64"
     return serve_ranks()
