@@ -12,6 +12,7 @@ from typing import Any
 from ...trainer.spec.problem import Problem, plain_characters, suggest_name
 from ...trainer.spec.read import type_text
 from ..keys import config_files, synonyms
+from ..keys.answer_summary import nothing_means
 from ..keys.keys import config_keys, takes_text, unknown_key_problem
 from .cluster_argument import is_shape
 from .verb_words import early_option
@@ -32,11 +33,12 @@ class Arguments:
 def read_arguments(arguments: Sequence[str], verb: str, config_dir: Path | None) -> Arguments:
     """Sort the arguments of `distrain VERB conf=NAME [KEY=VALUE ...]`."""
     arguments, spaced = _join_spaced(arguments)
+    arguments, with_comma = _without_last_commas(arguments)
     confs = [each.removeprefix("conf=") for each in arguments if each.startswith("conf=")]
     rest = [each for each in arguments if not each.startswith("conf=")]
     lone = [each for each in rest if "=" not in each and not each.startswith("~")]
     too_long = [each for each in rest if len(each) > LONGEST_ARGUMENT and each not in lone]
-    problems = spaced + [_lone_argument_problem(each, config_dir) for each in lone]
+    problems = spaced + with_comma + [_lone_argument_problem(each, config_dir) for each in lone]
     has_conf_problem = any(each.rule == "conf" for each in problems)
     if (conf_problem := _conf_problem(confs, verb)) and (confs or not has_conf_problem):
         problems.insert(0, conf_problem)
@@ -64,6 +66,16 @@ def _join_spaced(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
             joined.append(argument)
     wrong = [joined[at] for at in sorted(spaced) if not joined[at].endswith("=")]
     return joined, [Problem(rule="syntax", says=f"{each} is typed with a space beside =", mend="leave it out") for each in wrong]
+
+
+def _without_last_commas(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Return the arguments without a comma at the end, as those of a call in Python have it, and a problem if there were any."""
+    wrong = [each for each in arguments if "=" in each and each.endswith(",")]
+    if not wrong:
+        return list(arguments), []
+    says = f"{wrong[0]} ends with a comma" if len(wrong) == 1 else f"{len(wrong)} arguments end with a comma, the first is {wrong[0]}"
+    mend = "leave it out" if len(wrong) == 1 else "leave the commas out"
+    return [each.rstrip(",") if each in wrong else each for each in arguments], [Problem(rule="syntax", says=says, mend=mend)]
 
 
 def _conf_problem(confs: Sequence[str], verb: str) -> Problem | None:
@@ -154,7 +166,7 @@ def option_problems(error: Any, argv: Sequence[str] = ()) -> list[Problem]:
     without = mends.pop("", [])
     problems = [Problem(rule="option", says=f"no option {', '.join(options)}", mend=mend) for mend, options in mends.items()]
     if without and problems:
-        problems.append(Problem(rule="option", says=f"nothing here means {', '.join(without)}", mend="leave them out"))
+        problems.append(nothing_means(without))
     elif without:
         problems.append(Problem(rule="option", says=f"no option {', '.join(without)}", mend=suggest_name(without[0], known)))
     return problems

@@ -12,7 +12,7 @@ from typing import Any, get_origin
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from ...trainer.spec.read import value_text
 from ...trainer.system.regular_file import expand_home
-from ..keys import config_files
+from ..keys import config_files, synonym
 from ..keys.keys import respelled_key, unknown_key_problem
 from .arguments import syntax_problem
 from .cluster_argument import SHAPE_FORMS, is_shape
@@ -161,6 +161,8 @@ def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem 
                 mend = f"a size is {SHAPE_FORMS}"
             elif group == "model" and isinstance(name, str) and _is_hf_config(name):
                 mend = f"write model.hf={name}"
+            elif group == "optim" and isinstance(name, str) and name in synonym.OPTIMIZERS:
+                mend = f"write optim={synonym.OPTIMIZERS[name]}"
             elif isinstance(name, str):
                 mend = config_files.suggest_option(name, options)
             else:

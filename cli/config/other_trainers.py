@@ -12,6 +12,7 @@ from typing import Any
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.system.regular_file import read_plain
 from ..keys import synonyms
+from ..keys.answer_summary import nothing_means
 from ..keys.config_files import MOST_BYTES
 
 LEAST_KNOWN = 2  # keys of other trainers in a file that is no recipe; with one it is a recipe with a mistake
@@ -91,4 +92,4 @@ def _problems(answers: Mapping[str, str | None], file: Path) -> Iterator[Problem
         keys.setdefault(answer or "", []).append(key)
     yield from (Problem(rule="unknown", says=f"no key {', '.join(names)}", mend=answer) for answer, names in keys.items() if answer)
     if without := [key for key, answer in answers.items() if answer is None]:
-        yield Problem(rule="unknown", says=f"nothing here means {', '.join(without)}", mend="leave them out")
+        yield nothing_means(without)

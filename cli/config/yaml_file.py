@@ -28,6 +28,7 @@ from .yaml_errors import yaml_problem
 
 MAPPING = "a recipe must be a mapping of keys"
 SCRIPT = "write the options that it passes behind a recipe, as `distrain plan conf=NAME --lr 1e-4 ...`: each is answered"
+PROGRAM = "write the arguments that it sets behind a recipe, as `distrain plan conf=NAME learning_rate=1e-4 ...`: each is answered"
 LENGTHS = ("steps", "tokens")  # keys of train, of which a run has one
 MOST_NODES = 20_000  # mappings, lists and values, counted again for each alias
 
@@ -76,7 +77,9 @@ def _read(file: Path) -> DictConfig | ListConfig:
     text = ""
     try:
         text = read_plain(file, MOST_BYTES).decode("utf-8-sig")
-        if text.startswith("#!"):
+        if file.suffix == ".py":
+            raise _unreadable_error(f"{file} is a program, not a recipe", PROGRAM)
+        if text.startswith("#!") or file.suffix == ".sh":
             raise _unreadable_error(f"{file} is a script, not a recipe", SCRIPT)
         if "&" in text and "*" in text and _count_nodes(NamedText(text, str(file))) > MOST_NODES:
             raise _unreadable_error(f"{file}: its anchors and aliases make more than {MOST_NODES:,} values", "write the values out")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 # fmt: off
 KEYLESS_ROWS: Mapping[str, str] = {
     # batch and length
-    "it follows from train.batch / (dp x train.microbatch)":
+    "train.batch = dp x train.microbatch x accumulation steps":
         "gradient_accumulation_steps accumulate_grad_batches grad_accum grad_accum_steps gradient_accumulation "
         "batch_accumulation_per_replica",
     "validation uses train.microbatch and train.seq too":

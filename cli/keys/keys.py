@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ...trainer.spec.problem import Problem, suggest_name
-from ...trainer.spec.read import value_text
+from ...trainer.spec.read import accepts, value_text
 from ...trainer.spec.run import Run
 from . import synonyms
 
@@ -58,6 +58,9 @@ def unknown_key_problem(key: str, known: Mapping[str, Any], value: Any = None) -
         return Problem(rule="unknown", says=f"no key {key}", mend=mend)
     if synonym := synonyms.synonym_problem(key, value):
         return synonym
+    same = same_named_keys(key, known) if "." not in key and value not in (None, "") else []
+    if len(same) == 1 and accepts(same[0], value):
+        return Problem(rule="unknown", says=f"no key {key}", mend=f"write {same[0]}={value_text(value)}")
     return Problem(rule="unknown", says=f"no key {key}", mend=_suggest_key(key, known, sections))
 
 

@@ -31,7 +31,7 @@ ROWS: tuple[Synonym, ...] = (
     row("lr_scheduler_type lr_scheduler lr_decay_style lr_schedule scheduler decay_type scheduler.type scheduler.name sched.name",
          "optim.schedule", "", DECAYS),
     row("warmup_steps warmup_iters lr_warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps", "optim.warmup", "steps"),
-    row("warmup_ratio lr_warmup_fraction warmup_fraction t_warmup", "optim.warmup", "in steps, not a share of train.steps", {}),
+    row("warmup_ratio lr_warmup_fraction warmup_fraction t_warmup", "optim.warmup", "in steps: SHARE x train.steps", {}),
     row("lr_warmup_samples", "optim.warmup", "in steps: SAMPLES / train.batch", {}),
     row("final_lr min_learning_rate eta_min min_decay_lr", "optim.min_lr"),
     row("lr_min min_lr_factor min_lr_ratio cosine_min_lr_ratio alpha_f min_lr_rate", "optim.min_lr", "a rate, not a share of optim.lr", {}),
@@ -169,7 +169,7 @@ ROWS: tuple[Synonym, ...] = (
     row("data_stages", "data.stages", "each with a weight for each path, and `until` in tokens", {}),
     row("mock_data", "data", "random tokens", {"true": "synthetic"}),
     row("val_set_size validation_split valid_split val_split", "data.validation", "share of the tokens"),
-    row("split", "data.validation", "share of the tokens", {}),
+    row("split", "data.validation", "the second share: 50 / 1000 of 949,50,1", {}),
     row("reset_attention_mask reset_position_ids", "data.documents", "", YES),
     row("test_data_path validation.dataset validation_file validation_files eval_file eval_files "
          "valid_data_path val_data_path eval_data_path valid_files eval_dataset",

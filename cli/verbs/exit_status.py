@@ -53,9 +53,12 @@ def status_of(run: Callable[[], Any], argv: Sequence[str] = ()) -> int:
     except OSError as error:
         return report_os_error(error)
     except Unreadable as wrong:
-        print_problems(wrong.problems)
+        from ..keys.answer_summary import with_summary
+
+        print_problems(with_summary(wrong.problems))
     except UsageError as wrong:
         from ..arguments.arguments import option_problems
+        from ..keys.answer_summary import with_summary
 
-        print_problems(option_problems(wrong, argv))
+        print_problems(with_summary(option_problems(wrong, argv)))
     return WRONG_ARGUMENTS

@@ -110,4 +110,4 @@ def test_the_epochs_of_a_warning_are_of_the_tokens_that_it_names() -> None:
     run = load_recipe("quickstart", ["data=pairs", "data.path=a.jsonl", "train.steps=100"])
     facts = DataFacts(key=None, train_tokens=16_200, documents=400, exact=True, epochs=(23_040,), remarks=())
     (warning,) = epoch_warnings(run, make_plan(run), facts)
-    assert warning.says == "the run reads 205 k tokens, and an epoch has 23,040, with padding: 9 epochs"
+    assert warning.says == "the run reads 205 k tokens, and an epoch has 23,040, with padding: 8.9 epochs"

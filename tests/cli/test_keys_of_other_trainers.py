@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ MESSAGES: list[tuple[str, str]] = [
         ("no key per_device_train_batch_size: write train.microbatch=4 (sequences that a GPU computes at once; "
          "train.batch counts those of a whole step, over all GPUs)")),
     ("gradient_accumulation_steps=4",
-        "no key gradient_accumulation_steps: it follows from train.batch / (dp x train.microbatch)"),
+        "no key gradient_accumulation_steps: train.batch = dp x train.microbatch x accumulation steps"),
     ("learning_rate=1e-4", "no key learning_rate: write optim.lr=0.0001"),
     ("lr=1e-3", "no key lr: write optim.lr=0.001"),
     ("train.lr=1e-3", "no key train.lr: write optim.lr=0.001"),
@@ -54,7 +55,10 @@ MESSAGES: list[tuple[str, str]] = [
          "without it weights are random)")),
     ("eval_strategy=no", "no key eval_strategy: write train.evaluate.every=0 (steps; 0: never)"),
     ("optim=adamw_llama_x", "optim=adamw_llama_x names no optim: did you mean adamw_llama?"),
-    ("optim=adamw_torch", "optim=adamw_torch names no optim: did you mean adamw?"),
+    ("optim=adamw_torch", "optim=adamw_torch names no optim: write optim=adamw"),
+    ("optim=adamw_8bit", "optim=adamw_8bit names no optim: write optim=adamw optim.moments=int8"),
+    ("weight_decay=0.1", "no key weight_decay: write optim.weight_decay=0.1"),
+    ("betas=x", "no key betas: did you mean optim.betas?"),
     ("trainer.max_steps=100", "no key trainer.max_steps: write train.steps=100"),
     ("tensor-model-parallel-size=8", "no key tensor-model-parallel-size: write parallel.tp=8"),
     ("lr_scheduler.lr_min=0.1", "no key lr_scheduler.lr_min: write optim.min_lr=VALUE (a rate, not a share of optim.lr)"),
@@ -80,7 +84,7 @@ MESSAGES: list[tuple[str, str]] = [
     ("lr_scheduler_type=cosine", "no key lr_scheduler_type: write optim.schedule=cosine"),
     ("gradient_checkpointing=true",
         "no key gradient_checkpointing: write parallel.recompute=full (none, selective or full)"),
-    ("warmup_ratio=0.1", "no key warmup_ratio: write optim.warmup=VALUE (in steps, not a share of train.steps)"),
+    ("warmup_ratio=0.1", "no key warmup_ratio: write optim.warmup=VALUE (in steps: SHARE x train.steps)"),
     ("resume_from_checkpoint=true",
         "no key resume_from_checkpoint: write checkpoint.resume=must (auto, must or never)"),
     ("nproc_per_node=8", "no key nproc_per_node: write cluster.gpus=8 (GPUs in a node)"),
@@ -136,6 +140,31 @@ def test_all_options_of_another_trainer_are_answered_at_once(capsys: pytest.Capt
     ]
 
 
+def test_settings_are_printed_in_one_line_to_paste_and_keys_without_an_answer_in_another(capsys: pytest.CaptureFixture[str]) -> None:
+    """As pasted from a call of TrainingArguments, with its commas; a value that is left to the user is not in the line."""
+    pasted = ["max_steps=90,", "bf16=True,", "zzz=2,", "warmup_ratio=0.1,", "report_to=wandb,", "optim=adamw_8bit,", "qqq=1"]
+    assert command(["plan", "conf=quickstart", *pasted]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "distrain: 6 arguments end with a comma, the first is max_steps=90,: leave the commas out"
+    assert lines[-2] == "distrain: nothing here means zzz, qqq: leave them out"
+    says, _, settings = lines[-1].partition(", to paste: ")
+    assert says == "distrain: those with a value"
+    assert settings == "train.steps=90 train.precision=bf16 'log.sinks=[console,jsonl,wandb]' optim=adamw optim.moments=int8"
+    assert command(["show", "conf=quickstart", *shlex.split(settings)]) == 0
+
+
+def test_options_have_that_line_too_with_the_last_value_of_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--batch-size=8 --lr 1e-3 --bf16 --fp8-format hybrid --optim.eps=1e-7"
+    assert command(["plan", "conf=quickstart", *options.split()]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "distrain: those with a value, to paste: train.batch=8 optim.lr=1e-3 train.precision=fp8 optim.eps=1e-7"
+
+
+def test_one_argument_with_a_comma_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", "conf=quickstart", "optim.lr=3,"]) == 2
+    assert capsys.readouterr().err == "distrain: optim.lr=3, ends with a comma: leave it out\n"
+
+
 # What Megatron-LM's own example scripts of Llama 3 8B and Mixtral 8x7B pass to pretrain_gpt.py.
 LLAMA_SCRIPT = """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
 --num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192
@@ -175,7 +204,7 @@ def test_keys_of_other_trainers_in_a_file_print_our_keys(tmp_path: Path, capsys:
     lines = capsys.readouterr().err.splitlines()
     assert "distrain: no key train.gradient_clipping: write train.clip=0.5 (global norm of the gradients)" in lines
     assert "distrain: no key n_embd: write model.hidden=64" in lines
-    assert len(lines) == 3
+    assert lines[3:] == ["distrain: those with a value, to paste: train.microbatch=4 model.hidden=64 train.clip=0.5"]
 
 
 def test_what_is_off_or_means_another_thing_in_its_section_is_not_taken_for_a_key_of_ours(tmp_path: Path) -> None:
@@ -284,7 +313,7 @@ TRAINER_JSON = """{"output_dir": "out", "learning_rate": 2e-5, "optim": "adamw_t
             "no key optimizer: write optim=adamw",
             "no key bf16: write train.precision=auto",
             "no key seed: write train.seed=7",
-            "nothing here means special_tokens.pad_token: leave them out",
+            "nothing here means special_tokens.pad_token: leave it out",
         ]),
         ("nemo.yaml", NEMO_YAML, [
             "no key trainer.devices: write cluster.gpus=8",
@@ -295,7 +324,7 @@ TRAINER_JSON = """{"output_dir": "out", "learning_rate": 2e-5, "optim": "adamw_t
             "no key model.optim.lr: write optim.lr=0.0002",
             "no key model.optim.sched.name: write optim.schedule=cosine",
             "no key model.optim.sched.min_lr: write optim.min_lr=2e-05",
-            "nothing here means trainer.accelerator: leave them out",
+            "nothing here means trainer.accelerator: leave it out",
         ]),
         ("titan.toml", TITAN_TOML, [
             "no key training.local_batch_size: write train.microbatch=1",
@@ -309,7 +338,7 @@ TRAINER_JSON = """{"output_dir": "out", "learning_rate": 2e-5, "optim": "adamw_t
             "no key fsdp_config.fsdp_offload_params: write parallel.offload.optimizer=true parallel.offload.parameters=true",
             "no key fsdp_config.fsdp_sharding_strategy: write parallel.zero=3",
             "no key fsdp_config.fsdp_reshard_after_forward: write parallel.zero=2",
-            "nothing here means distributed_type: leave them out",
+            "nothing here means distributed_type: leave it out",
         ]),
         ("olmo.yaml", OLMO_YAML, [  # neither its units, nor the window of its speed monitor, nor FSDP's precision is of ours
             "no key model.d_model: write model.hidden=64",
@@ -325,7 +354,7 @@ TRAINER_JSON = """{"output_dir": "out", "learning_rate": 2e-5, "optim": "adamw_t
             "no key learning_rate: write optim.lr=2e-05",
             "no key optim: write optim=adamw",
             "no key report_to: write log.sinks=[console,jsonl,wandb]",
-            "nothing here means tf32: leave them out",
+            "nothing here means tf32: leave it out",
         ]),
     ],
     ids=["DeepSpeed", "axolotl", "NeMo", "torchtitan", "accelerate", "OLMo", "Trainer"],
@@ -359,6 +388,9 @@ def test_a_script_that_starts_another_trainer_is_named(tmp_path: Path) -> None:
     (tmp_path / "pretrain.sh").write_text("#!/bin/bash\ntorchrun pretrain_gpt.py --num-layers 32\n")
     with pytest.raises(Unreadable, match=r"pretrain\.sh is a script, not a recipe: write the options that it passes behind a recipe"):
         load_recipe(str(tmp_path / "pretrain.sh"))
+    (tmp_path / "train.py").write_text("from transformers import Trainer\nargs = dict(bf16=True)\n")
+    with pytest.raises(Unreadable, match=r"train\.py is a program, not a recipe: write the arguments that it sets behind a recipe"):
+        load_recipe(str(tmp_path / "train.py"))
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "---\n"])

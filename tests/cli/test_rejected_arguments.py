@@ -79,7 +79,7 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan conf=quickstart model.layer=12", ["no key model.layer: did you mean model.layers?"]),
     ("plan conf=quickstart +model.layer=12", ["no key model.layer: did you mean model.layers?"]),
     ("plan conf=quickstart paralel.tp=2", ["no key paralel.tp: did you mean parallel.tp?"]),
-    ("plan conf=quickstart tp=2", ["no key tp: did you mean parallel.tp?"]),
+    ("plan conf=quickstart tp=2", ["no key tp: write parallel.tp=2"]),
     ("plan conf=quickstart schedule=1f1b", ["no key schedule: did you mean parallel.schedule or optim.schedule?"]),
     ("plan conf=quickstart modle=tiny", ["no key modle: did you mean model?"]),
     ("plan conf=quickstart cluster.device.peak.bf61=1e12", ["no key cluster.device.peak.bf61: did you mean bf16?"]),

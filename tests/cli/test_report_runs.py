@@ -84,7 +84,7 @@ def test_json_of_several_runs_is_a_list_and_of_one_a_document(runs: tuple[Path, 
 def test_every_wrong_folder_is_named_at_once(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run_command(f"report {tmp_path}/nowhere {runs[0]} {tmp_path}", capsys)
     assert (status, out) == (2, "")
-    assert [line.split(": ")[1] for line in err.splitlines()] == [f"{tmp_path}/nowhere is not a folder", f"{tmp_path} holds no run.json"]
+    assert [line.split(": ")[1] for line in err.splitlines()] == [f"{tmp_path}/nowhere does not exist", f"{tmp_path} holds no run.json"]
 
 
 def test_more_runs_than_there_are_marks_are_refused(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,7 +142,7 @@ def test_shown_output_is_todays(page: Path) -> None:
 def test_output_that_is_not_todays_is_replaced() -> None:
     command = "$ distrain plan conf=llama3_70b gradient_accumulation_steps=8"
     page = "Before\n```\n{}\ndistrain: {}\n```\nafter\n"
-    today = "no key gradient_accumulation_steps: it follows from train.batch / (dp x train.microbatch)"
+    today = "no key gradient_accumulation_steps: train.batch = dp x train.microbatch x accumulation steps"
     assert page_of_today(page.format(command, "an old line")) == page.format(command, today)
 
 

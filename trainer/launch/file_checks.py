@@ -121,7 +121,7 @@ def epoch_warnings(run: Run, plan: Plan, data: DataFacts | None) -> Iterator[Pro
     epochs = max((tokens / epoch for tokens, epoch in read if epoch), default=0.0)
     if epochs > MANY_EPOCHS and data.train_tokens:
         about = "" if data.exact else "about "
-        often = f"{epochs:,.0f} epochs" + (" of one of its sources" if len(data.epochs) > 1 else "")
+        often = f"{epochs:,.{1 if epochs < 10 else 0}f} epochs" + (" of one of its sources" if len(data.epochs) > 1 else "")
         holds = f"the data hold {about}{count_text(data.train_tokens)}"
         if run.data.has_prompts and len(data.epochs) == 1 and data.epochs[0]:
             holds = f"an epoch has {about}{count_text(data.epochs[0])}, with padding"

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..plan.plan_data import Plan
@@ -95,14 +96,31 @@ def find_run_folder(folder: Path) -> Path:
     path = expand_home(folder).absolute()
     if _holds_config(path):
         return path
-    exists = os.path.isdir(path)
-    runs = [name for name in _entries(path) if os.path.isfile(path / name / "run.json")] if exists else []
-    inside = sorted(runs, key=lambda name: os.path.getmtime(path / name / "run.json"))
-    says = f"{folder} holds no run.json" if exists else f"{folder} is not a folder"
+    says = f"{folder} holds no run.json" if os.path.isdir(path) else f"{folder} is not a folder"
     if os.path.lexists(path / "run.json"):
         says = f"{folder / 'run.json'} is not a plain file"
-    mend = f"did you mean {folder / inside[-1]}?" if inside else "give the folder of a run, such as runs/quickstart"
-    raise Unreadable([Problem(rule="folder", says=says, mend=mend)])
+    elif not os.path.lexists(path):
+        says = f"{folder} does not exist"
+    raise Unreadable([Problem(rule="folder", says=says, mend=_suggest_run_folder(folder, path))])
+
+
+def _suggest_run_folder(folder: Path, path: Path) -> str:
+    """Return the fix of a word that is not a run's folder: the newest run in it, the run whose file it is, or a run of a similar name."""
+    inside = _run_folders(path)
+    if inside:
+        return f"did you mean {folder / inside[-1]}?"
+    if not os.path.isdir(path) and _holds_config(path.parent):
+        return f"did you mean {folder.parent}?"
+    beside = [] if os.path.isdir(path) else _run_folders(path.parent)
+    if close := get_close_matches(path.name, beside, n=1):
+        return f"did you mean {folder.parent / close[0]}?"
+    return f"`distrain ls runs {folder.parent}` lists the runs there" if beside else "give the folder of a run, such as runs/quickstart"
+
+
+def _run_folders(path: Path) -> list[str]:
+    """Return the names of the folders in `path` that are those of runs, the newest last."""
+    runs = [name for name in _entries(path) if os.path.isfile(path / name / "run.json")] if os.path.isdir(path) else []
+    return sorted(runs, key=lambda name: os.path.getmtime(path / name / "run.json"))
 
 
 def is_run_folder(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from ...models.families import is_made_by_transformers
 from ...models.hf.module import CausalLM, write_causal_lm
 from ...models.hf_format.model_type import hf_model_type
 from ...models.hf_format.tensor_names import has_module_tensors
-from ...models.hf_format.weights import generation_config, write_hf_folder, write_json
+from ...models.hf_format.weights import generation_config, published_context, write_hf_folder, write_json
 from ...models.ops.lora import without_lora
 from ...spec.run import Run
 from ...spec.sections.mtp import Mtp
@@ -68,7 +68,7 @@ def export(
             weights = show_progress(saved_weights(found, PRECISION_DTYPES[dtype]), "written", len(weight_shapes(run)))
             write_hf_folder(weights, run, written, special=tokenizer.special)
             check = check_export(found, written, dtype, memory or free_memory() or inf)
-        remarks = [*_modules_left_out(run), *tokenizer.remarks, *write_tokenizer(run, tokenizer, written)]
+        remarks = [*_modules_left_out(run), *_context_lost(run), *tokenizer.remarks, *write_tokenizer(run, tokenizer, written)]
         files = sorted(each.name for each in written.iterdir())
     left_out = bool(_modules_left_out(run))
     count = sum(prod(shape) for name, shape in weight_shapes(run).items() if not (left_out and Mtp.owns(name)))
@@ -93,6 +93,14 @@ def _modules_left_out(run: Run) -> list[str]:
     if is_made_by_transformers(run.model) or not run.model.mtp.layers or has_module_tensors(run):
         return []
     return [f"left out: model.mtp.layers={run.model.mtp.layers}, for which {hf_model_type(run)} of transformers has no names"]
+
+
+def _context_lost(run: Run) -> list[str]:
+    """Say that the longest sequence of the weights that the run began with is not known."""
+    if is_made_by_transformers(run.model) or run.model.positions != "rope" or not run.model.weights or published_context(run):
+        return []
+    where = f"{run.model.weights}/config.json states no max_position_embeddings, or can't be read"
+    return [f"config.json says that texts have at most train.seq={run.train.seq} tokens: {where}"]
 
 
 def _loading_program(destination: Path, *, has_tokenizer: bool) -> str:

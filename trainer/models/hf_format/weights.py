@@ -145,7 +145,7 @@ def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
     act = next(theirs for theirs, act in kind.acts.items() if act == run.model.act)
     config: dict[str, object] = {"architectures": [kind.architecture], "model_type": model_type, "torch_dtype": dtype, **NO_TOKENS}
     if run.model.positions == "rope":
-        config |= write_rope(run.model, run.train.seq, by_type=kind.local_rope)
+        config |= write_rope(run.model, max(run.train.seq, published_context(run)), by_type=kind.local_rope)
     if kind.window:
         config |= write_window(run.model, kind.window)
     if kind.dense:
@@ -154,6 +154,19 @@ def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
         config |= write_groups(run.model)
     modules = {"num_nextn_predict_layers": run.model.mtp.layers} if has_module_tensors(run) else {}
     return {**config, kind.act: act, **sizes, **kind.written, **modules}
+
+
+def published_context(run: Run) -> int:
+    """Return the longest sequence, in tokens, that the config.json beside the weights of a run's start states; 0 where it can't be read.
+
+    Training on shorter ones takes nothing from a rotary embedding, and programs that read the folder cut or refuse longer texts.
+    """
+    folder = run.model.weights and Path(run.model.weights).expanduser()
+    try:
+        stated = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings") if folder else 0
+    except (OSError, ValueError, AttributeError):
+        return 0
+    return stated if isinstance(stated, int) else 0
 
 
 def generation_config(run: Run, special: Mapping[str, int | None]) -> dict[str, object]:
