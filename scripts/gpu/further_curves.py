@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ...cli.config.load import load_recipe
+from ...trainer.launch.admission import fla_problem
 from ...trainer.rundir.metric_rows import AVERAGED_KEY, VALIDATION_KEY
 from .check_context import CheckContext
 from .finding import CheckBroken, Finding
-from .fit_runs import FinishedFit, fit_each
+from .fit_runs import ONE_DEVICE, RECIPE, FinishedFit, fit_each
 from .loss_checks import computes_in_fp8
 from .loss_differences import most_apart
 from .options import COMPILED, OPTION_LOSS, PLAIN, option_run
@@ -21,6 +23,7 @@ LARGE = (
 REFERENCES: dict[str, tuple[str, ...]] = {PLAIN: (), "large": LARGE}  # runs with which others are compared
 ON_HOST = ("parallel.zero=3", "parallel.offload.optimizer=true")
 HYBRID = ("model=tiny_hybrid",)
+BY_FLA = "train.linear_attention=fla"
 RATE = "optim.lr=3e-3"  # at which LoRA changes losses in six steps
 FP8_LOSS = 2e-3  # of the first loss, from bf16; on a CPU, which rounds to the same 8-bit floats, it is 1e-4
 AVERAGE = "average of the weights"
@@ -35,7 +38,7 @@ class FurtherWay:
     like: str = ""
     limit: float = OPTION_LOSS
     unlike: str = ""
-    needs: Literal["", "fp8", "GPU"] = ""
+    needs: Literal["", "fp8", "GPU", "fla"] = ""
 
 
 WAYS = {
@@ -47,6 +50,7 @@ WAYS = {
     AVERAGE: FurtherWay(words=("optim.ema=0.8", "train.evaluate.every=3", "train.evaluate.batches=2")),
     "hybrid": FurtherWay(words=HYBRID, unlike=PLAIN),
     "hybrid in fp8": FurtherWay(words=(*HYBRID, "train.precision=fp8"), like="hybrid", limit=FP8_LOSS, needs="fp8"),
+    "hybrid by fla": FurtherWay(words=(*HYBRID, BY_FLA), like="hybrid", unlike=PLAIN, needs="fla"),
     "LoRA of a hybrid": FurtherWay(words=(*HYBRID, "model.lora={rank: 8, alpha: 32}", RATE), unlike="hybrid"),
     "LoRA": FurtherWay(words=("model.lora={rank: 8, alpha: 32}", RATE), unlike=PLAIN),
     "LoRA with dropout": FurtherWay(words=("model.lora={rank: 8, alpha: 32, dropout: 0.5}", RATE), unlike="LoRA"),
@@ -56,7 +60,7 @@ WAYS = {
 def compare_further_ways(context: CheckContext) -> Finding:
     """Train each way in engine native, and name those whose losses are not what they must be. Where the host steps, memory is copied beside
     kernels: a copy for which nothing waited shows in the losses."""
-    has = {"": True, "GPU": context.on_gpu, "fp8": computes_in_fp8(context)}
+    has = {"": True, "GPU": context.on_gpu, "fp8": computes_in_fp8(context), "fla": has_fla(context)}
     ways = {name: way for name, way in WAYS.items() if has[way.needs]}
     words = {**{name: REFERENCES[name] for name in REFERENCES if name in {PLAIN, *(way.like for way in ways.values())}},
              **{name: way.words for name, way in ways.items()}}  # fmt: skip
@@ -83,6 +87,12 @@ def compare_further_ways(context: CheckContext) -> Finding:
             *(average_departures(*validations) if len(validations) == 2 else ()),
         ),
     )
+
+
+def has_fla(context: CheckContext) -> bool:
+    """Whether package fla and what it needs is installed beside a GPU."""
+    device = load_recipe(RECIPE, [*context.words(), *ONE_DEVICE, "parallel.dp=1"]).cluster.device
+    return fla_problem(device) is None
 
 
 def share_apart(one: FinishedFit, other: FinishedFit) -> float:

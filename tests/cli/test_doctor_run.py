@@ -94,6 +94,7 @@ def test_a_missing_thing_is_a_problem_of_its_subject(name: str, words: tuple[str
         ("cluster=dgx_h100", "train.precision=bf16"),
         ("launch=deepspeed", "launch.hostfile=nowhere"),
         ("parallel.reduce=tree",),
+        ("model=tiny_hybrid", "train.linear_attention=fla", "device=cpu"),
     ],
     ids=" ".join,
 )

@@ -40,6 +40,7 @@ from distrain.scripts.gpu.profiled_steps import wait_departures
 from distrain.scripts.gpu.replan import replan_departures
 from distrain.scripts.gpu.running_check import Row, RunningCheck
 from distrain.tests.fakes.deadline import DEADLINE
+from distrain.trainer.launch import admission
 from distrain.trainer.machine import measure_machine
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.timeline.timed_spans import TimedSpan, TimedStep
@@ -616,7 +617,7 @@ def test_options_that_train_another_curve_are_named(
 WEIGHTS, AVERAGES = (5.51, 5.49), (5.54, 5.52)  # validation losses
 OF_OTHERS = {
     f"option.further.{name.replace(' ', '.')}{place}": FAR
-    for name in ("hybrid", "hybrid in fp8", "LoRA", "offloaded zero3 of a large model", "large")
+    for name in ("hybrid", "hybrid by fla", "hybrid in fp8", "LoRA", "offloaded zero3 of a large model", "large")
     for place in ("", ".cpu")
 }
 OF_ADAPTED = {
@@ -689,6 +690,18 @@ def test_further_ways_on_a_gpu_without_fp8(tmp_path: Path, monkeypatch: pytest.M
             further_curves.compare_further_ways(context)
     assert begun.count("option.further.hybrid.in.fp8") == begun.count("option.further.large") == 1  # a CPU computes fp8 in another type
     assert len(set(begun)) < len(begun)
+
+
+def test_a_hybrid_by_fla_is_tried_where_its_packages_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[str]()
+    monkeypatch.setattr(further_curves, "fit_each", lambda runs, context: ({}, {run.name: begun.append(run.name) or "no" for run in runs}))
+    monkeypatch.setattr(measure_machine, "package_version", lambda name: "3.7.1")
+    for installed, gpu in ((None, "NVIDIA H200"), ("fla", ""), ("fla", "NVIDIA H200")):
+        monkeypatch.setattr(admission, "find_spec", lambda name, installed=installed: installed)
+        with pytest.raises(CheckBroken, match="no; no"):
+            further_curves.compare_further_ways(CheckContext(folder=tmp_path, on_gpu=bool(gpu), gpu=gpu))
+    assert begun.count("option.further.hybrid.by.fla") == 1
+    assert begun.count("option.further.hybrid") == 3
 
 
 def test_moments_that_take_as_many_bytes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

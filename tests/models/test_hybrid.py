@@ -10,13 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.tests.fakes.moved_bytes import MovedBytes  # noqa: E402
 from distrain.tests.fakes.small_models import CPU, MODELS, gradients, module_of, run_of  # noqa: E402
 from distrain.trainer.layers.counter_rng import hash64  # noqa: E402
-from distrain.trainer.layers.gated_delta import CHUNK, UNIT_EPS, DeltaInputs, gated_delta  # noqa: E402
+from distrain.trainer.layers.delta_inputs import DeltaInputs  # noqa: E402
+from distrain.trainer.layers.gated_delta import CHUNK, UNIT_EPS, gated_delta  # noqa: E402
 from distrain.trainer.layers.output_gates import GatedNorm, add_gated, gated_product  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.models.families import op_table  # noqa: E402
@@ -132,30 +133,6 @@ def test_the_rule_computes_the_flops_of_its_op(seq: int) -> None:
     counted, last = 6 * heads * D * V, 2 * B * K * R * CHUNK * D * V
     assert forward.get_total_flops() == pytest.approx(counted * rule.computed - solved, rel=1e-12)
     assert backward.get_total_flops() == pytest.approx(counted * rule.computed * rule.backward - 2 * solved - last, rel=1e-12)
-
-
-class MovedBytes(TorchDispatchMode):
-    """Counts the kernels of its body, and the bytes that they read and write: of a product that is added to another tensor than its result,
-    which torch copies first, two kernels."""
-
-    VIEWS = ("view", "permute", "transpose", "unsqueeze", "squeeze", "select", "slice", "detach", "expand", "unbind", "alias", "split")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self.kernels = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, name = func(*args, **(kwargs or {})), func._overloadpacket.__name__
-        if name in self.VIEWS or name.startswith(("empty", "new_empty", "_unsafe_view")) or not isinstance(out, torch.Tensor):
-            return out
-        given = [each for each in args if isinstance(each, torch.Tensor)]
-        if name == "copy_" and given[0].data_ptr() == given[1].data_ptr():
-            return out
-        copied = name == "baddbmm" and out.data_ptr() != given[0].data_ptr()
-        self.kernels += 1 + copied
-        written = [out] * (name != "copy_") + [out, out] * copied
-        self.bytes += sum(min(each.numel() * each.element_size(), each.untyped_storage().nbytes()) for each in (*given, *written))
-        return out
 
 
 def test_the_plan_counts_what_the_rules_kernels_move() -> None:

@@ -11,13 +11,15 @@ from importlib.util import find_spec
 
 from ..machine import measure_machine as machine
 from ..machine.measure_machine import CPU_RANKS_PER_CORE
+from ..plan.costs.roofline import HOPPER_FP8
 from ..plan.engines import ENGINES
 from ..plan.fixes import engine_problems
 from ..plan.plan_data import Plan
+from ..plan.rules.hybrid_rule import computes_by_fla
 from ..plan.rules.unused_keys import RULE as UNUSED_KEY_RULE
 from ..spec.numbers.as_text import plural
 from ..spec.problem import Problem, Unreadable
-from ..spec.run import Run
+from ..spec.run import Device, Run
 from ..system.cpu import cpu_count
 from .commands.deepspeed import RUNNER_PROGRAMS
 from .hosts.hostfile import Host
@@ -26,6 +28,9 @@ from .hosts_and_commands import RunHosts, nodes_problem, resolve_hosts
 
 SINK_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # log sink -> the package that it needs
 DUALPIPEV_RELEASE = (0, 19, 8)  # the first release of DeepSpeed with DualPipeV
+
+FLA_PACKAGES = {"fla-core": "fla", "triton": "triton", "einops": "einops"}  # package -> what is imported of it
+BAD_TRITON = ((3, 4), (3, 7, 1))  # fla-core 0.6.0, chunk_bwd_dqkwg in fla/ops/common/chunk_o.py: from the first, before the second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,8 @@ def check_start(run: Run, plan: Plan) -> StartCheck:
         problems.append(Problem(rule="precision", says=says, mend="set train.precision to fp32 or bf16, or engine=native"))
     if missing := schedule_problem(run, plan.engine, machine.package_version("deepspeed")):
         problems.append(missing)
+    if computes_by_fla(run) and (lack := fla_problem(run.cluster.device)):
+        problems.append(lack)
     problems += _machine_problems(run, plan)
     return StartCheck(problems=tuple(problems), hosts=found.hosts, spares=found.spares)
 
@@ -65,6 +72,23 @@ def schedule_problem(run: Run, engine: str | None, deepspeed: str) -> Problem | 
     needed = ".".join(map(str, DUALPIPEV_RELEASE))
     says = f"parallel.schedule=dualpipev with engine=pipe needs DeepSpeed {needed} or later, and {deepspeed} is installed"
     return Problem(rule="engine", says=says, mend="set engine=native, or install a later DeepSpeed")
+
+
+def fla_problem(device: Device) -> Problem | None:
+    """Return what train.linear_attention=fla lacks on a kind of device: a GPU, packages, or on Hopper a Triton whose results are right."""
+    without = "set train.linear_attention=torch"
+    if device.kind != "cuda":
+        says = "train.linear_attention=fla does not run on a CPU: its kernels are written in Triton, for GPUs"
+        return Problem(rule="linear_attention", says=says, mend=without)
+    if missing := [package for package, module in FLA_PACKAGES.items() if find_spec(module) is None]:
+        says = f"train.linear_attention=fla needs {', '.join(missing)}, not installed here"
+        return Problem(rule="linear_attention", says=says, mend=f"pip install {' '.join(missing)}, or {without}")
+    version = machine.package_version("triton")
+    release = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    if device.peak.get("fp8", 0.0) > HOPPER_FP8 and BAD_TRITON[0] <= release < BAD_TRITON[1]:
+        says = f"train.linear_attention=fla: its gradients are wrong by Triton {version} on Hopper, where fla refuses it"
+        return Problem(rule="linear_attention", says=says, mend=f"install Triton 3.7.1 or later, or {without}")
+    return None
 
 
 def start_warnings(run: Run, plan: Plan) -> Iterator[Problem]:

@@ -7,7 +7,6 @@ a triangular system, and only the states at the chunks' ends follow each other. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,33 +17,15 @@ from torch.autograd.function import once_differentiable
 
 from .causal_conv import causal_conv, conv_gradients
 from .chunk_starts import ChunkStarts, chunk_starts
+from .delta_inputs import ACTIVATIONS, DeltaInputs, decay_logits, log_decay, of_all_heads, own_inputs, tensors_of
 from .dtypes import at_least_float32
 from .head_chunks import by_key_head, chunks, from_chunks
 from .rank_group import Group
 
 CHUNK = 64  # tokens; of flash-linear-attention and transformers
-ACTIVATIONS = 5  # of the inputs; the others are weights
 UNIT_EPS = 1e-6  # added to the square of a query's or key's length
 
 # B batch, S sequence, K key heads, R value heads of each, A = B K R, D width of a key, V of a value, N chunks, L tokens of a chunk, W taps
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaInputs:
-    """The inputs of the rule: queries and keys [B, S, K D] and values [B, S, K R V] before their convolutions, the logits [B, S, K R] of
-    beta and of the decay, the taps [W, channels] of the convolutions, and of each value head the logarithm of its rate and what is added
-    to the logits of its decay, [K R]. Ranks that share out heads have weights of all of them."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    beta: Tensor
-    decay: Tensor
-    query_conv: Tensor
-    key_conv: Tensor
-    value_conv: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop over chunks would be unrolled
@@ -56,9 +37,8 @@ def gated_delta(
     `starts` [B, S] are the tokens at which each token's document starts: no token reads another document's. None: a sequence is one.
     The ranks that are `sharing` heads have K of them each, and weights of all.
     """
-    tensors = tuple(getattr(inputs, name) for name in DeltaInputs.__dataclass_fields__)
     chunk = min(chunk, inputs.query.shape[1])  # a shorter sequence is one chunk, without tokens that fill it up
-    read: Tensor = _GatedDelta.apply(key_dim, chunk, starts, sharing, *tensors)  # type: ignore[no-untyped-call]
+    read: Tensor = _GatedDelta.apply(key_dim, chunk, starts, sharing, *tensors_of(inputs))  # type: ignore[no-untyped-call]
     return read
 
 
@@ -69,34 +49,17 @@ class _GatedDelta(torch.autograd.Function):
     def forward(ctx: Any, key_dim: int, chunk: int, starts: Tensor | None, sharing: Group | None, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(starts, *tensors)
         ctx.key_dim, ctx.chunk, ctx.sharing = key_dim, chunk, sharing
-        inputs = _own_inputs(tensors, sharing)
+        inputs = own_inputs(tensors, sharing)
         return _read(_prepare(inputs, key_dim, chunk, starts), inputs.value)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         starts, *tensors = ctx.saved_tensors
-        inputs = _own_inputs(tensors, ctx.sharing)
+        inputs = own_inputs(tensors, ctx.sharing)
         of_chunks = _chunk_gradients(_prepare(inputs, ctx.key_dim, ctx.chunk, starts), at_least_float32(grad))
         grads = _input_gradients(inputs, of_chunks, ctx.key_dim, starts)
-        return None, None, None, None, *grads[:ACTIVATIONS], *(_of_all_heads(each, ctx.sharing) for each in grads[ACTIVATIONS:])
-
-
-def _own_inputs(tensors: Sequence[Tensor], sharing: Group | None) -> DeltaInputs:
-    """Return the rule's inputs, with weights of this rank's heads. Saved are whole weights: a view would keep what ZeRO 3 gathered."""
-    weights = tensors[ACTIVATIONS:]
-    if sharing is not None:
-        weights = [each.chunk(sharing.size, dim=-1)[sharing.rank] for each in weights]
-    return DeltaInputs(**dict(zip(DeltaInputs.__dataclass_fields__, (*tensors[:ACTIVATIONS], *weights), strict=True)))
-
-
-def _of_all_heads(grad: Tensor, sharing: Group | None) -> Tensor:
-    """Return the gradient of a weight [..., heads], which is 0 for the heads of other ranks."""
-    if sharing is None:
-        return grad
-    whole = grad.new_zeros(*grad.shape[:-1], sharing.size, grad.shape[-1])
-    whole[..., sharing.rank, :] = grad
-    return whole.flatten(-2)
+        return None, None, None, None, *grads[:ACTIVATIONS], *(of_all_heads(each, ctx.sharing) for each in grads[ACTIVATIONS:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +110,7 @@ def _prepare(inputs: DeltaInputs, key_dim: int, chunk: int, starts: Tensor | Non
     query.mul_(key_dim**-0.5)
     value = chunks(by_key_head(F.silu(causal_conv(inputs.value, inputs.value_conv, starts)), heads, value_heads), chunk)
     beta = chunks(by_key_head(torch.sigmoid(at_least_float32(inputs.beta)), heads, value_heads), chunk)
-    total = chunks(by_key_head(_log_decay(inputs), heads, value_heads), chunk).squeeze(-1).cumsum(-1)
+    total = chunks(by_key_head(log_decay(inputs), heads, value_heads), chunk).squeeze(-1).cumsum(-1)
     unread = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).triu(1)
     if starts is not None:
         of_chunks = chunk_starts(starts, chunk)
@@ -300,7 +263,7 @@ def _input_gradients(inputs: DeltaInputs, grads: _ChunkGradients, key_dim: int, 
     value_grad = _silu_slope(causal_conv(inputs.value, inputs.value_conv, starts)).mul_(grads.value)
     value_grads = conv_gradients(value_grad, inputs.value, inputs.value_conv, starts)
     share = torch.sigmoid(at_least_float32(inputs.beta))
-    logit_grad = grads.log_decay * -at_least_float32(inputs.a_log).exp() * torch.sigmoid(_decay_logits(inputs))
+    logit_grad = grads.log_decay * -at_least_float32(inputs.a_log).exp() * torch.sigmoid(decay_logits(inputs))
     return (
         query_grads[0],
         key_grads[0],
@@ -310,19 +273,9 @@ def _input_gradients(inputs: DeltaInputs, grads: _ChunkGradients, key_dim: int, 
         query_grads[1],
         key_grads[1],
         value_grads[1],
-        (grads.log_decay * _log_decay(inputs)).sum((0, 1)).to(inputs.a_log.dtype),
+        (grads.log_decay * log_decay(inputs)).sum((0, 1)).to(inputs.a_log.dtype),
         logit_grad.sum((0, 1)).to(inputs.dt_bias.dtype),
     )
-
-
-def _log_decay(inputs: DeltaInputs) -> Tensor:
-    """Return g of each token and value head, [B, S, K R]."""
-    return -at_least_float32(inputs.a_log).exp() * F.softplus(_decay_logits(inputs))
-
-
-def _decay_logits(inputs: DeltaInputs) -> Tensor:
-    """Return the logits of the decay with what is added to them, [B, S, K R]."""
-    return at_least_float32(inputs.decay) + at_least_float32(inputs.dt_bias)
 
 
 def _unit(conv: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("train.seed",           "reported"),
     ("train.microbatch",     "free"),        # layout: no loss is of a micro-batch
     ("train.attention",      "free"),        # how, not what
+    ("train.linear_attention", "free"),      # how, not what
     ("train.compile",        "free"),
     ("train.loss_chunks",    "free"),        # layout
     ("train.z_loss",         "reported"),        # the weight of an additional loss

@@ -55,7 +55,8 @@ def layout_key(run: Run) -> str:
     documents = [lengths] if (lengths := document_lengths(run)) else []
     moments = [run.optim.moments, run.optim.rounding] if run.optim.moments != "fp32" else []
     average = ["ema"] if run.optim.ema else []
-    return sha256(msgspec.json.encode([*told, *chunks, *ramp, *moments, *average, *pairs, *documents])).hexdigest()[:16]
+    linear = ["fla"] if run.train.linear_attention == "fla" else []
+    return sha256(msgspec.json.encode([*told, *chunks, *ramp, *moments, *average, *linear, *pairs, *documents])).hexdigest()[:16]
 
 
 def write_rank_timeline(folder: Path, timeline: RankTimeline) -> None:

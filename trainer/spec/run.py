@@ -135,6 +135,7 @@ class Train:
     precision: Precision = "bf16"
     gradients: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     attention: Literal["flash", "math"] = "flash"
+    linear_attention: Literal["torch", "fla"] = "torch"
     flops: Literal["attention", "parameters"] = "attention"
     compile: bool = False
     loss_chunks: Count = 1

@@ -31,4 +31,4 @@ class LayerInputs:
     cp: ContextParallel | None
     band: Tensor | None = None  # [W, 2W] mask of a block of the window W, where it does not cover the sequence
     bounds: DocumentBounds | None = None  # of documents, where attention's kernel takes them in place of a mask
-    document_starts: Tensor | None = None  # [B, all keys] int32, as `starts`: linear attention reads them
+    document_starts: Tensor | None = None  # [B, all keys] int32, as `starts`, or as kernels of fla read them: for linear attention

@@ -43,7 +43,7 @@ class AttentionHalf(nn.Module):
     norms and dropout, which all families share. `attention_class` is called as `Attention`."""
 
     def __init__(
-        self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, attention_class: type[nn.Module] = Attention
+        self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, attention_class: Callable[..., nn.Module] = Attention
     ) -> None:
         super().__init__()
         model, train = run.model, run.train

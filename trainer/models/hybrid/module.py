@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ...layers.counter_rng import DropoutKeys
-from ...layers.gated_delta import DeltaInputs, gated_delta
+from ...layers.delta_inputs import DeltaInputs
+from ...layers.fused_delta import fused_gated_delta, packed_bounds
+from ...layers.gated_delta import gated_delta
 from ...layers.output_gates import GatedNorm
 from ...layers.parameters_by_prefix import Parameters, sub_parameters
 from ...layers.rank_group import Group
@@ -42,8 +45,10 @@ class GatedDeltaNet(nn.Module):
         tp: TensorParallel | None,
         *,
         recompute_core: bool,
+        rule: Literal["torch", "fla"] = "torch",
     ) -> None:
         super().__init__()
+        self.rule = rule
         assert model.linear_key_head_dim is not None
         assert model.linear_value_head_dim is not None
         self.key_dim, self.value_dim = model.linear_key_head_dim, model.linear_value_head_dim
@@ -60,8 +65,8 @@ class GatedDeltaNet(nn.Module):
         self.out = RowLinear(sub_parameters(parameters, "out"), tp, model.lora.scale)
 
     def forward(self, x: Tensor, cp: ContextParallel | None = None, starts: Tensor | None = None) -> Tensor:
-        """x [B, S, H] -> [B, S, H]; under context parallelism S are this rank's tokens. `starts` [B, whole sequence] are where documents
-        start. It has no positions, no dropout and no mask: the rule is causal."""
+        """x [B, S, H] -> [B, S, H]; under context parallelism S are this rank's tokens. `starts` are where documents start, as the rule
+        reads it (LayerInputs). It has no positions, no dropout and no mask: the rule is causal."""
         query, key, value, gate, beta, decay = column_linears(x, self.query, self.key, self.value, self.gate, self.beta, self.decay)
         if cp is not None:
             heads = query.shape[-1] // self.key_dim
@@ -80,7 +85,11 @@ class GatedDeltaNet(nn.Module):
             a_log=self.a_log,
             dt_bias=self.dt_bias,
         )
-        read = gated_delta(inputs, self.key_dim, starts=starts, sharing=cp.group if cp else None)
+        sharing = cp.group if cp else None
+        if self.rule == "fla":
+            read = fused_gated_delta(inputs, self.key_dim, bounds=starts, sharing=sharing)
+        else:
+            read = gated_delta(inputs, self.key_dim, starts=starts, sharing=sharing)
         if cp is not None:
             read = exchange_for_tokens(torch.unflatten(read, -1, (-1, self.value_dim)), cp).flatten(2)
         values, gates = (torch.unflatten(each, -1, (-1, self.value_dim)) for each in (read, gate))
@@ -102,7 +111,8 @@ class LayerGroup(nn.Sequential):  # fully_shard of torch 2.11 refuses a ModuleLi
 
     def __init__(self, parameters: Parameters, run: Run, group: int, tp: TensorParallel | None, ep: Group | None) -> None:
         many = run.model.layers_in_group
-        classes = [*[(LinearLayer, GatedDeltaNet)] * (many - 1), (MoELayer, Attention)]
+        linear = partial(GatedDeltaNet, rule=run.train.linear_attention)
+        classes = [*[(LinearLayer, linear)] * (many - 1), (MoELayer, Attention)]
         super().__init__(
             *(
                 layer(sub_parameters(parameters, str(at)), run, group * many + at, tp, ep, attention)
@@ -123,6 +133,7 @@ class HybridTransformer(MoETransformer):
     """A mixture of experts whose layers are made in groups."""
 
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
+        self.rule = run.train.linear_attention
         return LayerGroup(parameters, run, index, self.tp, self.ep)
 
     def numbered_layers(self) -> Iterator[tuple[int, nn.Module]]:
@@ -136,7 +147,8 @@ class HybridTransformer(MoETransformer):
         inputs = super()._layer_inputs(tokens, documents, bounds, keys)
         if documents is None or self.model.layers_in_group == 1:
             return inputs
-        return replace(inputs, document_starts=document_starts(documents).int())
+        starts = document_starts(documents)
+        return replace(inputs, document_starts=packed_bounds(starts) if self.rule == "fla" else starts.int())
 
     def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         self.router_losses = []

@@ -9,6 +9,8 @@ from ...spec.run import Model, Train
 from ..ops.mixture_ops import mixture
 from ..ops.op_table import Dims, Op, OpTable, Product, Tensor, Weight
 from ..ops.shared_ops import KEY, QUERY, STREAM, TOKENS, attention, decoder_table, layer_ops, linear
+from .fla_kernels import BACKWARD, FORWARD, KERNELS, SOLVED, fla_product, held_by_fla, moved_by
+from .linear_dims import LINEAR_KEY, LINEAR_VALUE, OWN_HEADS, OWN_KEY, OWN_VALUE, VALUE_HEADS, WHOLE
 
 LINEAR = (  # keys of `model`, as config.json has them
     "full_attention_interval",
@@ -19,14 +21,6 @@ LINEAR = (  # keys of `model`, as config.json has them
     "linear_conv_kernel_dim",
 )
 CHUNK = 64  # tokens that trainer/layers/gated_delta.py computes at once; all, of a shorter sequence
-LINEAR_KEY: Dims = ("linear_keys", "linear_key_dim")
-LINEAR_VALUE: Dims = ("linear_keys", "values_per_key", "linear_value_dim")
-VALUE_HEADS: Dims = ("linear_keys", "values_per_key")
-# In convolutions and rule a rank has all tokens of its share of the heads.
-WHOLE: Dims = ("core_tokens", "batch")
-OWN_KEY: Dims = ("core_linear_keys", "linear_key_dim")
-OWN_VALUE: Dims = ("core_linear_keys", "values_per_key", "linear_value_dim")
-OWN_HEADS: Dims = ("core_linear_keys", "values_per_key")
 MOVES = ("rule_forward", "rule_backward")
 GATE_PASSES = 5.0  # counted in bf16: an element is read and written in float32 by each of the kernels of a gate
 NORM_PASSES = 8.0
@@ -43,10 +37,16 @@ def table(model: Model, train: Train) -> OpTable:
     interval, keys, values, key_dim, value_dim, taps = (getattr(model, key) for key in LINEAR)
     sizes = {"linear_keys": keys, "values_per_key": values // keys, "linear_key_dim": key_dim, "linear_value_dim": value_dim}
     sizes |= dict(zip(MOVES, RULE_MOVES, strict=True))
-    sizes |= {"core_linear_keys": keys, "conv_taps": taps, "chunk": min(CHUNK, train.seq), "chunks": -(-train.seq // CHUNK)}
+    sizes |= {
+        "core_linear_keys": keys,
+        "conv_taps": taps,
+        "solved": SOLVED,
+        "chunk": min(CHUNK, train.seq),
+        "chunks": -(-train.seq // CHUNK),
+    }
     whole = decoder_table(model, train, (), (), sizes)
     experts = _gated_mixture(model)
-    linear_layer = layer_ops(model, _linear_attention(model, sizes["chunks"]), experts)
+    linear_layer = layer_ops(model, _linear_attention(model, sizes["chunks"], by_fla=train.linear_attention == "fla"), experts)
     full_layer = layer_ops(model, _gated_attention(model, train), experts)
     group = (*(linear_layer,) * (interval - 1), full_layer)
     return replace(whole, layer=tuple(_numbered(op, at) for at, ops in enumerate(group) for op in ops))
@@ -79,7 +79,7 @@ def _gated_attention(model: Model, train: Train) -> tuple[Op, ...]:
     return (first, *others, product, out)
 
 
-def _linear_attention(model: Model, chunks: int) -> tuple[Op, ...]:
+def _linear_attention(model: Model, chunks: int, *, by_fla: bool) -> tuple[Op, ...]:
     """Linear attention: products, convolutions, the gated delta rule, a gated norm of each head, and the output product.
 
     Saved are what the convolutions read and the logits of beta and of the decay: backward computes the rest again. Ranks that share a
@@ -94,7 +94,9 @@ def _linear_attention(model: Model, chunks: int) -> tuple[Op, ...]:
     taps = tuple(Weight(f"attention.{part}_conv.weight", ("conv_taps", *dims), flat=True, rows=1) for part, dims in convs)
     rates = tuple(Weight(f"attention.{name}", VALUE_HEADS, flat=True) for name in ("a_log", "dt_bias"))
     scale = Weight("attention.gated_norm.weight", ("linear_value_dim",))
-    moved = [Tensor((*WHOLE, *OWN_VALUE, each), 4) for each in MOVES]
+    moved = (moved_by(FORWARD, model), moved_by(FORWARD + BACKWARD, model))
+    if not by_fla:
+        moved = (Tensor((*WHOLE, *OWN_VALUE, MOVES[0]), 4),), (Tensor((*WHOLE, *OWN_VALUE, MOVES[1]), 4),)
     return (
         linear("attention", ("hidden",), parts, bias=False, saves=(STREAM,)),
         Op(
@@ -104,15 +106,15 @@ def _linear_attention(model: Model, chunks: int) -> tuple[Op, ...]:
             saves_megatron=inputs,
             saves_torch=inputs,
             head_exchanges=inputs,
-            kernels=6,
-            eager_passes=CONV_PASSES,
-            own_kernels=((moved[0],), (moved[1],)),
+            kernels=KERNELS if by_fla else 6,
+            eager_passes=1.0 if by_fla else CONV_PASSES,
+            own_kernels=moved,
         ),
         Op(
             name="attention.delta",
-            product=delta_rule(model),
-            kernels=RULE_KERNELS + CHUNK_KERNELS * chunks,
-            holds=_held_by_rule(),
+            product=fla_product(model) if by_fla else delta_rule(model),
+            kernels=0 if by_fla else RULE_KERNELS + CHUNK_KERNELS * chunks,
+            holds=held_by_fla() if by_fla else _held_by_rule(),
             head_exchanges=(own_value,),
         ),
         Op(

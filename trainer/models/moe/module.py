@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class MoELayer(AttentionHalf):
         layer: int,
         tp: TensorParallel | None,
         ep: Group | None,
-        attention_class: type[nn.Module] = Attention,
+        attention_class: Callable[..., nn.Module] = Attention,
     ) -> None:
         super().__init__(parameters, run, layer, tp, attention_class)
         model = run.model

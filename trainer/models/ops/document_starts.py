@@ -13,8 +13,9 @@ START_KERNELS, START_PASSES = 39, 6.0  # counted: of a pass of the rule, and of 
 
 def with_document_starts(table: OpTable, run: Run) -> OpTable:
     """Return a table of a model with linear attention that saves where the documents of a micro-batch start, once for all layers, and whose
-    convolutions and rule compare them."""
-    if not run.data.documents or "linear_keys" not in table.sizes or run.model.layers_in_group == 1:
+    convolutions and rule compare them. The kernels of package fla take their bounds, which are a few numbers."""
+    own = run.data.documents and run.train.linear_attention == "torch"
+    if not own or "linear_keys" not in table.sizes or run.model.layers_in_group == 1:
         return table
     first, *others = table.embedding
     table = replace(table, embedding=(replace(first, saves_torch=(*first.saves_torch, STARTS)), *others))

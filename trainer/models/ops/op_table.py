@@ -55,6 +55,7 @@ class Product:
     `outers` are products of one input that are computed as one. `computed` is the share that a kernel computes (a causal flash
     kernel: half), `counted` the share that counts as the model's FLOPs (less than 1 with a window, or inside documents). `backward` is the
     cost of backward in forwards (two products; flash attention computes the scores again). `in_float32`: our modules compute it in float32.
+    `moved_apart`: what it reads and writes on a GPU is counted in `own_kernels` of another op.
     """
 
     rows: Dims
@@ -68,6 +69,7 @@ class Product:
     documents: float = 0.0  # of a sequence, which a CPU computes one by one; 0: all at once
     fused: bool = False  # one kernel that does not write its intermediate results to memory: flash attention
     in_float32: bool = False
+    moved_apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,6 +213,7 @@ def _attention(product: Product, local: LocalTensors, device: DeviceRates) -> Op
         return OpSeconds(forward + calls, backward + product.backward * calls, 0.0)
     outer = local.count(product.outers[0])
     width, rate = (4, device.float32) if product.in_float32 and device.own else (local.activation, device.other)
+    width = 0 if product.moved_apart and device.own else width
     each = product_seconds(rows, outer, inner, groups, width, rate, device)
     forward = len(product.outers) * product.computed * each
     return OpSeconds(forward, product.backward * forward, 0.0)

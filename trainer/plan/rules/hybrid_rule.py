@@ -1,4 +1,4 @@
-"""Rules of hybrids, most of whose layers have linear attention: what their groups are, and what they do not have."""
+"""Rules of hybrids, most of whose layers have linear attention: what their groups are, what they do not have, what kernels take."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ...spec.read import value_text
 from ...spec.run import Parallel, Run
 from .broken_rule import BrokenRule
 from .degrees import nearest_divisors
+
+MOST_FLA_KEY = 256  # elements (fla/ops/common/chunk_delta_h.py of fla-core 0.6.0)
 
 # Keys of other families, with the value that switches each off
 NONE_OF = {
@@ -47,6 +49,25 @@ def hybrid_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
     if run.optim.mup is not None:
         says = f"optim.mup={run.optim.mup}: the rates of linear attention are not known to it"
         yield BrokenRule("hybrid", says, ((("optim.mup", None),),))
+
+
+def computes_by_fla(run: Run) -> bool:
+    """Whether a run has linear attention, and package fla computes it."""
+    return run.model.family == "hybrid" and run.model.layers_in_group > 1 and run.train.linear_attention == "fla"
+
+
+def fla_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """The kernels of package fla multiply float32 in TF32 on a GPU, and hold the state of a key of at most 256 elements."""
+    model = run.model
+    if not computes_by_fla(run):
+        return
+    apart = (("train.linear_attention", "torch"),)
+    if run.train.precision == "fp32" and run.cluster.device.kind == "cuda":
+        says = "train.linear_attention=fla multiplies train.precision=fp32 in TF32"
+        yield BrokenRule("linear_attention", says, (apart, (("train.precision", "bf16"),)))
+    if (width := model.linear_key_head_dim) is not None and width > MOST_FLA_KEY:
+        says = f"train.linear_attention=fla takes no keys of {width} elements, at most {MOST_FLA_KEY}"
+        yield BrokenRule("linear_attention", says, (apart,))
 
 
 def hybrid_layout_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:

@@ -24,7 +24,7 @@ from .data_rules import stages_rule, validate_rule
 from .degrees import nearest_divisors, replicas
 from .fp8_rule import fp8_rule
 from .gradient_sum_rules import servers_rule, staleness_rule
-from .hybrid_rule import hybrid_layout_rule, hybrid_rule
+from .hybrid_rule import fla_rule, hybrid_layout_rule, hybrid_rule
 from .latent_rule import latent_rule
 from .lora_rule import lora_rule
 from .loss_chunks_rule import loss_chunks_rule
@@ -300,7 +300,7 @@ def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (
-    names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, hybrid_rule, router_rule, lora_rule,
+    names_rule, folders_rule, model_rule, rotary_rule, window_rule, norm_rule, latent_rule, hybrid_rule, fla_rule, router_rule, lora_rule,
     further_tokens_rule, hugging_face_rule, mup_rule, pairs_rule, stages_rule, validate_rule, rampup_rule, length_rule, rates_rule,
     step_windows_rule, precision_rule, device_rule, agreement_rule, preference_rule,
 )  # fmt: skip

@@ -187,6 +187,7 @@ KEYS = {
     "train.precision":              Key("what the model computes in"),
     "train.gradients":              Key("what gradients are accumulated in; auto: as precision"),
     "train.attention":              Key("flash: a fused attention kernel; math: separate kernels"),
+    "train.linear_attention":       Key("hybrid: our own chunks in torch, or the kernels of package fla"),
     "train.flops":                  Key("what MFU counts; parameters: 6 FLOP for each and token; attention: its products too"),
     "train.compile":                Key("compile each layer with torch.compile, but for ZeRO-3"),
     "train.loss_chunks":            Key("chunks of the vocabulary of head and loss; only one's logits are held"),
