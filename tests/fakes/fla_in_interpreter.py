@@ -40,6 +40,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.kernel, self.bytes, self.flops, self.calls = "", defaultdict[str, int](int), defaultdict[str, int](int), 0
+        self.idle = False  # kernels are left out
         self._of_program: dict[tuple[str, int], list[Any]] = {}
 
     def begin_program(self) -> None:
@@ -74,7 +75,7 @@ def mend_interpreter() -> None:
         begin(self, fn, arg_names, [chosen], *rest, **more)
 
     autotuner.Autotuner.__init__ = with_one_configuration
-    hardware = import_module("fla.utils.hardware")
+    hardware: Any = import_module("fla.utils.hardware")
     hardware.get_all_max_shared_mem = lambda: defaultdict(lambda: SHARED_MEMORY)
     hardware.check_shared_mem.cache_clear()
     chunks: Any = import_module("fla.ops.common.chunk_delta_h")
@@ -124,6 +125,8 @@ def _count_kernels(interpreter: Any) -> None:
 
     def run_kernel(self: Any, *args: Any, **kwargs: Any) -> None:
         counts.kernel, counts.calls = self.fn.__name__, counts.calls + 1
+        if counts.idle:
+            return
         with _disable_current_modes():
             call(self, *args, **kwargs)
         counts.begin_program()
@@ -137,7 +140,7 @@ def inputs_of(sizes: dict[str, int], dtype: torch.dtype, heads: int = 1) -> Delt
     drawn, keys = torch.Generator().manual_seed(3), sizes["keys"] * sizes["key_dim"]
     many = sizes["keys"] * sizes["values"]
     values, tokens = many * sizes["value_dim"], (sizes["batch"], sizes["seq"])
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "query": (*tokens, keys),
         "key": (*tokens, keys),
         "value": (*tokens, values),
@@ -178,15 +181,26 @@ def counted() -> dict[str, Any]:
     """Return what forward and backward in bf16 do at WIDE: FLOPs and bytes by kernel, bytes and kernels of torch, bytes saved and held."""
     inputs, saved = inputs_of(WIDE, torch.bfloat16), list[Tensor]()
     found: dict[str, Any] = {}
+
+    def keep(each: Tensor) -> Tensor:
+        saved.append(each)
+        return each
+
     begin_counts()
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each), MovedBytes() as moved:
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each), MovedBytes() as moved:
         read = fused_gated_delta(inputs, WIDE["key_dim"])
     found["forward"] = _of_pass(begin_counts(), moved)
     found["saved"] = sum(each.nbytes for each in saved)
     grad = torch.ones_like(read)
-    with LiveBytes("cpu", block=1) as live, MovedBytes() as moved:
+    with MovedBytes() as moved:
+        torch.autograd.grad(read, tensors_of(inputs), grad, retain_graph=True)
+    found["backward"] = _of_pass(begin_counts(), moved)
+    live = LiveBytes("cpu", block=1)
+    live.add((*tensors_of(inputs), grad))
+    begun, counts.idle = live.now, True  # the interpreter holds tensors of its own
+    with live:
         torch.autograd.grad(read, tensors_of(inputs), grad)
-    return found | {"backward": _of_pass(begin_counts(), moved), "held": live.peak}
+    return found | {"held": live.peak - begun}
 
 
 def _of_pass(ended: Counts, moved: MovedBytes) -> dict[str, Any]:

@@ -694,7 +694,12 @@ def test_further_ways_on_a_gpu_without_fp8(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_hybrid_by_fla_is_tried_where_its_packages_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = list[str]()
-    monkeypatch.setattr(further_curves, "fit_each", lambda runs, context: ({}, {run.name: begun.append(run.name) or "no" for run in runs}))
+
+    def fits(runs: Sequence[FitRun], context: CheckContext) -> tuple[dict[str, FinishedFit], dict[str, str]]:
+        begun.extend(run.name for run in runs)
+        return {}, {run.name: "no" for run in runs}
+
+    monkeypatch.setattr(further_curves, "fit_each", fits)
     monkeypatch.setattr(measure_machine, "package_version", lambda name: "3.7.1")
     for installed, gpu in ((None, "NVIDIA H200"), ("fla", ""), ("fla", "NVIDIA H200")):
         monkeypatch.setattr(admission, "find_spec", lambda name, installed=installed: installed)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.deadline import LONG_DEADLINE
 from distrain.trainer.launch import admission
 from distrain.trainer.launch.admission import fla_problem
 from distrain.trainer.machine import measure_machine
@@ -44,7 +44,7 @@ def found() -> dict[str, Any]:
     """What the kernels compute and do, in Triton's interpreter, in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-m", "distrain.tests.fakes.fla_in_interpreter"]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE, env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=LONG_DEADLINE, env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     )
     assert ended.returncode == 0, ended.stderr
     result: dict[str, Any] = json.loads(ended.stdout)
@@ -63,10 +63,9 @@ def test_they_compute_what_our_own_rule_does(case: str, most: float) -> None:
 
 
 @needs_fla
-def test_a_model_trains_as_by_our_own_rule() -> None:
-    """Its gradients are no further from float64 than those of our own rule in float32, but for a few roundings."""
-    apart = found()["whole model"]
-    assert apart["fla"] < 5 * apart["torch"]
+def test_a_model_has_the_gradients_of_our_own_rule() -> None:
+    """Furthest are a_log and dt_bias: what tokens write last cancels in their sums, which our own rule leaves out; others reach 3e-5."""
+    assert found()["whole model"]["fla"] < 3e-4
 
 
 @needs_fla
@@ -97,7 +96,7 @@ def test_a_plan_counts_what_is_saved_and_what_backward_holds() -> None:
     """Saved are the inputs alone: of each token queries, keys and values of two heads, two logits of each; and the weights."""
     assert found()["counted"]["saved"] == 2 * (128 * (CHANNELS + 2 * 2) + SIZES["conv_taps"] * CHANNELS + 2 * 2)
     waiting = 2 * bytes_of((Tensor(("tokens", "batch", "linear_keys", "values_per_key", "linear_value_dim")),))
-    assert found()["counted"]["held"] == pytest.approx(bytes_of(held_by_fla()) - waiting, rel=0.05)
+    assert found()["counted"]["held"] == pytest.approx(bytes_of(held_by_fla()) - waiting, rel=0.02)
 
 
 def test_what_fla_lacks_is_said_before_a_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -112,7 +112,7 @@ class LayerGroup(nn.Sequential):  # fully_shard of torch 2.11 refuses a ModuleLi
     def __init__(self, parameters: Parameters, run: Run, group: int, tp: TensorParallel | None, ep: Group | None) -> None:
         many = run.model.layers_in_group
         linear = partial(GatedDeltaNet, rule=run.train.linear_attention)
-        classes = [*[(LinearLayer, linear)] * (many - 1), (MoELayer, Attention)]
+        classes: list[tuple[type[MoELayer], Callable[..., nn.Module]]] = [*[(LinearLayer, linear)] * (many - 1), (MoELayer, Attention)]
         super().__init__(
             *(
                 layer(sub_parameters(parameters, str(at)), run, group * many + at, tp, ep, attention)
