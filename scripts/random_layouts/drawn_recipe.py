@@ -75,6 +75,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "optim.moments": ("bf16", "int8"),
     "optim.mup": ("16", "32"),
 }
+DOCUMENT_END = "7"  # the token that ends a document of tokens
 FEATURE_SHARE = 0.2  # of the recipes that try each
 PRECISIONS = ("fp32",) * 9 + ("bf16", "fp16", "fp8")
 MOSTLY = 0.8  # share of draws that take the common choice
@@ -106,6 +107,8 @@ def draw_recipe(random: Random, files: DataFiles, trials: LegalTrials, folder: s
         recipe, wanted = changed, wanted - 1
         if not wanted:
             break
+    if recipe.words["data"] == "tokens" and recipe.words.get("data.documents") == "true":
+        recipe = recipe.with_words({"data.end": DOCUMENT_END})  # the files do not say it
     return recipe.with_words(_parallel_words(random, keys))
 
 
