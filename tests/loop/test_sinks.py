@@ -214,7 +214,12 @@ def test_sinks_of_third_parties_have_threads_of_their_own(name: str, context: Si
     Hangs.answers.set()
 
 
-@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.rename(path.with_suffix(".1"))])
+def replace_by_empty(path: Path) -> None:
+    path.rename(path.with_suffix(".1"))
+    path.touch()
+
+
+@pytest.mark.parametrize("change", [Path.unlink, replace_by_empty])
 def test_metrics_jsonl_that_is_removed_or_rotated_is_made_again(
     context: SinkContext, tmp_path: Path, change: Callable[..., object]
 ) -> None:
