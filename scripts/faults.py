@@ -65,6 +65,7 @@ RECENT_STARTS = 4
 STOPPED_SECONDS = 3.0  # for which the command itself stays stopped
 CHECKPOINT_TRIES = 3  # to train a checkpoint that a fault damages
 FAULTS_PER_RUN = 6  # then the run is left to finish
+LAST_STEPS = 10  # of a run, in which its checkpoints are not removed: the last save would not come again
 UNHURRIED = f"launch.patience={UNDISTURBED_SECONDS:.0f}"  # of runs without a fault
 
 
@@ -113,6 +114,8 @@ class Campaign:
             target = self._damage(fault)
             before = self._newest_step()
         at_step = self._last_step() + 1 + int(fault.moment * (self.runs.steps - self._last_step() - 1))
+        if fault.kind == "deleted":
+            at_step = min(at_step, self.runs.steps // 2)
         if fault.kind in ("nan", "slow"):
             rank = int(fault.whom * 2)
             target, in_rank = f"rank {rank}", f"{fault.kind} {min(at_step, self.runs.steps - 1)} {rank}"  # which counts from 0
@@ -231,6 +234,8 @@ class Campaign:
     def _inject(self, fault: Fault, fit: FitProcess) -> str:
         """Apply a fault from outside; return what it hit."""
         if fault.kind == "deleted":
+            if fit.has_ended() or self._last_step() > self.runs.steps - LAST_STEPS:  # nothing is saved after the last save
+                return "nothing"
             shutil.rmtree(checkpoints_folder(self.run), ignore_errors=True)
             return "checkpoints"
         if fault.kind == "cut":

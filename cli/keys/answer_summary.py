@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import get_type_hints
 
 from ...trainer.spec.problem import Problem
+from ...trainer.spec.run import Run
 from . import synonyms
+from .synonym_rows import ROWS
 
 LEAST_ANSWERS = 2  # unknown keys of another trainer beside which one without an answer is taken for another of its keys
 LEAST_SETTINGS = 3  # fewer are pasted from their own lines
@@ -29,19 +33,32 @@ def with_summary(problems: Iterable[Problem]) -> list[Problem]:
 
 def written_settings(mend: str) -> list[str]:
     """Return the KEY=VALUEs that an answer says to write; none where the value is left to the user."""
-    words = mend.removeprefix("write ").split(" (")[0].removesuffix(", without dashes").split(" ") if mend.startswith("write ") else []
+    says, _, note = mend.removeprefix("write ").partition(" (")
+    if not mend.startswith("write ") or (note and note.removesuffix(")") not in _notes()):  # else the value has a parenthesis
+        return []
+    words = says.removesuffix(", without dashes").split(" ")
     are_settings = all(re.fullmatch(r"[a-z][\w.]*=[^`]+", word) for word in words)
     return words if are_settings and not any(word.endswith("=VALUE") for word in words) else []
+
+
+@cache
+def _notes() -> frozenset[str]:
+    return frozenset(row.note for row in ROWS)
 
 
 def _join_unanswered(problems: Sequence[Problem]) -> list[Problem]:
     """Return problems with those of keys that resemble none in one, at the end, where others are keys of another trainer."""
     answered = [each for each in problems if _unknown_key(each) and synonyms.find_synonym(_unknown_key(each))]
-    strange = [each for each in problems if _unknown_key(each) and each.mend.startswith("known: ")]
+    strange = [each for each in problems if _is_strange(_unknown_key(each)) and each.mend.startswith("known: ")]
     if len(answered) < LEAST_ANSWERS or not strange:
         return list(problems)
     names = [_unknown_key(each) for each in strange]
     return [*(each for each in problems if each not in strange), nothing_means(names)]
+
+
+def _is_strange(key: str) -> bool:
+    """Whether a key is in no section of ours, whose keys its problem lists."""
+    return bool(key) and key.partition(".")[0] not in get_type_hints(Run)
 
 
 def nothing_means(names: Sequence[str]) -> Problem:

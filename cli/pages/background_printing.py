@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from .printing import print_line, print_live_line
 
 MOST_WAITING = 10_000  # lines; of more the oldest are left out
-
-Show = Callable[[str], None]
+STOP_PATIENCE = 5.0  # seconds that a command which was asked to stop waits for its output to be taken
+THREAD = "printing"
 
 
 @contextmanager
-def print_in_background() -> Iterator[tuple[Show, Show]]:
-    """Yield what prints a line, and what prints the live line, in a thread. The end of the block waits until all is printed."""
-    printer = _Printer()
+def print_in_background() -> Iterator[BackgroundPrinter]:
+    """Yield what prints in a thread. The end of the block waits until all is printed, for at most the printer's patience; Ctrl-C ends that
+    wait."""
+    printer = BackgroundPrinter()
     try:
-        yield printer.show, printer.live
+        yield printer
     finally:
         printer.finish()
 
 
-class _Printer:
+def is_printing_blocked() -> bool:
+    """Whether output still waits to be taken: Python's exit would wait for it, or abort."""
+    return any(thread.name == THREAD for thread in threading.enumerate())
+
+
+class BackgroundPrinter:
+    """Prints in a thread. `patience`: the seconds that the end waits until all is printed; None: as long as that takes."""
+
     def __init__(self) -> None:
+        self.patience: float | None = None
         self._lines: deque[str] = deque()
         self._live: str | None = None
         self._left_out, self._is_over = 0, False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="printing", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
 
     def show(self, text: str) -> None:
@@ -50,11 +59,12 @@ class _Printer:
             self._changed.notify()
 
     def finish(self) -> None:
-        """Wait until all is printed."""
+        """Wait until all is printed, or patience or the user ends the wait."""
         with self._changed:
             self._is_over = True
             self._changed.notify()
-        self._thread.join()
+        with suppress(KeyboardInterrupt):
+            self._thread.join(self.patience)
 
     def _run(self) -> None:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import typer
 
 from ...trainer.spec.problem import Unreadable, unexpected_error_text
 from ..config.interrupts import raise_if_interrupted
+from ..pages.background_printing import is_printing_blocked
 from ..pages.printing import open_missing_streams, print_problems, report_os_error
 
 OK, FAILED, WRONG_ARGUMENTS = 0, 1, 2  # it fits, or trained; it does not fit, can't run, or failed; the command line is wrong
@@ -29,6 +31,8 @@ def exit_with(command: Callable[[Sequence[str]], int]) -> None:
     except Exception as error:
         status = _status_of_unexpected(error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
+    if is_printing_blocked():
+        os._exit(status)
     raise SystemExit(status)
 
 

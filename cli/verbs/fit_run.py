@@ -10,6 +10,7 @@ from ...trainer.launch.admission import StartCheck, check_start, start_warnings
 from ...trainer.launch.file_checks import FileChecks, epoch_warnings, prepare_files
 from ...trainer.launch.hosts.ssh import SshInterrupted
 from ...trainer.launch.hosts_and_commands import for_first_host
+from ...trainer.launch.rank.channel import STOPPED
 from ...trainer.launch.train_run import TrainingResult
 from ...trainer.machine import measure_machine as machine
 from ...trainer.plan.plan import make_plan
@@ -20,7 +21,7 @@ from ...trainer.spec.problem import one_line
 from ...trainer.spec.run import Run
 from ...trainer.system.open_files import needed_files, raise_limit
 from ..arguments.command_name import command_name
-from ..pages.background_printing import print_in_background
+from ..pages.background_printing import STOP_PATIENCE, is_printing_blocked, print_in_background
 from ..pages.hosts_page import run_preflight_and_show
 from ..pages.next_steps import next_commands
 from ..pages.plan_facts import verdict
@@ -57,9 +58,11 @@ def fit_run(read: Callable[[], Run]) -> TrainingResult:
     if problems:
         print_problems(problems)
         return NOT_STARTED
-    with print_in_background() as (show, live):
-        result = train_run.train_run(run, plan, hosts, show, live)
-    if result.says:
+    with print_in_background() as printer:
+        result = train_run.train_run(run, plan, hosts, printer.show, printer.live)
+        if result.status == STOPPED or result.status > 128:
+            printer.patience = STOP_PATIENCE
+    if result.says and not is_printing_blocked():
         print_error(f"distrain: {result.says}")
     if result.status == OK:
         print_line(closing_text(run))

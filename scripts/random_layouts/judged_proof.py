@@ -1,7 +1,7 @@
 """Proves a drawn recipe in its layouts by `prove`'s own code, on fork servers that serve many proofs, and names every finding.
 
-What departs is trained again in float64, as `prove` does, and its checks too: what is further from one process than WIDE_LIMIT there is an
-error, all else was rounding, but of a recipe in a narrower type than float32, whose own code does not run in float64.
+What departs is trained again in float64, as `prove` does, and its checks too: `wide_verdict` says whether that was an error or rounding. Of
+a recipe in a narrower type than float32, whose own code does not run in float64, it can't be said.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ for _ in range(5000 if os.path.exists("many") else 0): channel.say("x" * 100)
 open(f"trained{rank}", "w")
 channel.report_done()
 '''
-with print_in_background() as (show, live):
-    printing = {"show": show, "live": live}
+with print_in_background() as printer:
+    printing = {"show": printer.show, "live": printer.live}
     outcome = launch_local_ranks([sys.executable, "-c", rank], ranks=2, folder=Path(), environment=os.environ, grace=2.0, **printing)
 print_error(outcome.says or "trained")
 sys.exit(outcome.status)
@@ -91,14 +91,44 @@ class Gate(io.StringIO):
 def test_lines_that_nothing_takes_are_left_out_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     monkeypatch.setattr(sys, "stdout", gate)
-    with print_in_background() as (show, _):
+    with print_in_background() as printer:
         for number in range(MOST_WAITING + 6):
-            show(f"line {number}")
+            printer.show(f"line {number}")
         gate.open.set()
     lines = gate.getvalue().splitlines()
-    left_out = int(next(line for line in lines if line.endswith("nothing took them")).partition(" ")[0])
-    assert left_out + len(lines) - 1 == MOST_WAITING + 6
+    left_out = [int(line.partition(" ")[0]) for line in lines if line.endswith("nothing took them")]
+    assert left_out
+    assert sum(left_out) + len(lines) - len(left_out) == MOST_WAITING + 6
     assert lines[-MOST_WAITING:] == [f"line {number}" for number in range(6, MOST_WAITING + 6)]
+
+
+ENDS_BLOCKED = """
+import sys, threading
+from distrain.cli.pages.background_printing import print_in_background
+from distrain.cli.verbs.exit_status import exit_with
+join = threading.Thread.join
+def report_and_join(thread, timeout=None):
+    print("it waits", file=sys.stderr, flush=True)
+    join(thread, timeout)
+threading.Thread.join = report_and_join
+def command(argv):
+    with print_in_background() as printer:
+        for _ in range(3000): printer.show("x" * 100)
+        if argv: printer.patience = 0.01
+    return 75
+exit_with(command)
+"""
+
+
+@pytest.mark.parametrize("ends", ["by patience", "by Ctrl-C"])
+def test_a_command_whose_output_nothing_takes_ends_with_its_status(ends: str) -> None:
+    words = [sys.executable, "-c", ENDS_BLOCKED, *(["stopped"] if ends == "by patience" else [])]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        assert started.stderr is not None
+        assert started.stderr.readline() == "it waits\n"
+        if ends == "by Ctrl-C":
+            started.send_signal(signal.SIGINT)
+        assert started.wait(DEADLINE) == 75
 
 
 def test_a_run_whose_terminal_hangs_up_saves(tmp_path: Path) -> None:

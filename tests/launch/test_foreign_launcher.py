@@ -22,6 +22,10 @@ from pathlib import Path
 from distrain.trainer.launch.rank.foreign_launcher import keep_log, open_channel
 channel = open_channel(Path(sys.argv[1]))
 print("noise")
+if "REPLACED" in os.environ:
+    early = Path(sys.argv[1], "launch", "3.log")
+    early.unlink()
+    early.write_text("of another start")
 if "JOINS" in os.environ: keep_log(Path(sys.argv[1]))
 os.system("echo more of it >&2")
 channel.say("step 1"); channel.report_status("50 %"); channel.report_step(1)
@@ -101,6 +105,12 @@ def test_a_rank_that_has_not_joined_rank_0_leaves_the_logs_of_the_run_folder_as_
         shown, log = run_rank(tmp_path, RANK="3", WORLD_SIZE="4", TORCHELASTIC_RUN_ID="1")
         assert (shown, log) == (MESSAGES, [])
         assert (tmp_path / "launch" / "3.log").read_text().count("noise") == 1
+
+
+def test_a_rank_that_has_joined_takes_no_log_of_a_start_that_is_refused_meanwhile(tmp_path: Path) -> None:
+    _, log = run_rank(tmp_path, RANK="3", WORLD_SIZE="4", TORCHELASTIC_RUN_ID="1", PYTHONUNBUFFERED="1", JOINS="1", REPLACED="1")
+    assert log == ["more of it"]
+    assert (tmp_path / "launch" / "3.log").read_text() == "of another start"
 
 
 def test_output_and_messages_of_a_rank_started_by_hand_are_on_the_terminal(tmp_path: Path) -> None:

@@ -137,13 +137,13 @@ def test_sigterm_between_two_attempts_stops_the_run(attempts: Attempts, saved: S
 
 
 STEPS_ONCE = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 from distrain.trainer.launch.rank.channel import Channel
 talk, before = Channel.from_environment(), Path(sys.argv[1], f"before{os.environ['RANK']}")
 if not before.exists(): talk.report_step(6)
 before.touch()
-while len(list(Path(sys.argv[1]).glob("before*"))) < 2: pass
+while len(list(Path(sys.argv[1]).glob("before*"))) < 2: time.sleep(0.02)
 raise OSError(5, os.strerror(5))
 """
 

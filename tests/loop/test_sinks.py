@@ -20,7 +20,7 @@ from distrain.tests.fakes.deadline import DEADLINE, wait_for
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.tests.fakes.rank_threads import file_size_limit
 from distrain.tests.fakes.wandb_file import history, records
-from distrain.trainer.loop.metrics import sinks
+from distrain.trainer.loop.metrics import sink_thread, sinks
 from distrain.trainer.loop.metrics.sink_thread import SinkThread, is_any_stuck
 from distrain.trainer.loop.metrics.sinks import MAX_ROW_BYTES, WANDB, JsonLines, SinkContext, Sinks, Wandb, flat_items
 from distrain.trainer.loop.metrics.step_row import Row
@@ -188,18 +188,21 @@ class Hangs:
 
 
 def test_a_sink_that_does_not_answer_holds_nothing_up_and_is_reported_at_the_end(context: SinkContext) -> None:
-    made, waits = list[Hangs](), list[int]()
+    made, waits, opens = list[Hangs](), list[int](), threading.Event()
 
     def make() -> Hangs:
+        opens.wait(DEADLINE)
         made.append(Hangs(context))
         return made[0]
 
-    thread = SinkThread("slow", make, (DEADLINE, 0.01))
+    thread = SinkThread("slow", make, (0.01, 0.01), lambda: waits.append(0))
+    assert waits == [0], "the watchdog is told"
+    opens.set()
     for step in (1, 2):
         thread.write(row(step))
     with pytest.raises(TimeoutError, match=r"^it did not end within 0 s, and its last rows may be lost$"):
         thread.close({"planned": 1}, lambda: waits.append(1))
-    assert waits, "the watchdog is told"
+    assert 1 in waits, "the watchdog is told"
     assert is_any_stuck()
     Hangs.answers.set()
     wait_for(lambda: not is_any_stuck())
@@ -210,8 +213,24 @@ def test_a_sink_that_does_not_answer_holds_nothing_up_and_is_reported_at_the_end
 def test_sinks_of_third_parties_have_threads_of_their_own(name: str, context: SinkContext, monkeypatch: pytest.MonkeyPatch) -> None:
     Hangs.answers.clear()
     monkeypatch.setitem(sinks.SINKS, name, Hangs)
-    Sinks(replace(context, run=load_recipe("quickstart", [f"log.sinks=[{name}]"]))).write(row(1))  # comes back
+    made = Sinks(replace(context, run=load_recipe("quickstart", [f"log.sinks=[{name}]"])))
+    made.write(row(1))
+    assert is_any_stuck(), "it was not waited for"
     Hangs.answers.set()
+    made.close({})
+    assert not is_any_stuck()
+
+
+def test_rows_that_a_slow_sink_does_not_take_are_dropped(context: SinkContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hangs.answers.clear()
+    monkeypatch.setattr(sink_thread, "MOST_WAITING", 2)
+    thread = SinkThread("slow", lambda: Hangs(context), (0.01, DEADLINE))
+    for step in range(1, 6):
+        thread.write(row(step))
+    threading.Timer(0.1, Hangs.answers.set).start()
+    with pytest.raises(TimeoutError, match=r"^it was slow, and \d rows were dropped$"):
+        thread.close({})
+    assert not is_any_stuck()
 
 
 def replace_by_empty(path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file  # noqa: E402
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.side_by_side import losses_side_by_side  # noqa: E402
 from distrain.tests.fakes.small_models import CPU, module_of  # noqa: E402
+from distrain.trainer.loop.offline import load_run  # noqa: E402
 from distrain.trainer.loop.offline.export import export  # noqa: E402
 from distrain.trainer.loop.offline.export_adapter import export_adapter  # noqa: E402
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run  # noqa: E402
@@ -24,6 +25,7 @@ from distrain.trainer.models.build import build_model, named_weights  # noqa: E4
 from distrain.trainer.models.hf_format.adapter import write_adapter  # noqa: E402
 from distrain.trainer.models.hf_format.weights import write_hf_folder  # noqa: E402
 from distrain.trainer.models.ops.lora import without_lora  # noqa: E402
+from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 from distrain.trainer.spec.sections.lora import Lora  # noqa: E402
 
@@ -174,14 +176,22 @@ TUNED = ("model.hf={0}", "model.weights={0}", "model.lora={{rank: 4, alpha: 8}}"
     "words", [("model=tiny_mla", "model.layers=2"), (*NEXT, "model.layers=4")], ids=lambda words: words[0].removeprefix("model=")
 )
 def test_a_tuned_mixture_is_exported_as_an_adapter_and_merged(
-    words: tuple[str, ...], ranks: RankPool, transformers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    ranks: RankPool,
+    transformers: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also on a CPU what trained on a GPU with linear attention by package fla."""
     shape = load_recipe("quickstart", ["data=synthetic", "train.seq=64", "train.batch=8", *words])
     base = build_model(shape, device=CPU, dtype=torch.float32, seed=3)
     write_hf_folder(((name, each.detach()) for name, each in base.named_parameters()), shape, tmp_path / "published")
     tuned = [each.format(tmp_path / "published") for each in TUNED]
     common = ("quickstart", "data=synthetic", "train.seq=64", "train.batch=8", "train.evaluate.every=0", "train.microbatch=2")
     ranks.train(tmp_path / "run", *common, *tuned, "cluster.gpus=4", "parallel={ep: 2, tp: 2, zero: 1}")
+    read_run = load_run.run_from_record
+    monkeypatch.setattr(load_run, "run_from_record", lambda record: with_changes(read_run(record), [("train.linear_attention", "fla")]))
     export_adapter(tmp_path / "run", tmp_path / "adapter", "fp32")
     export(tmp_path / "run", tmp_path / "merged", "fp32")
     assert sorted(each.name for each in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]

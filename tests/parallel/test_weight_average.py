@@ -17,7 +17,7 @@ from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.rank_pool import choose_program  # noqa: E402
 from distrain.tests.fakes.trained_runs import read_run  # noqa: E402
 from distrain.trainer.loop.checkpoint import CheckpointReader, open_checkpoint, whole_slice  # noqa: E402
-from distrain.trainer.loop.offline.weight_diff import weight_difference  # noqa: E402
+from distrain.trainer.loop.offline.weight_diff import furthest_weight, weight_difference  # noqa: E402
 from distrain.trainer.models.build import build_model, named_constants, named_weights  # noqa: E402
 from distrain.trainer.models.hf_format.weights import write_hf_folder  # noqa: E402
 from distrain.trainer.plan.engines import engine_for, engine_reason  # noqa: E402
@@ -191,6 +191,13 @@ def test_a_run_resumes_its_average_bit_for_bit_and_in_any_layout(ranks: RankPool
     assert "the average of the weights begins with those of the checkpoint (optim.ema)" in "\n".join(new.lines)
     for average, before, after in zip(averages(new), averages(dropped, 3, "weight"), averages(new, kind="weight"), strict=True):
         torch.testing.assert_close(average, before.lerp(after, 1 - DECAY), rtol=0, atol=1e-7)
+
+
+def test_a_weight_that_is_not_a_number_is_the_furthest_in_any_order() -> None:
+    pairs = [("a", torch.tensor([torch.nan, 1.0]), torch.ones(2)), ("b", torch.ones(2), torch.zeros(2))]
+    for order in (pairs, pairs[::-1]):
+        found = furthest_weight(None, order)
+        assert (found["weight"], found["weights"] != found["weights"]) == ("a", True)
 
 
 @pytest.mark.parametrize(

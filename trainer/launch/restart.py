@@ -66,7 +66,7 @@ def run_attempts(
                     show(f"no restart: {why}")
                 break
             fruitless = 0 if any(rank.step is not None for rank in outcome.ranks) else fruitless + 1
-            _pause(fruitless, show, requests)
+            _pause(fruitless, outcome, show, requests)
             try:
                 following = next_attempt(whole, last, faults.hosts_to_avoid(outcome), requests)
                 write_launch_files(following.run, following.plan, folder)
@@ -133,9 +133,10 @@ def pause_seconds(fruitless: int) -> float:
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (fruitless - FRUITLESS)) if fruitless >= FRUITLESS else 0.0
 
 
-def _pause(fruitless: int, show: Show, requests: StopRequests) -> None:
+def _pause(fruitless: int, outcome: Outcome, show: Show, requests: StopRequests) -> None:
     """Wait before another attempt, until a stop request."""
     if seconds := pause_seconds(fruitless):
+        show(outcome.says)
         show(f"{fruitless} attempts in a row have begun no step: the next one follows in {seconds:.0f} s")
         until = time.monotonic() + seconds
         while not requests and time.monotonic() < until:

@@ -173,7 +173,8 @@ def _data_progress(channel: Channel, *, remarks: bool) -> Callable[[str, int, in
 
 
 def _open_sinks(run: Run, plan: Plan, folder: Path, start: TrainProgress, channel: Channel, at_end: ExitStack) -> Sinks:
-    sinks = Sinks(SinkContext(run=run, plan=plan, folder=folder, first=start.step, last=start.last_step(run), say=channel.say))
+    context = SinkContext(run=run, plan=plan, folder=folder, first=start.step, last=start.last_step(run), say=channel.say)
+    sinks = Sinks(context, lambda: channel.report_progress("sinks"))
     at_end.callback(sinks.close, planned_figures(plan), lambda: channel.report_progress("end"))
     return sinks
 

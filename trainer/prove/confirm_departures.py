@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import replace
+from math import inf, isnan
 from pathlib import Path
 
 from ..spec.run import Run
 from .fork_client import ServerGone
-from .judge import LayoutResult, ProofResult, figure_departures, learning_rate_sum
+from .judge import LayoutResult, ProofResult, figure_departures, judge_beside_curve, learning_rate_sum
 from .trials.layouts import ProveLayout
 from .trials.plan_proof import Proof
 from .trials.trial import Trial
@@ -21,10 +22,14 @@ WIDE_FOLDER = "float64"  # in the folder of a proof
 ERROR, ROUNDING, UNCONFIRMED = "error", "rounding", "not confirmed"
 
 
-def may_be_rounding(result: LayoutResult) -> bool:
-    """Whether float64 can tell if a layout departs by rounding: on a CPU, where all that it computes is in float32."""
+def may_be_rounding(result: LayoutResult, proof: ProofResult) -> bool:
+    """Whether float64 can tell if a layout departs by rounding: on a CPU, where all that it computes and reads is in float32, and its first
+    step agrees, as rounding needs steps to grow. Weights that a run begins with are read in their own type."""
+    run = result.trial.run
     is_layout = result.verdict == "departs" and not result.trial.check and not result.samples
-    return is_layout and result.trial.run.cluster.device.kind == "cpu" and not narrow_words(result.trial.run)
+    if not is_layout or run.cluster.device.kind != "cpu" or narrow_words(run) or run.model.weights:
+        return False
+    return all(figure.step > 1 for figure in figure_departures(proof.reference, result, proof.tolerance))
 
 
 def narrow_words(run: Run) -> list[str]:
@@ -35,10 +40,8 @@ def narrow_words(run: Run) -> list[str]:
 
 def confirm_departures(proof: Proof, result: ProofResult, run_wide: Callable[[Proof], ProofResult]) -> ProofResult:
     """The results of a proof, where each layout that may depart by rounding has what float64 says of it; `run_wide` trains a proof there.
-
-    Its verdict is `rounding` if its first step agrees in float32 too, as rounding needs steps to grow.
-    """
-    departed = {each.trial.layout for each in result.layouts if may_be_rounding(each)}
+    One that agrees has the verdict `rounding`, unless its actions or messages are others than planned."""
+    departed = {each.trial.layout for each in result.layouts if may_be_rounding(each, result)}
     try:
         wide = run_wide(wide_proof(proof, departed))
     except ServerGone as error:
@@ -46,14 +49,14 @@ def confirm_departures(proof: Proof, result: ProofResult, run_wide: Callable[[Pr
     else:
         narrow = {each.trial.layout: each for each in result.layouts}
         says = {each.trial.layout: wide_verdict(each, narrow[each.trial.layout], wide.reference) for each in wide.layouts}
+        why = f": {wide.reference.reason}" if wide.reference.reason else ""
+        says = {**dict.fromkeys(departed, f"{UNCONFIRMED}: one process did not train in float64{why}"), **says}
 
     def confirmed(each: LayoutResult) -> LayoutResult:
         if each.trial.layout not in departed:
             return each
-        in_float64 = says.get(each.trial.layout, f"{UNCONFIRMED}: one process did not train in float64")
-        begins_apart = any(figure.step == 1 for figure in figure_departures(result.reference, each, result.tolerance))
-        is_rounding = in_float64.startswith(ROUNDING) and not begins_apart
-        return replace(each, verdict="rounding" if is_rounding else each.verdict, in_float64=in_float64)
+        each = replace(each, in_float64=says[each.trial.layout])
+        return judge_beside_curve(replace(each, verdict="rounding")) if each.in_float64.startswith(ROUNDING) else each
 
     return replace(result, layouts=tuple(map(confirmed, result.layouts)))
 
@@ -86,4 +89,4 @@ def wide_verdict(result: LayoutResult, narrow: LayoutResult, reference: LayoutRe
 def _figures(result: LayoutResult, steps: float) -> dict[str, float]:
     """The differences of a result from one process, by their names; `steps`: the learning rates added up."""
     figures = {"loss": result.loss, "norm": result.norm, "evaluation": result.evaluation, "weights": (result.weights or 0.0) / steps}
-    return {name: figure or 0.0 for name, figure in figures.items()}
+    return {name: inf if isnan(figure or 0.0) else figure or 0.0 for name, figure in figures.items()}

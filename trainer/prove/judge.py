@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any, Literal
 
+from .checks.compare_trial_messages import message_differences
 from .checks.curve import Curve, evaluation_difference, first_step, largest, loss_differences, norm_differences
+from .checks.executed_actions import action_difference
 from .trials.trial import Trial
 
 # Rounding alone, from sums in another order. In float32, 5e-6, 2e-4 and a thousandth were seen over 20 steps; in half precision
@@ -190,6 +192,15 @@ def departure_reason(reference: LayoutResult, result: LayoutResult, tolerance: T
     if not (result.evaluation or 0.0) <= tolerance.loss:
         return f"evaluation departs by {result.evaluation:.1e}, though training agrees; rounding explains {tolerance.loss:.1e}"
     return f"samples: {result.samples}" if result.samples else ""
+
+
+def judge_beside_curve(result: LayoutResult) -> LayoutResult:
+    """The result of a layout whose curve is as it must be, with its verdict where it ran other actions or sent other messages."""
+    if says := action_difference(result.trial):
+        return replace(result, verdict="actions", reason=says)
+    if says := message_differences(result.messages):
+        return replace(result, verdict="messages", reason=says)
+    return result
 
 
 def departure_step(reference: LayoutResult, result: LayoutResult, tolerance: Tolerance) -> int:

@@ -13,9 +13,8 @@ from typing import Any
 
 from ..rundir.checkpoints import checkpoints_folder
 from ..system.cpu import cpu_count
-from .checks.compare_trial_messages import compare_trial_messages, message_differences
+from .checks.compare_trial_messages import compare_trial_messages
 from .checks.curve import Curve, read_curve
-from .checks.executed_actions import action_difference
 from .checks.samples import sample_problem
 from .confirm_departures import WIDE_FOLDER, confirm_departures, may_be_rounding
 from .fork_client import START_AFRESH, ForkServer, JobResult
@@ -26,6 +25,7 @@ from .judge import (
     departure_step,
     figure_departures,
     is_slight,
+    judge_beside_curve,
     rounding_grows,
     tolerance,
     widened_tolerance,
@@ -56,11 +56,13 @@ def start_seconds(one_process: float) -> float:
 class Prover:
     """Trains the runs of a proof on a fork server and judges each."""
 
-    def __init__(self, proof: Proof, server: ForkServer, live: Show) -> None:
+    def __init__(self, proof: Proof, server: ForkServer, live: Show, *, locates: bool = True) -> None:
+        """`locates`: where a layout departs, it is trained again to find the module."""
         self.proof = proof
         self._server = server
         self._live = live
         self._patience = PATIENCE
+        self._locates = locates
 
     def prove(self, on_result: Callable[[LayoutResult], None]) -> ProofResult:
         """Train one process, then each layout, then the checks; call `on_result` with each result. Stops if one process fails.
@@ -163,10 +165,8 @@ class Prover:
             proof = self._with_control(proof)
         if result.verdict == "same" and (reason := departure_reason(proof.reference, result, proof.tolerance)):
             result = replace(result, verdict="departs", reason=reason, departure=self._locate(result, proof))
-        if result.verdict == "same" and (says := action_difference(result.trial)):
-            result = replace(result, verdict="actions", reason=says)
-        if result.verdict == "same" and (says := message_differences(result.messages)):
-            result = replace(result, verdict="messages", reason=says)
+        if result.verdict == "same":
+            result = judge_beside_curve(result)
         if result.verdict == "same" and result.trial is not self.proof.saver:
             _remove_checkpoints([result])  # a dozen of a large model fill a disk
         return result, proof
@@ -190,7 +190,8 @@ class Prover:
         """Trace a layout that departs; the module and rank where it first does, in words. Neither a resumed run is trained
         again, nor one that is simulated."""
         if (
-            result.trial.check
+            not self._locates
+            or result.trial.check
             or result.trial.layout.has_other_curve
             or not departure_reason(proof.reference, replace(result, evaluation=None, samples=""), proof.tolerance)
         ):
@@ -246,29 +247,32 @@ def run_proof(
     start_wide: StartServer | None = None,
 ) -> ProofResult:
     """Train and judge one process and all layouts; call `on_result` with each result as it is known. With `start_wide`, which starts a
-    server of ranks in float64, what departs is confirmed there last. Raises ServerGone."""
-
-    def waits(result: LayoutResult) -> bool:
-        return start_wide is not None and may_be_rounding(result)
-
+    server of ranks in float64, what departs and may be rounding is trained there last, and has a second result if that is what it is.
+    Raises ServerGone."""
     proof.folder.mkdir(parents=True, exist_ok=True)
     for stale in proof.folder.glob("*/run.json"):  # of this recipe's previous proof
         shutil.rmtree(stale.parent, ignore_errors=True)
     # On a CPU DeepSpeed would use the GPUs that it finds.
     known = {"CUDA_VISIBLE_DEVICES": ""} if proof.reference.run.cluster.device.kind == "cpu" else {START_AFRESH: "1"}
     with start_server(proof.folder / "server.log", {**os.environ, **known}) as server:
-        result = Prover(proof, server, live).prove(lambda each: None if waits(each) else on_result(each))
-    if start_wide and (waiting := {each.trial.layout for each in result.layouts if waits(each)}):
-        result = confirm_departures(
-            proof, result, lambda wide: run_proof(wide, lambda _: None, lambda text: live(f"{WIDE_FOLDER}: {text}"), start_wide)
-        )
-        for each in (each for each in result.layouts if each.trial.layout in waiting):
-            on_result(each)
+        result = Prover(proof, server, live).prove(on_result)
+    if start_wide and any(may_be_rounding(each, result) for each in result.layouts):
+        result = confirm_departures(proof, result, lambda wide: _run_wide(wide, live, start_wide))
+        for each in result.layouts:
+            if each.in_float64 and each.verdict != "departs":
+                on_result(each)
     if result.ok:
         shutil.rmtree(proof.folder / WIDE_FOLDER, ignore_errors=True)
         _remove_checkpoints(each for each in result.layouts if each.verdict == "rounding")
         _remove_checkpoints([result.reference, *([result.control] if result.control else []), *result.checks])
     return result
+
+
+def _run_wide(proof: Proof, live: Show, start_wide: StartServer) -> ProofResult:
+    """Train a proof in float64."""
+    proof.folder.mkdir(parents=True, exist_ok=True)
+    with start_wide(proof.folder / "server.log", {**os.environ, "CUDA_VISIBLE_DEVICES": ""}) as server:
+        return Prover(proof, server, lambda text: live(f"{WIDE_FOLDER}: {text}"), locates=False).prove(lambda _: None)
 
 
 def _remove_checkpoints(results: Iterable[LayoutResult]) -> None:

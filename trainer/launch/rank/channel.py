@@ -4,7 +4,7 @@
     {"status": text}     the live line, which replaces the previous one (shown for rank 0)
     {"step": step}       the rank begins this step
     {"phase": name}      the rank does something other than a step, which may take longer: evaluate, save, write, publish, end; at its
-                         start hash, read, compare; check (of the devices). Sent again, it reports progress.
+                         start hash, read, compare, sinks; check (of the devices). Sent again, it reports progress.
     {"checked": steps}   a check of all devices after so many steps of the run found no fault
     {"problem": text}    why the rank is about to end, in one line
     {"fault": name}      the problem that follows is a fault of this rank's device ("device"), or of a machine, perhaps another ("machine")

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import IO
 
@@ -50,19 +51,32 @@ def open_channel(folder: Path, environment: Mapping[str, str] = os.environ) -> C
 
 
 def keep_log(folder: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Once a rank of `open_channel` has joined the others, move its log to RUN_DIR/ranks; nothing is moved where that can't be written."""
+    """Once a rank of `open_channel` has joined the others, move its log to RUN_DIR/ranks; nothing is moved where that can't be written, nor
+    the log of another start, which has replaced this rank's."""
     rank = _rank(environment)
     if rank == 0 or not _has_log(environment):
         return
-    early = folder / LAUNCH_FOLDER / f"{rank}.log"
-    with suppress(OSError), early.open("rb") as written:
-        (folder / "ranks").mkdir(parents=True, exist_ok=True)
-        path = folder / "ranks" / f"{rank}.log"
-        with path.open("ab", buffering=0) as file:
+    early, path = folder / LAUNCH_FOLDER / f"{rank}.log", folder / "ranks" / f"{rank}.log"
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file, _own_log(early) as written:
             file.write((b"\n" if has_partial_line(path) else b"") + written.read())
             _redirect_output(file)
             file.write(written.read())  # what came meanwhile
-        early.unlink()
+
+
+@contextmanager
+def _own_log(early: Path) -> Iterator[IO[bytes]]:
+    """Open this rank's early log, and remove it after the block; an empty file where it is another start's by now."""
+    try:
+        written: IO[bytes] = early.open("rb")
+    except OSError:
+        written = BytesIO()
+    with written:
+        is_own = not isinstance(written, BytesIO) and os.path.samestat(os.fstat(written.fileno()), os.fstat(1))
+        yield written if is_own else BytesIO()
+        if is_own:
+            early.unlink(missing_ok=True)
 
 
 @contextmanager

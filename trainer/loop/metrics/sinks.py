@@ -251,14 +251,15 @@ THREADED = ("wandb", "tensorboard")  # of third parties
 class Sinks:
     """All sinks of a run. One that fails is dropped with a warning; metrics.jsonl is tried again with each row and at the end."""
 
-    def __init__(self, context: SinkContext) -> None:
+    def __init__(self, context: SinkContext, on_wait: Callable[[], object] = lambda: None) -> None:
+        """`on_wait` is called while one takes long to open."""
         self._say = context.say
         self._open: dict[str, Sink] = {}
         self._failing: set[str] = set()  # those that do not work, of which the user was warned
         for name, sink in SINKS.items():
             if name == METRICS or name in context.run.log.sinks:
                 with self._guard(name):
-                    self._open[name] = SinkThread(name, partial(sink, context)) if name in THREADED else sink(context)
+                    self._open[name] = SinkThread(name, partial(sink, context), on_wait=on_wait) if name in THREADED else sink(context)
 
     def write(self, row: Row) -> None:
         """Write a logged step to each sink."""

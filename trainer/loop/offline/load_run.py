@@ -95,6 +95,7 @@ def load_saved_run(folder: Path, *, step: int | None = None, average: int = 1, e
         if run is None:
             says = f"{found.checkpoint.path} does not name its model, and {folder / 'run.json'} can't be read"
             raise _refusal(says, RESTORE_RUN_JSON)
+        run = replace(run, train=replace(run.train, linear_attention="torch"))  # offline it computes in float32, and on CPUs
         return SavedRun(run=run, checkpoint=found.checkpoint, weights=weights, remarks=tuple(remarks), earlier=earlier, kind=kind)
     if found.passed:
         raise _refusal(f"no checkpoint in {folder} verifies ({'; '.join(found.passed)})", "restore one of them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def furthest_weight(run: Run | None, pairs: Iterable[tuple[str, Tensor, Tensor]]
             left_out.append(name)
             continue
         difference = _largest_difference(one, other)
-        if not difference <= largest:
+        if isnan(difference) or difference > largest:  # NaN stays: nothing is larger than it
             largest, furthest = difference, name
     return {"weights": largest, "weight": furthest, "left_out": left_out}
 

@@ -145,7 +145,7 @@ def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
     act = next(theirs for theirs, act in kind.acts.items() if act == run.model.act)
     config: dict[str, object] = {"architectures": [kind.architecture], "model_type": model_type, "torch_dtype": dtype, **NO_TOKENS}
     if run.model.positions == "rope":
-        config |= write_rope(run.model, max(run.train.seq, published_context(run)), by_type=kind.local_rope)
+        config |= write_rope(run.model, _rotary_context(run), by_type=kind.local_rope)
     if kind.window:
         config |= write_window(run.model, kind.window)
     if kind.dense:
@@ -169,8 +169,12 @@ def published_context(run: Run) -> int:
     return stated if isinstance(stated, int) else 0
 
 
+def _rotary_context(run: Run) -> int:
+    return max(run.train.seq, published_context(run))
+
+
 def generation_config(run: Run, special: Mapping[str, int | None]) -> dict[str, object]:
     """Return the generation_config.json of a model trained on plain text: it samples up to the end of its context, or to `eos`."""
-    context = run.train.seq if run.model.positions == "rope" else run.model.context or run.train.seq
+    context = _rotary_context(run) if run.model.positions == "rope" else run.model.context or run.train.seq
     known = {key: value for key, value in special.items() if value is not None}
     return {**known, "do_sample": True, "temperature": TEMPERATURE, "max_length": context}
