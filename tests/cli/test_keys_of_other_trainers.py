@@ -160,6 +160,19 @@ def test_options_have_that_line_too_with_the_last_value_of_a_key(capsys: pytest.
     assert last == "distrain: those with a value, to paste: train.batch=8 optim.lr=1e-3 train.precision=fp8 optim.eps=1e-7"
 
 
+def test_a_value_with_a_parenthesis_is_not_cut_and_a_key_in_a_section_of_ours_keeps_its_suggestion(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pasted = ["max_steps=90", "bf16=True", "per_device_train_batch_size=2", "data_path=my (x).bin", "model.foo_bar_baz=1", "zzz=1"]
+    assert command(["plan", "conf=quickstart", *pasted]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("distrain: no key model.foo_bar_baz: known: ") for line in lines)
+    assert lines[-2:] == [
+        "distrain: nothing here means zzz: leave it out",
+        "distrain: those with a value, to paste: train.steps=90 train.precision=bf16 train.microbatch=2",
+    ]
+
+
 def test_one_argument_with_a_comma_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["plan", "conf=quickstart", "optim.lr=3,"]) == 2
     assert capsys.readouterr().err == "distrain: optim.lr=3, ends with a comma: leave it out\n"

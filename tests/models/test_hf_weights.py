@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
 from distrain.trainer.models.hf_format.config import read_hf_config  # noqa: E402
-from distrain.trainer.models.hf_format.weights import hf_config, read_hf_weights, write_hf_folder  # noqa: E402
+from distrain.trainer.models.hf_format.weights import generation_config, hf_config, read_hf_weights, write_hf_folder  # noqa: E402
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 from distrain.trainer.spec.read import read  # noqa: E402
@@ -350,7 +350,7 @@ def test_weights_survive_a_round_trip_bit_for_bit(name: str, dtype: Any, tmp_pat
 def test_training_on_short_sequences_leaves_the_context_of_published_weights(stated: str, longest: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(stated)
     run = run_of(OURS["llama"], model__weights=str(tmp_path))
-    assert hf_config(run, "llama", "float32")["max_position_embeddings"] == longest
+    assert hf_config(run, "llama", "float32")["max_position_embeddings"] == longest == generation_config(run, {})["max_length"]
 
 
 def test_files_stay_within_their_maximum_size(tmp_path: Path) -> None:
