@@ -11,6 +11,7 @@ from distrain.cli.app import command
 from distrain.cli.arguments.arguments import key_instead_of_option
 from distrain.cli.config.load import load_recipe
 from distrain.cli.keys import config_files
+from distrain.cli.keys.answer_summary import written_settings
 from distrain.cli.keys.keys import config_keys
 from distrain.cli.keys.synonym import Synonym
 from distrain.cli.keys.synonym_rows import ROWS
@@ -160,17 +161,17 @@ def test_options_have_that_line_too_with_the_last_value_of_a_key(capsys: pytest.
     assert last == "distrain: those with a value, to paste: train.batch=8 optim.lr=1e-3 train.precision=fp8 optim.eps=1e-7"
 
 
-def test_a_value_with_a_parenthesis_is_not_cut_and_a_key_in_a_section_of_ours_keeps_its_suggestion(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pasted = ["max_steps=90", "bf16=True", "per_device_train_batch_size=2", "data_path=my (x).bin", "model.foo_bar_baz=1", "zzz=1"]
+def test_a_value_with_a_parenthesis_is_not_cut() -> None:
+    assert written_settings("write train.batch=8 (sequences in a step, over all GPUs)") == ["train.batch=8"]
+    assert written_settings("write data.path=my (x).bin") == []
+
+
+def test_a_wrong_key_in_a_section_of_ours_keeps_its_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    pasted = ["max_steps=90", "bf16=True", "per_device_train_batch_size=2", "model.foo_bar_baz=1", "zzz=1"]
     assert command(["plan", "conf=quickstart", *pasted]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert any(line.startswith("distrain: no key model.foo_bar_baz: known: ") for line in lines)
-    assert lines[-2:] == [
-        "distrain: nothing here means zzz: leave it out",
-        "distrain: those with a value, to paste: train.steps=90 train.precision=bf16 train.microbatch=2",
-    ]
+    assert lines[-2] == "distrain: nothing here means zzz: leave it out"
 
 
 def test_one_argument_with_a_comma_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
