@@ -25,8 +25,10 @@ from distrain.trainer.models.build import build_model, named_weights  # noqa: E4
 from distrain.trainer.models.hf_format.adapter import write_adapter  # noqa: E402
 from distrain.trainer.models.hf_format.weights import write_hf_folder  # noqa: E402
 from distrain.trainer.models.ops.lora import without_lora  # noqa: E402
+from distrain.trainer.rundir.run_in_manifest import run_from_record  # noqa: E402
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
+from distrain.trainer.spec.run import Run  # noqa: E402
 from distrain.trainer.spec.sections.lora import Lora  # noqa: E402
 
 if TYPE_CHECKING:
@@ -190,8 +192,13 @@ def test_a_tuned_mixture_is_exported_as_an_adapter_and_merged(
     tuned = [each.format(tmp_path / "published") for each in TUNED]
     common = ("quickstart", "data=synthetic", "train.seq=64", "train.batch=8", "train.evaluate.every=0", "train.microbatch=2")
     ranks.train(tmp_path / "run", *common, *tuned, "cluster.gpus=4", "parallel={ep: 2, tp: 2, zero: 1}")
-    read_run = load_run.run_from_record
-    monkeypatch.setattr(load_run, "run_from_record", lambda record: with_changes(read_run(record), [("train.linear_attention", "fla")]))
+
+    def trained_by_fla(record: Any) -> Run:
+        run = run_from_record(record)
+        assert run is not None
+        return with_changes(run, [("train.linear_attention", "fla")])
+
+    monkeypatch.setattr(load_run, "run_from_record", trained_by_fla)
     export_adapter(tmp_path / "run", tmp_path / "adapter", "fp32")
     export(tmp_path / "run", tmp_path / "merged", "fp32")
     assert sorted(each.name for each in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
