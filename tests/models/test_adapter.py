@@ -33,7 +33,6 @@ from distrain.trainer.spec.sections.lora import Lora  # noqa: E402
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
-    from distrain.trainer.spec.run import Run
 
 MIXED = ("model.layers=2", "model.dense_layers=1", "model.shared_experts=1", "model.router={score: sigmoid, scale: 2.5, bias: true}")
 NEXT = ("model=tiny_hybrid", "model.layers=2", "model.norm_eps=1e-2")  # which keep float32 from enlarging its rounding
