@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import RecipeForRanks
+from distrain.trainer.prove.checks.compare_trial_messages import compare_trial_messages
 from distrain.trainer.prove.checks.curve import Curve
 from distrain.trainer.prove.checks.excluded_weights import zero_gradient_pattern
 from distrain.trainer.prove.fork_client import JobResult
@@ -28,6 +31,7 @@ from distrain.trainer.prove.judge import (
 from distrain.trainer.prove.judge_exits import exit_verdict, rank_positions
 from distrain.trainer.prove.run_trials import start_seconds
 from distrain.trainer.prove.trials.control_and_resume_trials import control_trial
+from distrain.trainer.prove.trials.layouts import ProveLayout
 from distrain.trainer.prove.trials.plan_proof import ProveRequest, plan_proof
 from distrain.trainer.prove.trials.trial import Trial
 
@@ -159,3 +163,19 @@ def test_key_biases_are_not_compared_unless_positions_rotate_the_keys() -> None:
 def test_key_biases_are_not_compared_where_positions_rotate_a_part_of_keys_without_norms(qk_norm: bool, compared: bool) -> None:
     words = ["model=tiny_llama", "model.qkv_bias=true", "model.rope_share=0.5", f"model.qk_norm={qk_norm}"]
     assert bool(zero_gradient_pattern(load_recipe("quickstart", words))) != compared
+
+
+@pytest.mark.parametrize(("zero", "before", "verdict"), [(3, 0, None), (3, 1, None), (3, 2, "differs"), (2, 1, "differs")])
+def test_messages_of_steps_in_which_deepspeed_traces_weights_are_no_error(
+    zero: int, before: int, verdict: str | None, tmp_path: Path
+) -> None:
+    """The ledger is of a step of a start that goes on from a checkpoint, and has so many `before` it."""
+    words = (*TINY, f"log.dir={tmp_path}")
+    recipe = RecipeForRanks("quickstart", words, None)
+    request = ProveRequest(steps=5, chosen="named", layouts=(ProveLayout(dp=2, zero=zero),), checks=False)
+    (trial,) = plan_proof(request, recipe.run(), recipe.run_on).trials
+    trial.folder.mkdir(parents=True)
+    row = {"axis": "dp", "verb": "all_reduce", "payload": 123, "count": 9}
+    (trial.folder / "ledger.json").write_text(json.dumps({"step": 4, "first": 3 - before, "averages": True, "ranks": [[row], [row]]}))
+    found = compare_trial_messages(trial)
+    assert (found and found["verdict"]) == verdict

@@ -71,7 +71,7 @@ class Instruments:
             yield self._count
         self.meter.add_step(perf_counter() - start, self.setup.engine.clock, self.setup.start.batch(self.run, step))
         if ledger:
-            self.setup.warn(write_ledger(ledger, self.setup, step + 1, averages=(step + 1) % self._together == 0))
+            self.setup.warn(write_ledger(ledger, self.setup, self._first, step + 1, averages=(step + 1) % self._together == 0))
         if self._timed_steps and step == self._timed_steps[-1]:
             self.setup.warn(write_actions(self._actions, self.setup, step + 1))
 
@@ -124,14 +124,14 @@ def write_measured(count: ByteCounter, setup: TrainingSetup, done: int, batch: i
     return _write(setup, "measured.json", {**facts, "memory": most, "ranks": ranks})
 
 
-def write_ledger(ledger: Ledger, setup: TrainingSetup, done: int, *, averages: bool) -> str:
-    """Write RUN_DIR/ledger.json: "step", "averages" (whether workers, if there are several, averaged their weights in it), "ranks":
+def write_ledger(ledger: Ledger, setup: TrainingSetup, first: int, done: int, *, averages: bool) -> str:
+    """Write RUN_DIR/ledger.json: "step", "first" (the steps before this start), "averages" (whether workers, if there are several, averaged their weights in it), "ranks":
     [messages of that step by axis, verb and payload, with their number].
 
     Return why it could not be written, else "".
     """
     rows = _gather(setup, [asdict(row) for row in ledger.rows])
-    return _write(setup, "ledger.json", {"step": done, "averages": averages, "ranks": rows})
+    return _write(setup, "ledger.json", {"step": done, "first": first, "averages": averages, "ranks": rows})
 
 
 def write_actions(actions: list[dict[str, Any]], setup: TrainingSetup, done: int) -> str:

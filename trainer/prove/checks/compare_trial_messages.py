@@ -15,10 +15,11 @@ from ..trials.trial import Trial
 
 VERDICTS = ("equal", "explained", "differs")  # from good to bad: a layout's verdict is the worst of its lines'
 SHOWN = 3  # differing lines that are put into words
+TRACED_STEPS = 2  # of a start, in which DeepSpeed's ZeRO 3 traces the order of weights, and gathers and sends more than later
 
 
 def compare_trial_messages(trial: Trial) -> dict[str, Any] | None:
-    """Compare the messages that a layout counted with its plan; None if it counted none.
+    """Compare the messages that a layout counted with its plan; None if it counted none, or other ones in a step that is traced.
 
     Returns {"verdict", "says": the differences in words, "ranks": the compared lines of each rank}.
     """
@@ -27,7 +28,10 @@ def compare_trial_messages(trial: Trial) -> dict[str, Any] | None:
         return None
     run = run_at_batch(trial.run, level_of_step(trial.run.train, ledger["step"] - 1).batch)  # that of the step whose messages are counted
     ranks = [compare_rank_messages(run, rank, rows, averages=ledger["averages"]) for rank, rows in enumerate(ledger["ranks"])]
+    is_traced = trial.plan.engine == "zero" and trial.run.parallel.zero == 3 and ledger["step"] - ledger["first"] <= TRACED_STEPS
     verdicts = {line.verdict for lines in ranks for line in lines if line.axis != CONTROL or line.verdict == "differs"}
+    if is_traced and VERDICTS[-1] in verdicts:
+        return None
     return {
         "verdict": next((each for each in reversed(VERDICTS) if each in verdicts), VERDICTS[0]),
         "says": _sentence(list(_differences(ranks))),
@@ -43,7 +47,7 @@ def message_differences(messages: Mapping[str, Any] | None) -> str:
 def _read_ledger(trial: Trial) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
         ledger: dict[str, Any] = json.loads((trial.folder / "ledger.json").read_text())
-        return ledger if ledger.keys() >= {"ranks", "averages", "step"} else None
+        return ledger if ledger.keys() >= {"ranks", "averages", "step", "first"} else None
     return None
 
 
