@@ -125,8 +125,8 @@ def write_measured(count: ByteCounter, setup: TrainingSetup, done: int, batch: i
 
 
 def write_ledger(ledger: Ledger, setup: TrainingSetup, first: int, done: int, *, averages: bool) -> str:
-    """Write RUN_DIR/ledger.json: "step", "first" (the steps before this start), "averages" (whether workers, if there are several, averaged their weights in it), "ranks":
-    [messages of that step by axis, verb and payload, with their number].
+    """Write RUN_DIR/ledger.json: "step", "first" (the steps before this start), "averages" (whether workers, if there are several, averaged
+    their weights in it), "ranks": [messages of that step by axis, verb and payload, with their number].
 
     Return why it could not be written, else "".
     """
