@@ -677,14 +677,20 @@ def test_further_ways_that_train_another_curve_are_named(
     assert list(further_curves.compare_further_ways(context).departures) == found
 
 
-def test_further_ways_on_a_gpu_without_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = list[str]()
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the further ways that are begun, each of which fails."""
+    names = list[str]()
 
     def fits(runs: Sequence[FitRun], context: CheckContext) -> tuple[dict[str, FinishedFit], dict[str, str]]:
-        begun.extend(run.name for run in runs)
+        names.extend(run.name for run in runs)
         return {}, {run.name: "no" for run in runs}
 
     monkeypatch.setattr(further_curves, "fit_each", fits)
+    return names
+
+
+def test_further_ways_on_a_gpu_without_fp8(tmp_path: Path, begun: list[str]) -> None:
     for context in (CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA A100-SXM4-80GB"), CheckContext(folder=tmp_path, on_gpu=False)):
         with pytest.raises(CheckBroken, match="no; no"):
             further_curves.compare_further_ways(context)
@@ -692,14 +698,7 @@ def test_further_ways_on_a_gpu_without_fp8(tmp_path: Path, monkeypatch: pytest.M
     assert len(set(begun)) < len(begun)
 
 
-def test_a_hybrid_by_fla_is_tried_where_its_packages_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = list[str]()
-
-    def fits(runs: Sequence[FitRun], context: CheckContext) -> tuple[dict[str, FinishedFit], dict[str, str]]:
-        begun.extend(run.name for run in runs)
-        return {}, {run.name: "no" for run in runs}
-
-    monkeypatch.setattr(further_curves, "fit_each", fits)
+def test_a_hybrid_by_fla_is_tried_where_its_packages_are(tmp_path: Path, begun: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_machine, "package_version", lambda name: "3.7.1")
     for installed, gpu in ((None, "NVIDIA H200"), ("fla", ""), ("fla", "NVIDIA H200")):
         monkeypatch.setattr(admission, "find_spec", lambda name, installed=installed: installed)

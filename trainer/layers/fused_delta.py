@@ -64,19 +64,19 @@ def _read(inputs: DeltaInputs, key_dim: int, bounds: Tensor | None) -> Tensor:
     conv, rule = _kernels()
     value_dim = inputs.value.shape[-1] // inputs.beta.shape[-1]
 
-    def packed(x: Tensor) -> Tensor:
+    def pack(x: Tensor) -> Tensor:
         return x if bounds is None else x.flatten(0, 1).unsqueeze(0)
 
-    def convolved(x: Tensor, taps: Tensor, width: int) -> Tensor:
-        active: Tensor = conv(packed(x), taps.mT.contiguous(), activation="silu", cu_seqlens=bounds)[0]
+    def convolve(x: Tensor, taps: Tensor, width: int) -> Tensor:
+        active: Tensor = conv(pack(x), taps.mT.contiguous(), activation="silu", cu_seqlens=bounds)[0]
         return torch.unflatten(active, -1, (-1, width))
 
     read: Tensor = rule(
-        convolved(inputs.query, inputs.query_conv, key_dim),
-        convolved(inputs.key, inputs.key_conv, key_dim),
-        convolved(inputs.value, inputs.value_conv, value_dim),
-        packed(log_decay(inputs)),
-        packed(torch.sigmoid(at_least_float32(inputs.beta))),
+        convolve(inputs.query, inputs.query_conv, key_dim),
+        convolve(inputs.key, inputs.key_conv, key_dim),
+        convolve(inputs.value, inputs.value_conv, value_dim),
+        pack(log_decay(inputs)),
+        pack(torch.sigmoid(at_least_float32(inputs.beta))),
         use_qk_l2norm_in_kernel=True,  # with UNIT_EPS of our own
         cu_seqlens=bounds,
     )[0]

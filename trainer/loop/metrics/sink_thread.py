@@ -1,4 +1,4 @@
-"""A log sink of a third party in a thread of its own: one that does not answer holds up neither a step nor the end of a run."""
+"""A log sink of a third party in a thread of its own: one that does not answer holds up no step, and a start and an end for minutes."""
 
 from __future__ import annotations
 
