@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...trainer.spec.problem import Problem, plain_characters, suggest_name
+from ...trainer.spec.problem import Problem, plain_characters, suggest_name, unknown_key
 from ...trainer.spec.read import type_text
 from ..keys import config_files, synonyms
 from ..keys.answer_summary import nothing_means
@@ -129,7 +129,7 @@ def syntax_problem(override: str, known: Mapping[str, Any]) -> Problem:
     name = key.lstrip("+~").split("@")[0]
     wrong_key = unknown_key_problem(name, known, value.strip(" '\""))
     if wrong_key and not re.fullmatch(r"[\w-]+([./][\w-]+)*", name, flags=re.ASCII):
-        return Problem(rule="syntax", says=f"{override}: {name} is not a key", mend=wrong_key.mend)
+        return Problem(rule="syntax", says=f"{override}: {name} is not a key", mend=wrong_key.mend, settings=wrong_key.settings)
     if (plain := plain_characters(value)) != value:
         return Problem(rule="syntax", says=f"{override}: the value can't be read", mend=f"write {key}={plain}")
     if name in known and not takes_text(known[name]) and not re.search(r"[\[\](){}'\"]", value):
@@ -159,12 +159,18 @@ def option_problems(error: Any, argv: Sequence[str] = ()) -> list[Problem]:
     takes_keys = verbs or any(row.name == "arguments" for row in parameters)  # of a recipe
     options_of_verbs = {verb: {option for row in each.params for option in row.opts} for verb, each in verbs.items()}
     mends: dict[str, list[str]] = {}
+    settings: dict[str, tuple[str, ...]] = {}
     for option in dict.fromkeys([name, *_unknown_options(argv, known)] if takes_keys and not verbs else [name]):
-        key = key_instead_of_option(option.lstrip("-"), _option_value(option, argv)) if takes_keys else ""
-        mend = early_option(option, argv, options_of_verbs) or key or suggest_name(option, known)
+        key = key_instead_of_option(option.lstrip("-"), _option_value(option, argv)) if takes_keys else None
+        early = early_option(option, argv, options_of_verbs)
+        mend = early or (key.mend if key else suggest_name(option, known))
         mends.setdefault("" if mend.startswith("known: ") else mend, []).append(option)
+        settings[mend] = key.settings if key and not early else ()
     without = mends.pop("", [])
-    problems = [Problem(rule="option", says=f"no option {', '.join(options)}", mend=mend) for mend, options in mends.items()]
+    problems = [
+        Problem(rule="option", says=f"no option {', '.join(options)}", mend=mend, settings=settings[mend])
+        for mend, options in mends.items()
+    ]
     if without and problems:
         problems.append(nothing_means(without))
     elif without:
@@ -193,20 +199,19 @@ def _shown_name(argument: Any) -> str:
     return str(argument.metavar or argument.name.upper()).removesuffix(" ...")
 
 
-def key_instead_of_option(key: str, value: str) -> str:
-    """Return what to write for an option that names a key, or its last part, of ours or of another trainer; "" if it names none."""
+def key_instead_of_option(key: str, value: str) -> Problem | None:
+    """Return the problem of an option that names a key, or its last part, of ours or of another trainer, with what to write; None if it
+    names none."""
     if row := synonyms.find_synonym(key):
         flag = "true" if "true" in (row.values or {}) else None
-        problem = synonyms.synonym_problem(key, value or flag)
-        return problem.mend if problem else ""
+        return synonyms.synonym_problem(key, value or flag)
     keys = config_keys()
     if key == "conf" or key in keys or key in config_files.groups(None):
-        return f"write {key}={value or 'VALUE'}, without dashes"
+        return unknown_key(key, f"write {key}={value or 'VALUE'}, without dashes", [f"{key}={value}"] if value else [])
     same = [each for each in keys if each.rpartition(".")[2] == key.replace("-", "_").rpartition(".")[2]]
     if len(same) == 1:
-        return f"write {same[0]}={value or 'VALUE'}"
-    unknown = unknown_key_problem(key, keys, value) if same or "." in key else None
-    return unknown.mend if unknown else ""
+        return unknown_key(key, f"write {same[0]}={value or 'VALUE'}", [f"{same[0]}={value}"] if value else [])
+    return unknown_key_problem(key, keys, value) if same or "." in key else None
 
 
 def _option_value(option: str, argv: Sequence[str]) -> str:

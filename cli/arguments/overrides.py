@@ -9,7 +9,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, get_origin
 
-from ...trainer.spec.problem import Problem, Unreadable, suggest_name
+from ...trainer.spec.problem import Problem, Unreadable, suggest_name, unknown_key
 from ...trainer.spec.read import value_text
 from ...trainer.system.regular_file import expand_home
 from ..keys import config_files, synonym
@@ -135,7 +135,7 @@ def _override_problem(override: Override, known: Mapping[str, Any], groups: Sequ
     if _is_choice(override, groups):
         return _choice_problem(override, config_dir)
     if key.partition(".")[0].partition("/")[0] == "hydra":
-        return Problem(rule="unknown", says=f"no key {key}", mend="distrain does not use Hydra's settings")
+        return unknown_key(key, "distrain does not use Hydra's settings")
     if "/" in key and respelled_key(key, known):
         return unknown_key_problem(key, known, override.value)
     if override.package or "/" in key:
@@ -157,17 +157,20 @@ def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem 
     options = config_files.options(group, config_dir)
     for name in value if isinstance(value, list) else [value]:
         if not isinstance(name, str) or name not in options:
+            settings: list[str] = []
             if group == "cluster" and value_text(name)[:1].isdigit():
                 mend = f"a size is {SHAPE_FORMS}"
             elif group == "model" and isinstance(name, str) and _is_hf_config(name):
                 mend = f"write model.hf={name}"
             elif group == "optim" and isinstance(name, str) and name in synonym.OPTIMIZERS:
-                mend = f"write optim={synonym.OPTIMIZERS[name]}"
+                settings = f"optim={synonym.OPTIMIZERS[name]}".split(" ")
+                mend = f"write {' '.join(settings)}"
             elif isinstance(name, str):
                 mend = config_files.suggest_option(name, options)
             else:
                 mend = f"`distrain ls {group}` lists the names; write keys as {group}.KEY={value_text(name)}"
-            return Problem(rule="option", says=f"{group}={value_text(value)} names no {group}", mend=mend)
+            says = f"{group}={value_text(value)} names no {group}"
+            return Problem(rule="option", says=says, mend=mend, settings=tuple(settings))
     return None
 
 

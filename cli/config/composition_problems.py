@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...trainer.spec.problem import Problem, Unreadable, suggest_name
+from ...trainer.spec.problem import Problem, Unreadable, suggest_name, unknown_key
 from ...trainer.system.regular_file import why_unreadable
 from ..keys import config_files, synonyms
 from ..keys.keys import config_keys, unknown_key_problem
@@ -99,15 +99,14 @@ def check_sizes_agree(sizes: Mapping[str, object], model: Mapping[Any, Any], fil
 def improve_problems(problem: Problem, config: Mapping[str, Any], config_dir: Path | None = None) -> list[Problem]:
     """Return a problem of a composed config with a better fix if there is one: for a key of another trainer, of which a section is one
     problem for each key in it, or a whole section. `config_dir` is the user's folder of options."""
-    if problem.rule != "unknown":
+    if not problem.key:
         return [_improve_problem(problem, config, config_dir)]
-    key = problem.says.removeprefix("no key ")
+    key = problem.key
     value = _value_at(config, key)
     inside = leaves(value, f"{key}.") if isinstance(value, Mapping) else ()
     answers = {each: synonyms.synonym_problem(each, one) for each, one in inside}
     if any(answers.values()):
-        nothing = "nothing here means it: leave it out"
-        return [found or Problem(rule="unknown", says=f"no key {each}", mend=nothing) for each, found in answers.items()]
+        return [found or unknown_key(each, "nothing here means it: leave it out") for each, found in answers.items()]
     return [
         synonyms.synonym_problem(key, value) or (unknown_key_problem(key, config_keys()) if "known: " in problem.mend else None) or problem
     ]

@@ -15,26 +15,20 @@ from ...trainer.spec.run import Run
 from ..keys.synonyms import EPOCHS, find_synonym
 
 _PREPARED = 50_000_000  # tokens up to which data are tokenized to count them; of more a sample is
-_PREFIX = "no key "
 
 
 def with_steps(problems: Iterable[Problem], config: Mapping[str, Any], overrides: Sequence[str]) -> list[Problem]:
     """Return problems, each key of epochs with the steps that they are; as they are where that is not known."""
     problems = list(problems)
-    named = [each for each in problems if (found := find_synonym(_key_of(each))) and EPOCHS in found.names]
+    named = [each for each in problems if (found := find_synonym(each.key)) and EPOCHS in found.names]
     if len(problems) > 1 or not named:
         return problems
-    key = _key_of(named[0])
+    key = named[0].key
     with suppress(Unreadable, ValueError, OSError, TypeError, KeyError):
         epochs = float(_value_of(key, config, overrides))
         if 0 < epochs < 1e6:
             return [replace(named[0], mend=_steps_text(epochs, read_run(_without(config, key))))]
     return problems
-
-
-def _key_of(problem: Problem) -> str:
-    """Return the unknown key that a problem names; "" of another problem."""
-    return problem.says.removeprefix(_PREFIX) if problem.rule == "unknown" and problem.says.startswith(_PREFIX) else ""
 
 
 def _value_of(key: str, config: Mapping[str, Any], overrides: Sequence[str]) -> Any:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ...trainer.spec.problem import Problem, Unreadable
+from ...trainer.spec.problem import Problem, Unreadable, unknown_key
 from ...trainer.system.regular_file import read_plain
 from ..keys import synonyms
 from ..keys.answer_summary import nothing_means
@@ -33,7 +33,7 @@ def check_is_ours(config: Mapping[Any, Any], file: Path, known: Collection[str],
         mend = f"write model.hf={file} beside a recipe, which has the rest: `distrain ls` lists them"
         raise Unreadable([Problem(rule="conf", says=f"{file} is the config.json of a Hugging Face model, not a recipe", mend=mend)])
     answers = {key: _answer(key, value, known) for key, value in leaves(config) if key not in known}
-    if sum(bool(answer) and synonyms.find_synonym(key) is not None for key, answer in answers.items()) >= LEAST_KNOWN:
+    if sum(bool(answer and answer.mend) and synonyms.find_synonym(key) is not None for key, answer in answers.items()) >= LEAST_KNOWN:
         raise Unreadable([*_problems(answers, file), *problems])
 
 
@@ -67,29 +67,33 @@ def leaves(config: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]
             yield f"{at}{name}", value
 
 
-def _answer(key: str, value: Any, known: Collection[str]) -> str | None:
-    """Return what to write for a key of another trainer; None if nothing here means it, "" if it is off and needs nothing."""
+def _answer(key: str, value: Any, known: Collection[str]) -> Problem | None:
+    """Return the problem of a key of another trainer, without a fix if nothing here means it; None if it is off and needs nothing."""
     if key.startswith("speed_monitor."):  # of OLMo: figures of the machine
-        return None
+        return unknown_key(key, "")
     if key == "optim" or key.endswith("optim.name"):  # the Trainer's and NeMo's; their names of optimizers are not ours
         key = "optimizer"
     row = synonyms.find_synonym(key)
     if row is not None and not (value is False and row.values is not None and "false" not in row.values):
-        problem = synonyms.synonym_problem(key, value)
-        return problem.mend if problem else None
+        return synonyms.synonym_problem(key, value)
     parts = key.split(".")
     ours = next((found for at in range(len(parts) - 1) if (found := ".".join(parts[at:])) in known), "")
     same = [each for each in known if each.rpartition(".")[2] == parts[-1]]
     if (ours or (len(same) == 1 and value is not False)) and (value_of_ours := synonyms.value_here(ours or same[0], value)):
-        return f"write {ours or same[0]}={value_of_ours}"
-    return "" if value is False else None
+        setting = f"{ours or same[0]}={value_of_ours}"
+        return unknown_key(key, f"write {setting}", [setting])
+    return None if value is False else unknown_key(key, "")
 
 
-def _problems(answers: Mapping[str, str | None], file: Path) -> Iterator[Problem]:
+def _problems(answers: Mapping[str, Problem | None], file: Path) -> Iterator[Problem]:
     yield Problem(rule="conf", says=f"{file} is a config of another trainer, not a recipe: its keys here are below", mend=COPY)
-    keys: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}  # by what to write for them
+    settings: dict[str, tuple[str, ...]] = {}
     for key, answer in answers.items():
-        keys.setdefault(answer or "", []).append(key)
-    yield from (Problem(rule="unknown", says=f"no key {', '.join(names)}", mend=answer) for answer, names in keys.items() if answer)
-    if without := [key for key, answer in answers.items() if answer is None]:
+        if answer:
+            keys.setdefault(answer.mend, []).append(key)
+            settings[answer.mend] = answer.settings
+    without = keys.pop("", [])
+    yield from (unknown_key(", ".join(names), mend, settings[mend]) for mend, names in keys.items())
+    if without:
         yield nothing_means(without)

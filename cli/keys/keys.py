@@ -11,7 +11,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ...trainer.spec.problem import Problem, suggest_name
+from ...trainer.spec.problem import Problem, suggest_name, unknown_key
 from ...trainer.spec.read import accepts, value_text
 from ...trainer.spec.run import Run
 from . import synonyms
@@ -52,16 +52,20 @@ def unknown_key_problem(key: str, known: Mapping[str, Any], value: Any = None) -
     if key in sections or (section in known and (name in _mapping_keys(known[section]) or takes_own_names(known[section]))):
         return None
     if names := _mapping_keys(known.get(section)):
-        return Problem(rule="unknown", says=f"no key {key}", mend=suggest_name(name, names))
+        return unknown_key(key, suggest_name(name, names))
     if right := respelled_key(key, known):
-        mend = f"did you mean {right}?" if value in (None, "") else f"write {right}={value_text(value)}"
-        return Problem(rule="unknown", says=f"no key {key}", mend=mend)
+        return unknown_key(key, f"did you mean {right}?") if value in (None, "") else _write_instead(key, right, value)
     if synonym := synonyms.synonym_problem(key, value):
         return synonym
     same = same_named_keys(key, known) if "." not in key and value not in (None, "") else []
     if len(same) == 1 and accepts(same[0], value):
-        return Problem(rule="unknown", says=f"no key {key}", mend=f"write {same[0]}={value_text(value)}")
-    return Problem(rule="unknown", says=f"no key {key}", mend=_suggest_key(key, known, sections))
+        return _write_instead(key, same[0], value)
+    return unknown_key(key, _suggest_key(key, known, sections))
+
+
+def _write_instead(key: str, ours: str, value: Any) -> Problem:
+    setting = f"{ours}={value_text(value)}"
+    return unknown_key(key, f"write {setting}", [setting])
 
 
 def respelled_key(key: str, known: Mapping[str, Any]) -> str:

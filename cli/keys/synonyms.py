@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from ...trainer.spec.problem import Problem
+from ...trainer.spec.problem import Problem, unknown_key
 from ...trainer.spec.read import accepts, value_text
 from .synonym import Synonym
 from .synonym_rows import ROWS
@@ -33,10 +33,10 @@ def synonym_problem(key: str, value: Any = None) -> Problem | None:
     if row is None:
         return None
     if not row.key:
-        return Problem(rule="unknown", says=f"no key {key}", mend=row.note)
+        return unknown_key(key, row.note)
     note = f" ({row.note})" if row.note else ""
-    our_value = _our_value(value, row)
-    return Problem(rule="unknown", says=f"no key {key}", mend=f"write {row.key}={our_value or 'VALUE'}{note}")
+    settings = _our_settings(value, row)
+    return unknown_key(key, f"write {' '.join(settings) or f'{row.key}=VALUE'}{note}", settings)
 
 
 def value_here(key: str, value: Any) -> str:
@@ -47,11 +47,12 @@ def value_here(key: str, value: Any) -> str:
     return next((row.values[text] for row in ROWS if row.key == key and row.values and text in row.values), "")
 
 
-def _our_value(value: Any, row: Synonym) -> str:
-    """Return the equivalent of another trainer's value; "" if there is none."""
+def _our_settings(value: Any, row: Synonym) -> list[str]:
+    """Return the KEY=VALUEs that are the equivalent of another trainer's value; none if there is no equivalent."""
     if value is None or value in ("", -1, "-1"):  # -1 is "all" or "the rest" there
-        return ""
+        return []
     text = value_text(value)
     if row.values is not None:
-        return row.values.get(text, "")
-    return text if text not in ("auto", "inf", "nan") and accepts(row.key, value) else ""  # auto: whoever launches sets it
+        return [] if text not in row.values else f"{row.key}={row.values[text]}".split(" ")
+    is_ours = text not in ("auto", "inf", "nan") and accepts(row.key, value)  # auto: whoever launches sets it
+    return [f"{row.key}={text}"] if is_ours else []

@@ -11,7 +11,6 @@ from distrain.cli.app import command
 from distrain.cli.arguments.arguments import key_instead_of_option
 from distrain.cli.config.load import load_recipe
 from distrain.cli.keys import config_files
-from distrain.cli.keys.answer_summary import written_settings
 from distrain.cli.keys.keys import config_keys
 from distrain.cli.keys.synonym import Synonym
 from distrain.cli.keys.synonym_rows import ROWS
@@ -161,9 +160,10 @@ def test_options_have_that_line_too_with_the_last_value_of_a_key(capsys: pytest.
     assert last == "distrain: those with a value, to paste: train.batch=8 optim.lr=1e-3 train.precision=fp8 optim.eps=1e-7"
 
 
-def test_a_value_with_a_parenthesis_is_not_cut() -> None:
-    assert written_settings("write train.batch=8 (sequences in a step, over all GPUs)") == ["train.batch=8"]
-    assert written_settings("write data.path=my (x).bin") == []
+def test_a_value_with_a_space_and_a_parenthesis_is_whole_in_that_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", "conf=quickstart", "--lr", "1e-3", "--seed", "1", "--output-dir=my runs (2)"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert shlex.split(last.partition(", to paste: ")[2]) == ["optim.lr=1e-3", "train.seed=1", "log.dir=my runs (2)"]
 
 
 def test_a_wrong_key_in_a_section_of_ours_keeps_its_suggestion(capsys: pytest.CaptureFixture[str]) -> None:

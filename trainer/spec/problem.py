@@ -19,16 +19,24 @@ _KEYBOARD = str.maketrans(
 class Problem:
     """One problem and its fix (`mend`; "" if none was found).
 
-    `changes` are fixes as overrides; each is a set that is applied together and that was planned again.
+    `changes` are fixes as overrides; each is a set that is applied together and that was planned again. `key` names what does not exist,
+    of a problem of a key. `settings` are the KEY=VALUEs that `mend` says to write; none where the value is left to the user.
     """
 
     rule: str
     says: str
     mend: str = ""
     changes: tuple[tuple[str, ...], ...] = ()
+    key: str = ""
+    settings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.says}: {self.mend}" if self.mend else self.says
+
+
+def unknown_key(key: str, mend: str, settings: Iterable[str] = ()) -> Problem:
+    """Return the problem of a key that does not exist."""
+    return Problem(rule="unknown", says=f"no key {key}", mend=mend, key=key, settings=tuple(settings))
 
 
 class Unreadable(Exception):
