@@ -9,6 +9,8 @@ from ...spec.run import Run
 from .op_table import Op, OpTable, Tensor
 from .shared_ops import KEY, QUERY, TOKENS, has_fused_core
 
+MASK_OF_DOCUMENTS = Tensor(("batch", "tokens", "keys"))
+
 
 def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
     """Return a table in which fused attention saves what it saves of documents, and learned positions are each sequence's.
@@ -63,7 +65,7 @@ def _without_window_mask(op: Op) -> Op:
 def _with_mask(op: Op, *, fused: bool) -> Op:
     """Return the embedding's op with the mask [batch, tokens, keys]."""
     saves = [Tensor(("tokens", "batch"), 8) if each == Tensor(("tokens",), 8) else each for each in op.saves_torch]
-    return replace(op, saves_torch=(*saves, *((Tensor(("batch", "tokens", "keys")),) if fused else ())))
+    return replace(op, saves_torch=(*saves, *((MASK_OF_DOCUMENTS,) if fused else ())))
 
 
 def _with_copied_blocks(op: Op) -> Op:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
 
+from ...models.ops.fused_attention_saves import MASK_OF_DOCUMENTS
 from ...models.ops.op_table import Op, OpTable, block_weights, is_hidden_matrix
 from ...models.ops.shared_ops import STREAM
 from ...spec.derived.document_kernel import has_document_kernel
@@ -149,6 +150,11 @@ class SplitCosts:
         self.further = [self._ops(ops, outside) for ops in (table.join, table.further)] if table.modules else []
         self.tied = self.local.count(("vocab", "hidden")) if table.shares_embedding else 0
         self.saved_once = sum(map(self.local.bytes, once))
+        # Separate kernels save no mask of documents; layers that run again save it as an argument, as does a core whose ranks gather keys.
+        is_argument = own and has_mask and not any("keys" in tensor.dims for tensor in saves)
+        rows_of = "cp" if run.parallel.cp_comm == "all_to_all" else ""  # all ranks
+        self.argument_mask = self.local.bytes(MASK_OF_DOCUMENTS, without=rows_of) if is_argument else 0
+        self.core_mask = self.argument_mask * (self.has_context - exchanges)
         dense = self.dense_layer.elements if self.dense_layer else ()
         self.elements = (self.tied, *self.ends[0].elements, *dense, *self.layer.elements, *self.ends[1].elements)
 
@@ -158,6 +164,8 @@ class SplitCosts:
         if ends is None:
             ends = self._cost_of_ends[hooks] = [_block_cost(self, each, "none", hooks) for each in self.ends]
         (embedding, head), layer = ends, _block_cost(self, self.layer, recompute, hooks)
+        mask = self.argument_mask if recompute != "none" else self.core_mask
+        embedding = replace(embedding, saved=embedding.saved + mask)
         module = self._module_costs(layer, hooks)
         dense = _block_cost(self, self.dense_layer, recompute, hooks) if self.dense_layer else None
         return BlockCosts(
@@ -169,7 +177,7 @@ class SplitCosts:
             tied=self.tied,
             module=sum([each.dense + each.experts for each in module]),
             stream=self.stream,
-            saved_once=self.saved_once,
+            saved_once=self.saved_once + mask,
             elements=self.elements,
         )
 
