@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from math import ceil, log2
 from statistics import median
 from typing import Any, NamedTuple
@@ -133,9 +134,24 @@ def host_of(plan: Plan) -> HostMemory:
 
 
 LARGEST = pinned(2 * 128_256 * 4096)  # the embedding, through which DeepSpeed copies gradients
+HIDDEN, KEYS, FFN = 4096, 1024, 14_336
+MATRICES = [128_256 * HIDDEN, *32 * [*(HIDDEN * each for each in (HIDDEN, KEYS, KEYS, HIDDEN, FFN, FFN, FFN))], 128_256 * HIDDEN]
+
+
+def most_overlapping(own: float) -> float:
+    """Elements of the whole matrices that overlap the part of the rank with most."""
+    ends = list(accumulate(MATRICES))
+    rows = [(end - size, end) for size, end in zip(MATRICES, ends, strict=True)]
+    return max(sum(end - first for first, end in rows if end > rank * own and first < (rank + 1) * own) for rank in range(8))
+
+
 BYTES_ON_HOST: dict[tuple[str, ...], Callable[[float], tuple[float, float, float]]] = {  # words -> elements of a part -> bytes
     ("engine=zero", "train.microbatch=16"): lambda own: (pinned(4 * own) + 8 * own, pinned(4 * own), pinned(2 * own) + LARGEST),
-    ("engine=zero", "train.microbatch=4"): lambda own: (pinned(4 * own) + 8 * own, pinned(4 * own) + 2 * own, pinned(2 * own) + LARGEST),
+    ("engine=zero", "train.microbatch=4"): lambda own: (
+        pinned(4 * own) + 8 * own,
+        pinned(4 * own) + 2 * most_overlapping(own),  # DeepSpeed accumulates whole parameters
+        pinned(2 * own) + LARGEST,
+    ),
     ("engine=zero", "train.microbatch=4", "parallel.zero=1"): lambda own: (
         pinned(4 * own) + 8 * own,
         pinned(4 * own),

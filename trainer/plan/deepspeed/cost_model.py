@@ -75,14 +75,14 @@ class DeepSpeedCosts(CostModel):
         largest = max([each.elements for part in (parameters.before, parameters.layer, parameters.after) for each in part], default=0)
         part = _stage3_frozen(context, kind, mesh) if held.frozen_parameters else 0
         states = zero_bytes(setting, held.trained_parameters, flat, FrozenElements(held.frozen_parameters, part))
-        offload, stepped = parallel.offload, flat.stage3 if setting.stage == 3 else flat.part
+        offload = parallel.offload
         return StateBytes(
             weights=0 if offload.parameters else states.weights,
             gradients=gradients_on_device(setting, states.gradients) if offload.optimizer else states.gradients,
             optimizer=0 if offload.optimizer else states.optimizer,
             buffers=states.buffers + (largest * width.weight if offload.optimizer and setting.stage < 3 else 0),
             step=0 if offload.optimizer else step_bytes(setting, held.trained_parameters, flat),
-            host=host_bytes(setting, stepped, largest, states, offload, pins=context.run.cluster.device.kind == "cuda"),
+            host=host_bytes(setting, flat, largest, states, offload, pins=context.run.cluster.device.kind == "cuda"),
         )
 
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:

@@ -9,19 +9,21 @@ from ...spec.run import Offload
 from ..costs.offload import TO_DEVICE, TO_HOST, GradientCopies, HostBytes, HostWork, pinned_bytes
 from ..costs.precision import MASTER_BYTES
 from .defaults import SUBGROUP
+from .flat_tensors import FlatElements
 from .memory import ZeroBytes, ZeroSetting
 
 
-def host_bytes(setting: ZeroSetting, stepped: int, largest: int, states: ZeroBytes, offload: Offload, *, pins: bool) -> HostBytes:
-    """Return what a rank that steps `stepped` elements holds on its host. Gradients are there in float32, and in their own type as they
-    accumulate; ZeRO 1 and 2 cast stepped weights into a buffer, and copy gradients through one of the `largest` parameter's elements.
-    `pins`: torch's allocator pins memory."""
+def host_bytes(setting: ZeroSetting, flat: FlatElements, largest: int, states: ZeroBytes, offload: Offload, *, pins: bool) -> HostBytes:
+    """Return what the rank that holds most has on its host. Gradients are there in float32, and in their own type as they accumulate: at
+    ZeRO 2 of whole parameters, which overlap the rank's part of the flat tensors. ZeRO 1 and 2 cast stepped weights into a buffer, and
+    copy gradients through one of the `largest` parameter's elements. `pins`: torch's allocator pins memory."""
     size = pinned_bytes if pins else int
     weights = size(states.weights) if offload.parameters else 0
     if not offload.optimizer:
         return HostBytes(weights=weights)
     is_stage3, accumulates = setting.stage == 3, setting.stage == 2 and setting.micros > 1 and not _is_wide(setting)
-    own = size(stepped * setting.gradient) if is_stage3 else stepped * setting.gradient if accumulates else 0
+    stepped = flat.stage3 if is_stage3 else flat.part
+    own = size(stepped * setting.gradient) if is_stage3 else flat.count_overlapping() * setting.gradient if accumulates else 0
     groups, rest = divmod(stepped, SUBGROUP) if is_stage3 else (0, stepped)  # each is a block of its own
     master = stepped * MASTER_BYTES if is_stage3 else size(stepped * MASTER_BYTES)
     return HostBytes(
