@@ -31,5 +31,8 @@ def held_passes(schedule: Schedule, stage: int, stages: int, micros: int, chunks
         saved, deferred = (kind == "F") - (kind in "BI"), (kind == "I") - (kind == "W")
         counts = [counts[0] + saved, counts[1] + deferred, counts[2] + saved * in_head, counts[3] + deferred * in_head]
         found.add(tuple(counts))
-    largest = [each for each in found if not any(each != other and all(map(int.__le__, each, other)) for other in found)]
-    return tuple([HeldPasses(saved / parts, deferred / parts, *of_head) for saved, deferred, *of_head in sorted(largest)])
+    largest: list[tuple[int, ...]] = []
+    for each in sorted(found, reverse=True):  # what has as much of each as another comes before it
+        if not any(each[1] <= other[1] and each[2] <= other[2] and each[3] <= other[3] for other in largest):
+            largest.append(each)
+    return tuple([HeldPasses(saved / parts, deferred / parts, *of_head) for saved, deferred, *of_head in reversed(largest)])

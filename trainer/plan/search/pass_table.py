@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import reduce
 from math import inf
 from typing import NamedTuple
 
+from ...spec.changed_run import with_values
 from ...spec.run import Offload, Parallel
 from ..axes.collectives import collective_cost
 from ..costs.block_costs import BlockCosts
@@ -127,7 +127,7 @@ class PassTable:
         mesh, sequence, recompute = int(passes.mesh[at]), bool(passes.sequence[at]), int(passes.recompute[at])
         parallel = self._parallel.get((mesh, sequence, recompute))
         if parallel is None:
-            parallel = replace(self.meshes[mesh], sequence=sequence, recompute=RECOMPUTES[recompute])
+            parallel = with_values(self.meshes[mesh], sequence=sequence, recompute=RECOMPUTES[recompute])
             self._parallel[mesh, sequence, recompute] = parallel
         return Pass(
             mesh, parallel, int(passes.microbatch[at]), self._staged[self._schedule[row]], forms, (closed, simulated), (first, last)
@@ -163,7 +163,7 @@ class PassTable:
         if number is None:
             number = known[place, microbatch] = len(known)
             if (place, sequence) not in self._block_splits:
-                self._block_splits[place, sequence] = block_split(replace(parallel, sequence=sequence), 1, "torch", fused=False)
+                self._block_splits[place, sequence] = block_split(with_values(parallel, sequence=sequence), 1, "torch", fused=False)
             self._splits[sequence].append(SplitOnWires(self._block_splits[place, sequence], wires, microbatch))
         return number
 

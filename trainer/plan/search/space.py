@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from ...models.families import has_experts
+from ...spec.changed_run import with_values
 from ...spec.numbers.divisors import divisors
 from ...spec.run import Offload, Parallel, Run
 from ..engines import ENGINES, PAPERS_NAME
@@ -101,7 +102,7 @@ class Space:
             base = replace(base, stages=None)
         base = replace(base, offload=Offload())  # each state has its own
         for tp, pp, cp, ep in self._degrees():
-            parallel = replace(base, dp=self.world // (tp * pp * cp), tp=tp, pp=pp, cp=cp, ep=ep)
+            parallel = with_values(base, dp=self.world // (tp * pp * cp), tp=tp, pp=pp, cp=cp, ep=ep)
             if "parallel.dp" in self.fixed and given.dp not in ("auto", parallel.dp):
                 continue
             if not self._breaks_rules(parallel, sequence=False):
@@ -176,7 +177,7 @@ class Space:
                 known = self._engine_counts.setdefault((mesh, sequence, kind), {})
                 for schedule, each in schedules.items():
                     if schedule not in known:
-                        known[schedule] = self._count_engines(replace(parallel, sequence=sequence), kind, schedule)
+                        known[schedule] = self._count_engines(with_values(parallel, sequence=sequence), kind, schedule)
                     size += times * many * each * known[schedule]
         return size
 
@@ -200,7 +201,7 @@ class Space:
     @staticmethod
     def layout(parallel: Parallel, state: StateChoice, pipeline: ScheduleChoice) -> Parallel:
         """The degrees and the pass of a mesh with the rest of a layout."""
-        return replace(
+        return with_values(
             parallel,
             zero=state.zero,
             shard=state.shard,
@@ -224,7 +225,7 @@ class Space:
 
     def _breaks_rules(self, parallel: Parallel, **changes: Any) -> bool:
         """Whether a layout with these changes breaks a rule, whatever its schedule and offload are."""
-        plain = replace(parallel, schedule="1f1b", chunks=1, actions=None, stages=None, offload=Offload(), **changes)
+        plain = with_values(parallel, schedule="1f1b", chunks=1, actions=None, stages=None, offload=Offload(), **changes)
         return bool(broken_rules(self.run, plain, self._any_microbatch(), OF_LAYOUT))
 
     def _any_microbatch(self) -> int:
@@ -272,7 +273,7 @@ class Space:
         same_curve = tuple(name for name, row in SCHEDULES.items() if row.flushes)
         for schedule in self._values("parallel.schedule", same_curve if parallel.pp > 1 else ("1f1b",)):
             for chunks in self._values("parallel.chunks", self._chunks(parallel, schedule)):
-                changed = replace(parallel, schedule=schedule, chunks=chunks)
+                changed = with_values(parallel, schedule=schedule, chunks=chunks)
                 if not broken_rules(self.run, changed, microbatch, OF_LAYOUT):
                     yield ScheduleChoice(schedule, chunks)
 

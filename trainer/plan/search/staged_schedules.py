@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from ...spec.changed_run import with_values
 from ...spec.run import Parallel
 from ..costs.block_costs import BlockCost, BlockCosts
 from ..costs.cost_context import CostContext
@@ -212,7 +213,7 @@ def staged_schedule(
     context: CostContext, parallel: Parallel, choice: ScheduleChoice, micros: int, shapes: dict[object, int]
 ) -> StagedSchedule:
     """A schedule of a mesh's stages; `shapes` numbers what decides the states of stages."""
-    changed = replace(parallel, schedule=choice.schedule, chunks=choice.chunks)
+    changed = with_values(parallel, schedule=choice.schedule, chunks=choice.chunks)
     schedule, stages = schedule_of(changed), parallel.pp
     partition = stage_partition(context, changed)
     simulated = schedule.flushes and (schedule.simulated or bool(parallel.stages))  # as is_simulated (part_seconds.py) says
