@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
+import json
 import signal
 import subprocess
 import sys
@@ -13,16 +15,19 @@ from typing import Any
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.hosts_page import preflight_lines
 from distrain.tests.fakes.deadline import DEADLINE, wait_for
 from distrain.tests.fakes.path_commands import SSH, FakeCommands
 from distrain.tests.fakes.processes import alive, children, until
+from distrain.trainer.launch.admission import needed_packages
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.preflight import preflight as rounds
 from distrain.trainer.launch.preflight import preflight_host
 from distrain.trainer.launch.preflight.checks import HostRequirements, HostState, host_notes, host_problems
-from distrain.trainer.launch.preflight.preflight import run_preflight
+from distrain.trainer.launch.preflight.preflight import host_requirements, run_preflight
 from distrain.trainer.launch.preflight.spares import choose_hosts
+from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.system.child_process import end_child
 
 NAMES = ("h0", "h1", "h2")
@@ -58,7 +63,9 @@ def requirements(folder: Path, **more: Any) -> HostRequirements:
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The answer of a host without problems: this machine, with 8 GPUs."""
-    said = preflight_host.host_facts({"kind": "cpu", "folder": str(tmp_path_factory.mktemp("run")), "note": "note"})
+    said = preflight_host.host_facts(
+        {"kind": "cpu", "folder": str(tmp_path_factory.mktemp("run")), "note": "note", "packages": ["transformers"]}
+    )
     return said | {"cards": [[index, 0, 80 * GIB] for index in range(8)], "folder": {"free": 100 * GIB}, "cores": 4}
 
 
@@ -87,6 +94,9 @@ def test_hosts_without_problems_pass(answer: dict[str, Any]) -> None:
 LACKS: dict[str, tuple[Callable[[dict[str, Any]], object], str, dict[str, Any]]] = {
     "a package": (lambda facts: facts["versions"].update(deepspeed=""),
                   f"h0 has no deepspeed: install deepspeed {preflight_host.package_versions()['deepspeed']} there", {}),
+    "a package of this run": (lambda facts: facts["versions"].update(transformers=""),
+                              f"h0 has no transformers: install transformers {importlib.metadata.version('transformers')} there",
+                              {"packages": ("transformers",)}),
     "distrain": (lambda facts: facts["versions"].update(distrain="", code=""), "h0 has no distrain: install ", {}),
     "another torch": (lambda facts: facts["versions"].update(torch="2.0.0"),
                       f"h0 has torch 2.0.0, this machine {preflight_host.package_versions()['torch']}: install the same on all hosts", {}),
@@ -205,7 +215,7 @@ def hosts(count: int) -> list[Host]:
 
 def test_the_probe_is_sent_to_the_host_and_leaves_nothing_there(ssh: FakeCommands, tmp_path: Path) -> None:
     ssh.host("h0", "print('Welcome to h0', flush=True)")
-    found = run_preflight(hosts(1), requirements(tmp_path))
+    found = run_preflight(hosts(1), requirements(tmp_path, packages=("transformers",)))
     assert (found.problems, found.notes) == ((), ())
     assert list((tmp_path / "run").iterdir()) == []
     (call,) = ssh.calls
@@ -238,6 +248,16 @@ def test_a_host_that_does_not_answer_is_reported_and_the_others_are_asked(
     found = run_preflight(hosts(2), requirements(tmp_path))
     assert line in [str(each) for each in found.problems]
     assert found.seen[1].facts is None
+
+
+def test_a_run_needs_the_packages_that_its_ranks_import(tmp_path: Path) -> None:
+    hybrid = load_recipe("qwen3_next_80b", ["train.linear_attention=fla"])
+    assert needed_packages(hybrid) == ("fla-core", "triton", "einops")
+    assert needed_packages(load_recipe("quickstart")) == ()
+    sizes = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox", **sizes}))
+    of_transformers = load_recipe("quickstart", [f"model.hf={tmp_path}"])
+    assert host_requirements(of_transformers, make_plan(of_transformers)).packages == ("transformers",)
 
 
 def test_a_missing_python_is_named_by_its_path(ssh: FakeCommands, tmp_path: Path) -> None:

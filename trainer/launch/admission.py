@@ -74,6 +74,12 @@ def schedule_problem(run: Run, engine: str | None, deepspeed: str) -> Problem | 
     return Problem(rule="engine", says=says, mend="set engine=native, or install a later DeepSpeed")
 
 
+def needed_packages(run: Run) -> tuple[str, ...]:
+    """Return the packages that a run's ranks import beside those of every run."""
+    of_family = ("transformers",) if run.model.family == "hf" else ()
+    return (*of_family, *(FLA_PACKAGES if computes_by_fla(run) else ()))
+
+
 def fla_problem(device: Device) -> Problem | None:
     """Return what train.linear_attention=fla lacks on a kind of device: a GPU, packages, or on Hopper a Triton whose results are right."""
     without = "set train.linear_attention=torch"

@@ -32,6 +32,7 @@ class HostRequirements:
     keep: int  # checkpoints kept
     rate: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)  # variables for the all-reduce
+    packages: tuple[str, ...] = ()  # beside those of every rank
 
 
 @dataclass(kw_only=True)
@@ -77,7 +78,7 @@ def unreachable_problem(name: str, why: str, python: str) -> Problem:
 
 def host_problems(seen: Sequence[HostState], needs: HostRequirements) -> Iterator[Problem]:
     """Yield all that prevents the run, from the first two rounds."""
-    own = preflight_host.package_versions()
+    own = preflight_host.package_versions(needs.packages)
     for each in seen:
         yield from own_problems(each, needs, own)
     for one, other in _same_machines(seen):
@@ -90,7 +91,7 @@ def own_problems(each: HostState, needs: HostRequirements, own: Mapping[str, str
     """Yield what a host lacks by itself; `own` are this machine's versions."""
     yield from each.problems
     if each.facts is not None:
-        yield from _version_problems(each, own)
+        yield from _version_problems(each, needs, own)
         yield from _folder_problems(each, needs)
         yield from _device_problems(each, needs)
 
@@ -107,12 +108,12 @@ def broken_pairs(seen: Sequence[HostState], needs: HostRequirements) -> Iterator
             yield frozenset((each.name, name)), f"{each.name} does not see what {name} writes to {needs.folder}"
 
 
-def _version_problems(each: HostState, own: Mapping[str, str]) -> Iterator[Problem]:
+def _version_problems(each: HostState, needs: HostRequirements, own: Mapping[str, str]) -> Iterator[Problem]:
     """Yield the packages whose version differs from this machine's."""
     assert each.facts is not None
     theirs = each.facts["versions"]
     mend = "install the same on all hosts"
-    for name in ("python", *preflight_host.PACKAGES):
+    for name in ("python", *preflight_host.PACKAGES, *needs.packages):
         mine, there = own[name], theirs[name]
         if name == "python":  # the patch version may differ
             mine, there = (".".join(word.split(".")[:2]) for word in (mine, there))

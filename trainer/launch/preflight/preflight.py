@@ -20,6 +20,7 @@ from ...spec.problem import Problem
 from ...spec.run import Run
 from ...system import open_files
 from ...system.stop_requests import StopRequests, collect_stop_requests
+from ..admission import needed_packages
 from ..hosts.hostfile import Host
 from ..hosts.shell_safe import SAFE_CHARACTERS, require_shell_safe
 from ..hosts.ssh import Ssh, SshInterrupted, run_concurrently
@@ -56,6 +57,7 @@ def host_requirements(run: Run, plan: Plan) -> HostRequirements:
         keep=run.checkpoint.keep,
         rate=between.rate if between else None,
         environment={key: value for key, value in os.environ.items() if key.startswith(LINK_VARIABLES)},
+        packages=needed_packages(run),
     )
 
 
@@ -100,7 +102,7 @@ def _place_spares(
 def joining_problems(used: Sequence[Host], joining: Sequence[Host], needs: HostRequirements, stop_requests: StopRequests) -> dict[str, str]:
     """Ask the hosts of a run and some that are to join them; return why some of these can't, by name."""
     seen, _ = check_hosts([*used, *joining], needs, stop_requests)
-    own = preflight_host.package_versions()
+    own = preflight_host.package_versions(needs.packages)
     kept, problems = seen[: len(used)], dict[str, str]()
     for each in seen[len(used) :]:
         if not each.is_asked:
@@ -203,7 +205,7 @@ def _folder(needs: HostRequirements) -> str:
 
 
 def _ask_facts(seen: Sequence[HostState], needs: HostRequirements, notes: Mapping[str, str], calls: HostCalls) -> None:
-    order = {"round": "facts", "kind": needs.kind or "cuda", "folder": _folder(needs), "leave": len(seen) > 1}
+    order = {"round": "facts", "kind": needs.kind or "cuda", "folder": _folder(needs), "leave": len(seen) > 1, "packages": needs.packages}
     answers = calls.call_all([(each.name, order | {"note": notes[each.name]}) for each in seen], FACTS_SECONDS)
     for each, answer in zip(seen, answers, strict=True):
         each.seconds = answer.seconds

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 MARK = "distrain-preflight "
@@ -65,7 +66,7 @@ def host_facts(asked: dict[str, Any]) -> dict[str, Any]:
         port = free.getsockname()[1]
     said = {
         "clock": time.time(),
-        "versions": package_versions(),
+        "versions": package_versions(asked.get("packages", ())),
         "home": [socket.gethostname(), _read("/proc/sys/kernel/random/boot_id")],
         "address": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -76,13 +77,14 @@ def host_facts(asked: dict[str, Any]) -> dict[str, Any]:
     return said if asked.get("leave") else {**said, **remove_note(asked)}
 
 
-def package_versions() -> dict[str, str]:
-    """Return the versions of Python and the packages of a rank, "" for a missing one; `code` is a checksum of distrain's own files."""
+def package_versions(further: Iterable[str] = ()) -> dict[str, str]:
+    """Return the versions of Python, the packages of every rank and `further` ones, "" for a missing one; `code` is a checksum of
+    distrain's own files."""
     from importlib.metadata import PackageNotFoundError, version
     from importlib.util import find_spec
 
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *further):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

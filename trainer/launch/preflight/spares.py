@@ -25,7 +25,7 @@ class HostChoice:
 
 def choose_hosts(hosts: Sequence[HostState], spares: Sequence[HostState], needs: HostRequirements) -> HostChoice:
     """Choose from what the hosts and spares of a run answered: all hosts that are usable together, and for each other the next spare."""
-    own = preflight_host.package_versions()
+    own = preflight_host.package_versions(needs.packages)
     left_out = _left_out(hosts, spares, needs, own)
     used, useless = [each for each in hosts if each.name not in left_out], dict[str, str]()
     for spare in spares:
