@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.whole_run_facts import stages_text
-from distrain.trainer.launch.data_survey import DataFacts, are_local, names_files
+from distrain.trainer.launch.data_survey import DataFacts, are_local, names_files, survey_data
 from distrain.trainer.launch.file_checks import FileCheck, epoch_warnings, with_files
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.save_interval import evaluation_seconds
@@ -94,6 +95,26 @@ def test_a_plan_says_what_is_read_from_each_path_in_the_stages_that_the_run_begi
     constant = make_plan(load("data.weights=[1,2]"))
     assert constant.run is not None
     assert (stages_text(constant), constant.run.stages, constant.run.paths) == ("", (), ())
+
+
+@pytest.mark.parametrize(("lengths", "stated"), [((27, 40, 900), "[27,40,900]"), ((64, 64), "64")])
+def test_a_plan_of_documents_of_unknown_lengths_says_those_of_the_data(lengths: tuple[int, ...], stated: str) -> None:
+    words = ("data.path=a.jsonl", "data.tokenizer=bytes", "model.weights=null")
+    run = load_recipe("finetune_llama", words)
+    facts = DataFacts(key=None, train_tokens=None, documents=None, exact=False, epochs=(None,), remarks=(), lengths=lengths)
+    plans = [with_files(run, make_plan(run), FileCheck(data=replace(facts, lengths=each))) for each in (lengths, ())]
+    known, unknown = [next(each for each in plan.warnings if "one document" in each.says) for plan in plans]
+    assert known.mend == f"set data.document_tokens={stated}, as these data have"
+    assert unknown.mend == "set data.document_tokens to their lengths"
+    assert not [
+        each for each in make_plan(load_recipe("finetune_llama", [*words, *known.settings])).warnings if "one document" in each.says
+    ]
+
+
+def test_a_survey_tells_the_lengths_of_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "four"}\n{"text": "eleven more"}\n' * 100)
+    run = load_recipe("quickstart", ["data=text", f"data.path={tmp_path}/a.jsonl", f"data.cache={tmp_path}/cache", "data.documents=true"])
+    assert survey_data(run, "look").lengths == (5, 5, 5, 5, 12, 12, 12, 12)  # with the token of an end
 
 
 def test_an_evaluation_takes_longer_with_sets() -> None:

@@ -20,6 +20,7 @@ from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.loop.data.samples.corpus import Corpus, Split
 from distrain.trainer.loop.data.samples.corpus_stats import corpus_stats
+from distrain.trainer.loop.data.samples.document_lengths import few_lengths
 from distrain.trainer.loop.data.samples.packing import PADDING, PADDING_DOCUMENT, pack_examples
 from distrain.trainer.loop.data.samples.tokens import MappedExamples
 from distrain.trainer.loop.data.survey import AnswerStream, answer
@@ -230,7 +231,16 @@ def test_mode_look_estimates_what_is_not_cached_and_knows_what_is(tmp_path: Path
     size, about = (sum(found["tokens"].values()) for found in (prepared, estimate))
     assert size == 100 * sum(len(prompt) + len(completion) + 1 for prompt, completion in ROWS)
     assert about == pytest.approx(size, rel=0.05)
+    assert prepared["lengths"] == list(few_lengths([len(prompt) + len(completion) + 1 for prompt, completion in ROWS * 100]))
+    assert estimate["lengths"] == pytest.approx(prepared["lengths"], rel=0.1)
     assert {**prepared, "entropy": None} == known
+
+
+def test_few_lengths_are_means_of_equal_parts_of_the_documents_in_order() -> None:
+    lengths = [5, 0, 1000, 3, 4, 2, *([7] * 11)]  # 16 of them hold tokens
+    assert few_lengths(lengths) == (2, 4, 7, 7, 7, 7, 7, 504)
+    assert few_lengths([9, 4]) == (4, 9)
+    assert few_lengths([]) == few_lengths([0]) == ()
 
 
 @pytest.mark.parametrize("mode", ["look", "prepare"])

@@ -14,6 +14,7 @@ import pytest
 from distrain.tests.fakes.small_tokenizer import LINE, write_tokenizer
 from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.samples.corpus_stats import corpus_stats
+from distrain.trainer.loop.data.samples.document_lengths import few_lengths
 from distrain.trainer.loop.data.survey import AnswerStream, ReaderGone, answer
 from distrain.trainer.spec.run import Data
 
@@ -69,6 +70,7 @@ def test_figures_of_a_prepared_corpus_are_exact(tmp_path: Path) -> None:
         "exact": True,
         "bytes": path.stat().st_size,
         "entropy": corpus.entropy,
+        "lengths": list(few_lengths([len(f"document {index}\n") + 5 * (index // 70) + 1 for index in range(500)])),
         "sources": [{"train": corpus.size("train"), "validation": corpus.size("validation"), "epoch": corpus.size("train")}],
     }
     assert {next(iter(line["progress"])) for line in lines if "progress" in line} == {"hash", "tokenize"}
@@ -89,6 +91,8 @@ def test_unread_text_is_estimated(by: str, name: str, tmp_path: Path) -> None:
     assert guess["tokens"]["train"] == pytest.approx(right["tokens"]["train"], rel=0.25)
     assert guess["tokens"]["validation"] == pytest.approx(guess["tokens"]["train"] / 99, rel=0.01)
     assert guess["documents"] == pytest.approx(right["documents"], rel=0.25)
+    seen, all_seen = (sum(length**2 for length in found["lengths"]) / sum(found["lengths"]) for found in (guess, right))
+    assert seen == pytest.approx(all_seen, rel=0.25)  # tokens of the document of a token, on average
 
 
 def write_table(path: Path) -> Path:

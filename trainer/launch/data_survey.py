@@ -21,7 +21,8 @@ class DataFacts:
     """Numbers of tokens to train on and of documents in a run's data; None where that is not known yet.
 
     `key` identifies the tokens and does not depend on the names of their files. `exact`: none of the numbers is an estimate. `epochs` are
-    the tokens that an epoch of each source reads. `remarks` are lines for the user.
+    the tokens that an epoch of each source reads. `remarks` are lines for the user. `lengths`: equally likely tokens of a document; () if
+    they are not known.
     """
 
     key: str | None
@@ -30,6 +31,7 @@ class DataFacts:
     exact: bool
     epochs: tuple[int | None, ...]
     remarks: tuple[str, ...]
+    lengths: tuple[int, ...] = ()
 
 
 def names_files(run: Run) -> bool:
@@ -85,4 +87,5 @@ def survey_data(run: Run, mode: Mode, progress: Callable[[str], None] = lambda l
         exact=facts["exact"],
         epochs=tuple(each["epoch"] for each in facts["sources"]),
         remarks=tuple(remarks),
+        lengths=tuple(facts["lengths"]),
     )

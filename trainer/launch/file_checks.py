@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from ..models.families import is_made_by_transformers
 from ..plan.plan_data import Plan, WholeRun
+from ..plan.warnings import DOCUMENTS_RULE
+from ..spec.changed_run import overrides
 from ..spec.derived.data_blends import tokens_of_sources
 from ..spec.numbers.as_text import count_text
 from ..spec.problem import Problem, Unreadable
@@ -133,8 +135,16 @@ def with_files(run: Run, plan: Plan, check: FileCheck) -> Plan:
     """Return the plan with warnings from its files. A problem for `fit` is a warning here: the run may be for another machine."""
     refused = tuple(replace(each, says=f"{WOULD_REFUSE}: {each.says}") for each in check.problems)
     said = tuple(Problem(rule="data", says=remark) for remark in check.data.remarks) if check.data else ()
-    warnings = (*plan.warnings, *refused, *said, *epoch_warnings(run, plan, check.data))
+    lengths = check.data.lengths if check.data else ()
+    planned = [_with_lengths(each, lengths) if each.rule == DOCUMENTS_RULE and lengths else each for each in plan.warnings]
+    warnings = (*planned, *refused, *said, *epoch_warnings(run, plan, check.data))
     return replace(plan, warnings=warnings, runnable=plan.runnable and not refused, run=_with_epochs(plan.run, check.data))
+
+
+def _with_lengths(warning: Problem, lengths: Sequence[int]) -> Problem:
+    """Return the warning of documents of unknown lengths with those of the run's data."""
+    settings = overrides([("data.document_tokens", lengths[0] if len(set(lengths)) == 1 else tuple(lengths))])
+    return replace(warning, mend=f"set {settings[0]}, as these data have", settings=settings)
 
 
 def _with_epochs(run: WholeRun | None, data: DataFacts | None) -> WholeRun | None:

@@ -26,6 +26,7 @@ from .rules.unused_keys import unused_keys
 
 SLOWEST_TO_NEAREST = 1 - 2**-8  # the decay from which bfloat16, of 8 significant bits, loses some moments' change
 BUBBLE = 0.2  # share of a step from which a bubble is warned of
+DOCUMENTS_RULE = "documents"  # of their unknown lengths
 ATTENTION = 0.05  # share of a layer's time from which attention of documents of unknown lengths is warned of
 
 MEASURED_ON_CPU = ("fp32", "bf16")  # precisions that the probe of this machine measures
@@ -201,7 +202,7 @@ def _unknown_documents(context: CostContext, layout: Layout, cost: LayoutCost, t
     share = layer.core / (layer.forward + layer.backward)
     if share > ATTENTION:
         says = f"data.documents=true: attention, {percent_text(share)} of a layer's time, is planned as if each sequence were one document"
-        yield Problem(rule="documents", says=says, mend="set data.document_tokens to their lengths")
+        yield Problem(rule=DOCUMENTS_RULE, says=says, mend="set data.document_tokens to their lengths")
 
 
 def _padding(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ....spec.derived.data_blends import tokens_of_sources
 from ....spec.numbers.as_text import plural
 from ....spec.run import Data
-from .corpus import Corpus
+from .corpus import Corpus, Source
+from .document_lengths import few_lengths
+from .tokens import MappedTokens
+
+SAMPLED = 10_000  # documents at most whose lengths are looked at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +36,9 @@ class CorpusStats:
     """Statistics of a corpus; if not `exact`, estimates from a sample. None: unknown.
 
     `key` identifies the contents, `bytes` is the size of the files, `entropy` the unigram entropy of the training text in nats a
-    token. For token files the sum of train and validation is always exact; if whole documents validate and the files have not
-    been read yet, each of the two is off by at most one document.
+    token. `lengths` stand for the tokens of a document (few_lengths); () if they are unknown, or of several sources. For token files
+    the sum of train and validation is always exact; if whole documents validate and the files have not been read yet, each of the two is
+    off by at most one document.
     """
 
     key: str | None
@@ -40,6 +47,7 @@ class CorpusStats:
     exact: bool
     bytes: int
     entropy: float | None = None
+    lengths: tuple[int, ...] = ()
 
     @property
     def train(self) -> int | None:
@@ -60,6 +68,7 @@ class CorpusStats:
             "exact": self.exact,
             "bytes": self.bytes,
             "entropy": self.entropy,
+            "lengths": list(self.lengths),
             "sources": [{"train": part.train, "validation": part.validation, "epoch": part.epoch} for part in self.sources],
         }
 
@@ -80,7 +89,17 @@ def corpus_stats(corpus: Corpus, seq: int) -> CorpusStats:
         documents=_total([each.documents for each in corpus.sources]),
         exact=True,
         bytes=sum(each.bytes for each in corpus.sources),
+        lengths=_lengths_of(corpus.sources[0]) if len(corpus.sources) == 1 else (),
     )
+
+
+def _lengths_of(source: Source) -> tuple[int, ...]:
+    """Return lengths that stand for a source's documents, of which many are a sample; () where it is not known where they end."""
+    if source.documents is None or not isinstance(source.tokens, MappedTokens):
+        return ()
+    bounds = source.tokens.bounds
+    sample = np.linspace(0, len(bounds) - 2, min(len(bounds) - 1, SAMPLED), dtype=np.int64)
+    return few_lengths(bounds[sample + 1] - bounds[sample])
 
 
 def document_noun(data: Data) -> str:
