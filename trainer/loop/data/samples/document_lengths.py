@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_LENGTHS = 8
+# Documents of lognormal lengths (median 403 tokens, deviation 0.5 to 2) then have 91 to 100 % of their pairs of tokens in windows of 8,192.
+MOST_LENGTHS = 12
 
 
 def few_lengths(lengths: NDArray[np.int64] | Sequence[int]) -> tuple[int, ...]:
