@@ -20,8 +20,8 @@ from distrain.cli.pages.hosts_page import preflight_lines
 from distrain.tests.fakes.deadline import DEADLINE, wait_for
 from distrain.tests.fakes.path_commands import SSH, FakeCommands
 from distrain.tests.fakes.processes import alive, children, until
-from distrain.trainer.launch.admission import needed_packages
 from distrain.trainer.launch.hosts.hostfile import Host
+from distrain.trainer.launch.hosts.needed_packages import needed_packages
 from distrain.trainer.launch.preflight import preflight as rounds
 from distrain.trainer.launch.preflight import preflight_host
 from distrain.trainer.launch.preflight.checks import HostRequirements, HostState, host_notes, host_problems

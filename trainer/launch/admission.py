@@ -23,13 +23,13 @@ from ..spec.run import Device, Run
 from ..system.cpu import cpu_count
 from .commands.deepspeed import RUNNER_PROGRAMS
 from .hosts.hostfile import Host
+from .hosts.needed_packages import FLA_PACKAGES
 from .hosts.slurm_nodes import slurm_job
 from .hosts_and_commands import RunHosts, nodes_problem, resolve_hosts
 
 SINK_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # log sink -> the package that it needs
 DUALPIPEV_RELEASE = (0, 19, 8)  # the first release of DeepSpeed with DualPipeV
 
-FLA_PACKAGES = {"fla-core": "fla", "triton": "triton", "einops": "einops"}  # package -> what is imported of it
 BAD_TRITON = ((3, 4), (3, 7, 1))  # fla-core 0.6.0, chunk_bwd_dqkwg in fla/ops/common/chunk_o.py: from the first, before the second
 
 
@@ -72,12 +72,6 @@ def schedule_problem(run: Run, engine: str | None, deepspeed: str) -> Problem | 
     needed = ".".join(map(str, DUALPIPEV_RELEASE))
     says = f"parallel.schedule=dualpipev with engine=pipe needs DeepSpeed {needed} or later, and {deepspeed} is installed"
     return Problem(rule="engine", says=says, mend="set engine=native, or install a later DeepSpeed")
-
-
-def needed_packages(run: Run) -> tuple[str, ...]:
-    """Return the packages that a run's ranks import beside those of every run."""
-    of_family = ("transformers",) if run.model.family == "hf" else ()
-    return (*of_family, *(FLA_PACKAGES if computes_by_fla(run) else ()))
 
 
 def fla_problem(device: Device) -> Problem | None:

@@ -20,8 +20,8 @@ from ...spec.problem import Problem
 from ...spec.run import Run
 from ...system import open_files
 from ...system.stop_requests import StopRequests, collect_stop_requests
-from ..admission import needed_packages
 from ..hosts.hostfile import Host
+from ..hosts.needed_packages import needed_packages
 from ..hosts.shell_safe import SAFE_CHARACTERS, require_shell_safe
 from ..hosts.ssh import Ssh, SshInterrupted, run_concurrently
 from . import preflight_host
