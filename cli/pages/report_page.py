@@ -15,6 +15,7 @@ from .text_layout import Style, evenly_spaced, table, wrap
 
 SMALL_DRIFT = 0.02  # below it a figure is as planned
 MANY_TIMES = 10  # of a planned figure, from which on a measured one is said to be so many times it
+MUCH_WAITING = 0.1  # share of a step that rank 0 waited for a core, from which on it is said
 TURN_SECONDS = 1e-3  # below it seconds are not compared: other processes and the clock make more
 PLANNED_COLUMNS = ("", "planned", "measured", "drift")
 NOTHING_MEASURED = "Nothing was measured yet"
@@ -113,7 +114,14 @@ def _time_drift(run: MeasuredRun) -> Iterator[str]:
     if known and abs(step.drift) >= SMALL_DRIFT and not is_too_short(step):
         name, more = max(known, key=lambda each: abs(each[1]))
         where = f", of which {name} {'+' if more >= 0 else '-'}{seconds_text(abs(more))}"
-    yield f"Time: {_sentence(step)}{where}{_against_bar(run, step)}."
+    yield f"Time: {_sentence(step)}{where}{_against_bar(run, step)}.{_lack_of_cores(run, step)}"
+
+
+def _lack_of_cores(run: MeasuredRun, step: PlannedMeasured) -> str:
+    """That rank 0 waited for a core, where its steps are slower than planned and that is much of their time; else ""."""
+    if run.without_core is None or run.without_core < MUCH_WAITING or (step.drift or 0.0) < SMALL_DRIFT:
+        return ""
+    return f" For {share_text(run.without_core)} of that time rank 0 had no core: others used it."
 
 
 def _against_bar(run: MeasuredRun, step: PlannedMeasured) -> str:

@@ -104,6 +104,14 @@ def test_the_planned_parts_of_a_step_add_up_to_it(trained_run: Path, tmp_path: P
     assert parts > 0
 
 
+def test_rows_count_the_time_without_a_core(trained_run: Path) -> None:
+    rows = [row for line in (trained_run / "metrics.jsonl").read_text().splitlines() if "seconds_forward" in (row := json.loads(line))]
+    assert len(rows) == 12
+    waited = [row["seconds_without_core"] for row in rows]
+    assert all(0 <= each <= row["seconds"] for each, row in zip(waited, rows, strict=True))
+    assert any(waited)
+
+
 def test_the_report_has_checkpoints_validation_and_every_step_of_both_attempts(trained_run: Path) -> None:
     found = read_measured_run(trained_run)
     assert found.saved == (6, 12)
@@ -170,6 +178,19 @@ def test_drifts_of_short_steps_frighten_nobody(planned: float, measured: float, 
     run = read_measured_run(tmp_path)
     assert next(row[3] for row in planned_measured_rows(run) if row[0] == "step") == says
     assert drift_sentences(run)[0].startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "without", "says"),
+    [(2.0, 0.5, " For 25.0 % of that time rank 0 had no core: others used it."), (2.0, 0.1, ""), (1.0, 0.5, ""), (2.0, None, "")],
+)
+def test_a_slow_step_says_how_long_rank_0_had_no_core(seconds: float, without: float | None, says: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"time": {"step": 1.0}}))
+    rows = [{"step": step, "seconds": seconds, **({} if without is None else {"seconds_without_core": without})} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (sentence,) = drift_sentences(read_measured_run(tmp_path))
+    assert sentence.endswith(f".{says}")
+    assert ("no core" in sentence) is bool(says)
 
 
 def test_the_times_of_a_run_that_changed_its_layout_are_of_its_last_plan(tmp_path: Path) -> None:

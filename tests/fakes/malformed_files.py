@@ -108,7 +108,7 @@ def run_folder(folder: Path) -> Path:
     rows: list[dict[str, Any]] = [
         {"step": step, "loss": 5.0 - step / 10, "grad_norm": 1.0, "lr": 1e-3, "tokens": step * 1024, "seconds": 0.1,
          "tokens_per_second": 1e4, "mfu": 0.1, "memory_peak": 1 << 20, "seconds_data": 0.0, "seconds_forward": 0.03,
-         "seconds_backward": 0.06, "seconds_step": 0.01}
+         "seconds_backward": 0.06, "seconds_step": 0.01, "seconds_without_core": 0.02}
         for step in range(1, 7)
     ]  # fmt: skip
     rows += [{"step": 6, "validation_loss": 4.5}, {"restart": 1, "step": 3, "lost_steps": 2, "says": "x", "hosts": "on a: spare a for b"}]

@@ -67,6 +67,7 @@ class MeasuredRun:
     validations: FigureCurves = ()
     averaged: FigureCurves = ()  # losses of the average of the weights
     accuracies: FigureCurves = ()  # of preferences: the share of pairs in order
+    without_core: float | None = None  # share of the steps whose times are compared that rank 0 waited for a core; None: not counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         entropy=finite_number(counted.get("unigram_entropy")),
         memory=tuple(compared_memory(plan, counted, nested_value(run, "train", "batch"))),
         time=tuple(compared_times(plan, run, steady)),
+        without_core=_share_without_core(steady),
         speed=tuple(compared_rates(plan, steady)),
         resident=max((int(row["memory_peak"]) for row in steady if row.get("memory_peak")), default=None),
         losses=rows.curve("loss"),
@@ -148,6 +150,11 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         loss_unit="of a pair of answers" if nested_value(run, "data", "name") == "preferences" else "nats a token",
         accuracy=next((row["accuracy"] for row in reversed(rows.figures) if "accuracy" in row), None),
     )
+
+
+def _share_without_core(rows: Sequence[Mapping[str, float]]) -> float | None:
+    counted = [row for row in rows if "seconds_without_core" in row and row["seconds"] > 0]
+    return sum(row["seconds_without_core"] for row in counted) / sum(row["seconds"] for row in counted) if counted else None
 
 
 def _read_step_rows(folder: Path, damaged: list[str]) -> _StepRows:

@@ -18,6 +18,7 @@ from ...parallel.world import World
 from ...plan.layout.schedule_of_run import delay_of
 from ...spec.run import Run
 from ...system.atomic_file import write_atomically
+from ...system.core_wait import seconds_without_core
 from ..data.samples.sample_log import SampleLog
 from ..metrics.throughput import ThroughputMeter
 from ..state.training_setup import TrainingSetup
@@ -64,12 +65,14 @@ class Instruments:
         self.profiler.start_step(step + 1)
         self.timeline.start_step(step + 1)
         ledger = Ledger(self.setup.grid) if step == self._recorded_step else None
-        start = perf_counter()
+        start, waited = perf_counter(), seconds_without_core()
         times = self.setup.engine.time_actions(self._actions) if step in self._timed_steps else nullcontext()
         traced = self.trace.trace_step(step) if self.trace else nullcontext()
         with ledger or nullcontext(), times, traced, self.timeline.record(step + 1):
             yield self._count
-        self.meter.add_step(perf_counter() - start, self.setup.engine.clock, self.setup.start.batch(self.run, step))
+        seconds, waited_now = perf_counter() - start, seconds_without_core()
+        waits = {"without_core": waited_now - waited} if waited is not None and waited_now is not None else {}
+        self.meter.add_step(seconds, {**self.setup.engine.clock, **waits}, self.setup.start.batch(self.run, step))
         if ledger:
             self.setup.warn(write_ledger(ledger, self.setup, self._first, step + 1, averages=(step + 1) % self._together == 0))
         if self._timed_steps and step == self._timed_steps[-1]:
