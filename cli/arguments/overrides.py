@@ -148,7 +148,8 @@ def _override_problem(override: Override, known: Mapping[str, Any], groups: Sequ
 def _choice_problem(choice: Override, config_dir: Path | None) -> Problem | None:
     if choice.package not in (None, choice.key, f"cluster.{choice.key}"):
         says = f"{choice.text}: {choice.package} takes no {choice.key}"
-        return Problem(rule="option", says=says, mend=f"write {choice.key}={value_text(choice.value)}")
+        setting = f"{choice.key}={value_text(choice.value)}"
+        return Problem(rule="option", says=says, mend=f"write {setting}", settings=(setting,))
     is_size = choice.key == "cluster" and is_shape(choice.value)
     return None if choice.deletes or is_size else _option_problem(choice.key, choice.value, config_dir)
 
@@ -161,7 +162,8 @@ def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem 
             if group == "cluster" and value_text(name)[:1].isdigit():
                 mend = f"a size is {SHAPE_FORMS}"
             elif group == "model" and isinstance(name, str) and _is_hf_config(name):
-                mend = f"write model.hf={name}"
+                settings = [f"model.hf={name}"]
+                mend = f"write {settings[0]}"
             elif group == "optim" and isinstance(name, str) and name in synonym.OPTIMIZERS:
                 settings = f"optim={synonym.OPTIMIZERS[name]}".split(" ")
                 mend = f"write {' '.join(settings)}"

@@ -94,6 +94,8 @@ def _problems(answers: Mapping[str, Problem | None], file: Path) -> Iterator[Pro
             keys.setdefault(answer.mend, []).append(key)
             settings[answer.mend] = answer.settings
     without = keys.pop("", [])
-    yield from (unknown_key(", ".join(names), mend, settings[mend]) for mend, names in keys.items())
+    yield from (
+        Problem(rule="unknown", says=f"no key {', '.join(names)}", mend=mend, settings=settings[mend]) for mend, names in keys.items()
+    )
     if without:
         yield nothing_means(without)

@@ -119,7 +119,7 @@ def _time_drift(run: MeasuredRun) -> Iterator[str]:
 
 def _lack_of_cores(run: MeasuredRun, step: PlannedMeasured) -> str:
     """That rank 0 waited for a core, where its steps are slower than planned and that is much of their time; else ""."""
-    if run.without_core is None or run.without_core < MUCH_WAITING or (step.drift or 0.0) < SMALL_DRIFT:
+    if run.without_core is None or run.without_core < MUCH_WAITING or (step.drift or 0.0) < SMALL_DRIFT or is_too_short(step):
         return ""
     return f" For {share_text(run.without_core)} of that time rank 0 had no core: others used it."
 

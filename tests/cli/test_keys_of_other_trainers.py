@@ -166,6 +166,19 @@ def test_a_value_with_a_space_and_a_parenthesis_is_whole_in_that_line(capsys: py
     assert shlex.split(last.partition(", to paste: ")[2]) == ["optim.lr=1e-3", "train.seed=1", "log.dir=my runs (2)"]
 
 
+def test_a_chosen_config_json_is_in_that_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    pasted = [f"model={tmp_path}", "learning_rate=1e-3", "seed=1", "max_steps=10"]
+    assert command(["plan", "conf=quickstart", *pasted]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert set(shlex.split(last.partition(", to paste: ")[2])) == {
+        f"model.hf={tmp_path}",
+        "optim.lr=0.001",
+        "train.seed=1",
+        "train.steps=10",
+    }
+
+
 def test_a_wrong_key_in_a_section_of_ours_keeps_its_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     pasted = ["max_steps=90", "bf16=True", "per_device_train_batch_size=2", "model.foo_bar_baz=1", "zzz=1"]
     assert command(["plan", "conf=quickstart", *pasted]) == 2

@@ -232,7 +232,6 @@ def test_mode_look_estimates_what_is_not_cached_and_knows_what_is(tmp_path: Path
     assert size == 100 * sum(len(prompt) + len(completion) + 1 for prompt, completion in ROWS)
     assert about == pytest.approx(size, rel=0.05)
     assert prepared["lengths"] == list(few_lengths([len(prompt) + len(completion) + 1 for prompt, completion in ROWS * 100]))
-    assert estimate["lengths"] == pytest.approx(prepared["lengths"], rel=0.1)
     assert {**prepared, "entropy": None} == known
 
 

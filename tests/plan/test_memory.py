@@ -101,6 +101,33 @@ def test_an_offloaded_optimizer_and_offloaded_weights_are_not_on_the_device() ->
     assert (everything.weights, everything.gradients, everything.optimizer) == (0, here.gradients, 0)
 
 
+OF_SEPARATE_KERNELS = ("conf=llama3_8b_1node", "train.attention=math", "train.seq=1024")
+OF_A_FUSED_ONE = ("conf=llama3_8b_1node", "train.precision=fp32", "train.seq=1024", "model.kv_heads=32", "model.layers=8")
+
+
+@pytest.mark.parametrize(
+    ("words", "masks"),
+    [
+        ((*OF_SEPARATE_KERNELS, "parallel.recompute=none"), 0),  # softmax's result is enough for backward
+        ((*OF_SEPARATE_KERNELS, "parallel.recompute=selective"), 1),  # an argument of what runs again
+        ((*OF_SEPARATE_KERNELS, "parallel.recompute=full"), 1),
+        ((*OF_SEPARATE_KERNELS, "parallel.recompute=none", "parallel.cp=2"), 0.5),  # the rows of a rank's tokens, for its core's backward
+        ((*OF_A_FUSED_ONE, "parallel.recompute=full"), 1),
+        ((*OF_A_FUSED_ONE, "parallel.recompute=full", "train.compile=true"), 1),
+        ((*OF_A_FUSED_ONE, "parallel.recompute=selective", "train.compile=true"), 1),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, tuple) else "",
+)
+def test_the_mask_of_documents_is_kept_once_by_what_reads_it_again(words: tuple[str, ...], masks: float) -> None:
+    conf, *rest = words
+    common = [*rest, "engine=zero", "parallel.zero=1", "train.microbatch=1", "data=text", "data.path=x"]
+    apart, whole = (
+        memory_of(load_recipe(conf.removeprefix("conf="), [*common, f"data.documents={each}"])).stages[0].bytes.activations
+        for each in ("true", "false")
+    )
+    assert apart - whole == masks * 1024**2 * (4 if "train.precision=fp32" in words else 2)
+
+
 def test_logits_take_two_bytes_and_their_softmax_four() -> None:
     held = first_stage(run_of(SMALL, 2, parallel__tp=2, train__microbatch=2, train__batch=2))
     assert held.logits == 2048 * 2 * (V // 2) * (2 + 4)

@@ -14,8 +14,8 @@ WAITS = """
 import os, time
 os.nice(5)
 from distrain.trainer.system.core_wait import seconds_without_core
-before = seconds_without_core()
-while time.process_time() < 0.2:
+before, end = seconds_without_core(), time.process_time() + 0.2
+while time.process_time() < end:
     pass
 print(seconds_without_core() - before)
 """

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..spec.numbers.as_text import plural
@@ -67,7 +68,7 @@ class MeasuredRun:
     validations: FigureCurves = ()
     averaged: FigureCurves = ()  # losses of the average of the weights
     accuracies: FigureCurves = ()  # of preferences: the share of pairs in order
-    without_core: float | None = None  # share of the steps whose times are compared that rank 0 waited for a core; None: not counted
+    without_core: float | None = None  # share of a median step, of those whose times are compared, that rank 0 had no core; None: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +154,8 @@ def read_measured_run(folder: Path) -> MeasuredRun:
 
 
 def _share_without_core(rows: Sequence[Mapping[str, float]]) -> float | None:
-    counted = [row for row in rows if "seconds_without_core" in row and row["seconds"] > 0]
-    return sum(row["seconds_without_core"] for row in counted) / sum(row["seconds"] for row in counted) if counted else None
+    shares = [row["seconds_without_core"] / row["seconds"] for row in rows if "seconds_without_core" in row and row["seconds"] > 0]
+    return median(shares) if shares else None
 
 
 def _read_step_rows(folder: Path, damaged: list[str]) -> _StepRows:

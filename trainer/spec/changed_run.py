@@ -23,6 +23,7 @@ def with_changes(run: Run, change: Iterable[tuple[str, object]]) -> Run:
 def with_values(section: Section, **values: Any) -> Section:
     """As dataclasses.replace, without a call of `__init__`, which takes most of its time: a search changes layouts by the hundred thousand.
     For the sections of a run, whose classes compute nothing and have no slots."""
+    assert values.keys() <= section.__dict__.keys(), values
     copy = object.__new__(type(section))
     copy.__dict__.update(section.__dict__, **values)
     return copy

@@ -19,8 +19,8 @@ _KEYBOARD = str.maketrans(
 class Problem:
     """One problem and its fix (`mend`; "" if none was found).
 
-    `changes` are fixes as overrides; each is a set that is applied together and that was planned again. `key` names what does not exist,
-    of a problem of a key. `settings` are the KEY=VALUEs that `mend` says to write; none where the value is left to the user.
+    `changes` are fixes as overrides; each is a set that is applied together and that was planned again. `key` is the key that does not
+    exist, of a problem of one. `settings` are the KEY=VALUEs that `mend` says to write; none where the value is left to the user.
     """
 
     rule: str

@@ -1,4 +1,4 @@
-"""The packages that a run's ranks import beside those of every run, on each host."""
+"""The packages that a run's model and kernels need on each host, beside those of every run."""
 
 from __future__ import annotations
 

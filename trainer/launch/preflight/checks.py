@@ -113,7 +113,8 @@ def _version_problems(each: HostState, needs: HostRequirements, own: Mapping[str
     assert each.facts is not None
     theirs = each.facts["versions"]
     mend = "install the same on all hosts"
-    for name in ("python", *preflight_host.PACKAGES, *needs.packages):
+    further = [name for name in needs.packages if own[name]]  # a package may be here by another name, as builds of Triton are
+    for name in ("python", *preflight_host.PACKAGES, *further):
         mine, there = own[name], theirs[name]
         if name == "python":  # the patch version may differ
             mine, there = (".".join(word.split(".")[:2]) for word in (mine, there))

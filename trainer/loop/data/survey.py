@@ -29,7 +29,6 @@ from .files.data_error import data_problem
 from .prepare import cache_folder, cached_corpus, prepare_corpus
 from .samples.corpus import shortage, source_name, windows
 from .samples.corpus_stats import CorpusStats, SourceShare, corpus_stats
-from .samples.document_lengths import few_lengths
 from .samples.packing import packing_remark
 from .source_reader import validation_flags
 from .token_files import TokenFile
@@ -150,9 +149,7 @@ def quick_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, eval
     else:
         parts, documents = _text_shares(estimates, data, seq), _rounded_sum([each.documents if each else None for each in estimates])
     exact = data.name == "tokens"
-    alone = estimates[0] if len(estimates) == 1 and not data.has_preferences else None  # whose sample has both answers as one text
-    lengths = few_lengths(alone.lengths) if alone else ()
-    return CorpusStats(key=None, sources=tuple(parts), documents=documents, exact=exact, bytes=_total_bytes(checked), lengths=lengths)
+    return CorpusStats(key=None, sources=tuple(parts), documents=documents, exact=exact, bytes=_total_bytes(checked))
 
 
 def _check_sets(data: Data, vocab: int, checked: CheckedData, answers: AnswerStream) -> list[CheckedSet]:

@@ -65,12 +65,13 @@ class Instruments:
         self.profiler.start_step(step + 1)
         self.timeline.start_step(step + 1)
         ledger = Ledger(self.setup.grid) if step == self._recorded_step else None
-        start, waited = perf_counter(), seconds_without_core()
+        start = perf_counter()
+        waited = seconds_without_core()
         times = self.setup.engine.time_actions(self._actions) if step in self._timed_steps else nullcontext()
         traced = self.trace.trace_step(step) if self.trace else nullcontext()
         with ledger or nullcontext(), times, traced, self.timeline.record(step + 1):
             yield self._count
-        seconds, waited_now = perf_counter() - start, seconds_without_core()
+        waited_now, seconds = seconds_without_core(), perf_counter() - start
         waits = {"without_core": waited_now - waited} if waited is not None and waited_now is not None else {}
         self.meter.add_step(seconds, {**self.setup.engine.clock, **waits}, self.setup.start.batch(self.run, step))
         if ledger:

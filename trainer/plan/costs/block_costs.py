@@ -151,7 +151,8 @@ class SplitCosts:
         self.tied = self.local.count(("vocab", "hidden")) if table.shares_embedding else 0
         self.saved_once = sum(map(self.local.bytes, once))
         # Separate kernels save no mask of documents; layers that run again save it as an argument, as does a core whose ranks gather keys.
-        is_argument = own and has_mask and not any("keys" in tensor.dims for tensor in saves)
+        is_saved = any("keys" in tensor.dims for op in table.embedding for tensor in op.saves_torch)
+        is_argument = own and has_mask and not is_saved
         rows_of = "cp" if run.parallel.cp_comm == "all_to_all" else ""  # all ranks
         self.argument_mask = self.local.bytes(MASK_OF_DOCUMENTS, without=rows_of) if is_argument else 0
         self.core_mask = self.argument_mask * (self.has_context - exchanges)

@@ -98,7 +98,8 @@ def _lengths_of(source: Source) -> tuple[int, ...]:
     if source.documents is None or not isinstance(source.tokens, MappedTokens):
         return ()
     bounds = source.tokens.bounds
-    sample = np.linspace(0, len(bounds) - 2, min(len(bounds) - 1, SAMPLED), dtype=np.int64)
+    many = len(bounds) - 1
+    sample = np.sort(np.random.default_rng(0).integers(many, size=SAMPLED)) if many > SAMPLED else np.arange(many)
     return few_lengths(bounds[sample + 1] - bounds[sample])
 
 

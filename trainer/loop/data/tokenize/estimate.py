@@ -30,13 +30,11 @@ _LOST = 0.01  # share of lost characters or unknown tokens from which on it is r
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEstimate:
-    """Tokens and documents of some files; `exact` if nothing had to be estimated. `lengths`: the tokens of each document of the sample; ()
-    where documents are files."""
+    """Tokens and documents of some files; `exact` if nothing had to be estimated."""
 
     tokens: float
     documents: float
     exact: bool
-    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +63,7 @@ def estimate_tokens(
     if len(known) < len(rows):
         return None
     exact = all(row.exact for row in known)
-    return TokenEstimate(
-        tokens=sum(row.tokens for row in known),
-        documents=sum(row.documents for row in known),
-        exact=exact,
-        lengths=known[0].lengths if len(known) == 1 else (),
-    )
+    return TokenEstimate(tokens=sum(row.tokens for row in known), documents=sum(row.documents for row in known), exact=exact)
 
 
 def _estimate_form(
@@ -91,11 +84,9 @@ def _estimate_form(
     useful = [(file, sample) for (file, _), sample in zip(places, samples, strict=True) if sample.texts and sample.represents]
     if not useful:
         return None
-    counts = [[len(encode_text(text, str(file.path), by)) for text in sample.texts] for file, sample in useful]
-    tokens = fmean(sum(each) / sample.represents for each, (_, sample) in zip(counts, useful, strict=True))
+    tokens = fmean(sum(len(encode_text(text, str(file.path), by)) for text in sample.texts) / sample.represents for file, sample in useful)
     documents = len(files) if rows == "text" else fmean(len(sample.texts) / sample.represents for _, sample in useful) * size
-    lengths = () if rows == "text" else tuple([count + ends for each in counts for count in each])
-    return TokenEstimate(tokens=tokens * size + ends * documents, documents=documents, exact=False, lengths=lengths)
+    return TokenEstimate(tokens=tokens * size + ends * documents, documents=documents, exact=False)
 
 
 def _sample_places(files: Sequence[DataFile], size: int) -> list[tuple[DataFile, int]]:
