@@ -112,7 +112,7 @@ def test_a_plan_of_documents_of_unknown_lengths_says_those_of_the_data(lengths: 
 
 
 def test_a_survey_tells_the_lengths_of_documents(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "four"}\n{"text": "eleven more"}\n' * 100)
+    (tmp_path / "a.jsonl").write_text('{"text": "four"}\n{"text": "eleven more"}\n' * 120)
     words = ("data=text", f"data.path={tmp_path}/a.jsonl", f"data.cache={tmp_path}/cache", "data.documents=true", "data.validation=0.1")
     run = load_recipe("quickstart", words)
     assert survey_data(run, "look").lengths == ()  # a sample has few of the long documents
