@@ -31,6 +31,7 @@ from distrain.trainer.prove.first_departure import (
     first_departure,
     read_differences,
 )
+from distrain.trainer.prove.locate_departure import has_recording
 
 # The first departure
 
@@ -331,3 +332,16 @@ def test_prove_prints_where_a_layout_departs(ranks: RankPool, tmp_path: Path) ->
     output = " ".join(" ".join(shown).split())
     assert re.search(r"step 1, micro-batch 1, embedding on rank 1 \(dp 1\): its output differs from the reference", output)
     assert not list(tmp_path.rglob("traced"))
+
+
+def test_a_recording_serves_the_steps_that_were_traced_and_no_others(tmp_path: Path) -> None:
+    """The step after them has weights alone: a layout that departs one step later needs it whole."""
+    assert not has_recording(tmp_path, [0])
+    (tmp_path / "trace.json").write_text(json.dumps({"steps": [0, 1, 2], "recording": str(tmp_path / "recording")}))
+    for step in range(3):
+        (tmp_path / "recording" / f"step_{step}").mkdir(parents=True)
+    assert not has_recording(tmp_path, [0, 1, 2])  # it ended before its last step did
+    (tmp_path / "recording" / "step_3").mkdir()
+    assert has_recording(tmp_path, [0, 1, 2])
+    assert has_recording(tmp_path, [0, 1])
+    assert not has_recording(tmp_path, [0, 2, 3])

@@ -28,8 +28,7 @@ def locate_departure(reference: Trial, trial: Trial, step: int, figures: Sequenc
     steps = sorted({0, max(0, step - 2), step - 1})
     one_process, layout = traced_trial(reference), traced_trial(trial)
     folder = one_process.folder / RECORDING
-    is_written = all((folder / f"step_{each}").is_dir() for each in steps)
-    if not is_written and not _trace(one_process, steps, folder, run_trial):
+    if not has_recording(one_process.folder, steps) and not _trace(one_process, steps, folder, run_trial):
         return f"not traced: one process failed when it was trained again; its logs are in {one_process.folder}"
     if not _trace(layout, steps, folder, run_trial):
         return f"not traced: it failed when it was trained again; its logs are in {layout.folder}"
@@ -41,6 +40,16 @@ def locate_departure(reference: Trial, trial: Trial, step: int, figures: Sequenc
     if departure is None:
         return f"no module departs by more than rounding in step {numbers}"
     return f"first: {departure_sentence(departure, differences)}"
+
+
+def has_recording(folder: Path, steps: Iterable[int]) -> bool:
+    """Whether a run of one process has recorded all of these steps. After the last one it writes the weights alone that the next begins
+    with."""
+    try:
+        traced = json.loads((folder / "trace.json").read_text(encoding="utf-8"))["steps"]
+    except FileNotFoundError:
+        return False
+    return set(steps) <= set(traced) and (folder / RECORDING / f"step_{max(traced) + 1}").is_dir()
 
 
 def reported_sentence(reported: Sequence[FigureDeparture], differences: Sequence[TensorDifference]) -> str:
