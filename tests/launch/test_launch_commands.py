@@ -129,6 +129,7 @@ def test_slurm_has_a_batch_file_with_one_task_per_rank(capsys: pytest.CaptureFix
     assert options["nodes"] == "4"
     assert options["gpus-per-node"] == options["ntasks-per-node"] == "8"
     assert "srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --distribution=block --kill-on-bad-exit=1" in text
+    assert "'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec " in text
     assert said.splitlines()[-1] == "sbatch /runs/quickstart/launch/quickstart.sbatch"
 
 
