@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -39,13 +40,13 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
     from ...cli.verbs.prove_run import RecipeForRanks
     from ...trainer.prove import run_trials
     from ...trainer.prove.fork_client import ServerGone
-    from ...trainer.prove.trials.plan_proof import NothingToProve, ProveRequest, plan_proof
+    from ...trainer.prove.trials.plan_proof import NothingToProve
 
     run_trials.PATIENCE = PATIENCE
     vars(run_trials)["locate_departure"] = lambda *_: ""  # where it departs is not asked
     recipe = RecipeForRanks(RECIPE, [f"log.dir={Path.cwd() / 'proofs'}"], None)
     try:
-        proof = plan_proof(ProveRequest(), recipe.run(), recipe.run_on)
+        proof = _plan(recipe, layouts)
     except NothingToProve as error:
         return {"found": f"refused: {error}"}
     if layouts is not None:
@@ -73,6 +74,19 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
     except ServerGone as error:
         return {"found": str(error), **results}
     return {"found": "" if result.ok else "prove says that it is not the same", **results}
+
+
+def _plan(recipe: Any, layouts: Sequence[str] | None) -> Any:
+    """Plan the recipe's proof; only the layouts that are named, where all can run and no other is needed: all take seconds."""
+    from ...cli.arguments.prove_arguments import read_layouts
+    from ...trainer.prove.trials.layouts import ProveLayout
+    from ...trainer.prove.trials.plan_proof import NothingToProve, ProveRequest, plan_proof
+
+    if layouts is not None and RESUME not in layouts and (names := [each for each in layouts if each != MICROBATCH]):
+        named = tuple(each for each in read_layouts(",".join(names)) if isinstance(each, ProveLayout))
+        with suppress(NothingToProve):
+            return plan_proof(ProveRequest(chosen="named", layouts=named), recipe.run(), recipe.run_on)
+    return plan_proof(ProveRequest(), recipe.run(), recipe.run_on)
 
 
 def _with_chosen_trials(proof: Any, layouts: Sequence[str]) -> Any:

@@ -58,6 +58,7 @@ def _end(*_: object) -> None:
 
 def _import_packages() -> None:
     """Import what every request needs of other packages, and forget `distrain`, in which errors are planted later."""
+    gc.disable()  # what is imported stays
     from ...trainer.loop.forkserver.server import import_rank_modules
 
     import_rank_modules()
@@ -80,6 +81,7 @@ def _import_packages() -> None:
     forget_distrain()
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def forget_distrain() -> None:

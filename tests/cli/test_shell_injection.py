@@ -33,6 +33,7 @@ from distrain.tests.fakes.path_commands import PDSH, PYTHON, QUIET, SBATCH, SCON
 from distrain.tests.fakes.shell_text import ONCE, environments, hostile, plain, tame_but_one
 from distrain.trainer.launch.agent.join_token import JOIN_TOKEN_FILE, JoinToken
 from distrain.trainer.launch.commands.command import RANK_ENVIRONMENT, forwarded_variables
+from distrain.trainer.launch.commands.deepspeed import PROGRAM_MODULE
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.hosts.shell_safe import SAFE_CHARACTERS, SSH_OPTIONS, require_shell_safe
 from distrain.trainer.launch.hosts.upload import UPLOAD_REMOTE, connect_hosts, on_every_host
@@ -140,12 +141,13 @@ def start_over_hosts(run: Run, plan: Plan, runner: Any) -> Sequence[Host]:
         on_every_host(uploads, lambda each: each.upload(folder, {"run.json": encoder.encode(run).decode(), JOIN_TOKEN_FILE: token.text()}))
     for file in launch.files:
         file.path.write_text(file.text)
+        file.path.chmod(file.mode)
     (launcher,) = launch.commands
     assert launcher.folder is not None
     known = launcher.full_environment(os.environ)
     read = mock.patch.object(runner, "DEEPSPEED_ENVIRONMENT_NAME", known["DS_ENV_FILE"])  # the launcher reads it at import
     with chdir(launcher.folder), mock.patch.dict(os.environ, known, clear=True), read:
-        runner.main(list(launcher.argv[3:]))
+        runner.main(list(launcher.argv[4:]))
     return hosts
 
 
@@ -227,14 +229,14 @@ def test_no_hostile_text_reaches_the_shell_of_a_host(
         return
     assert encoder.decode((run_folder(hostile_run) / "run.json").read_bytes(), type=Run) == hostile_run
     assert JoinToken.read(run_folder(hostile_run) / JOIN_TOKEN_FILE).environment == forwarded_variables(environment, named)
-    launches = [call for call in calls if call["argv"][:4] == [python, "-u", "-m", "deepspeed.launcher.launch"]]
+    launches = [call for call in calls if call["argv"][:5] == [python, "-u", "-m", PROGRAM_MODULE, "deepspeed.launcher.launch"]]
     assert len(launches) == (len(hosts) if runner == "pdsh" else 0)
     for number, call in enumerate(launches):
-        options = dict(each.lstrip("-").partition("=")[::2] for each in call["argv"][4:8])
+        options = dict(each.lstrip("-").partition("=")[::2] for each in call["argv"][5:9])
         assert json.loads(urlsafe_b64decode(options["world_info"])) == {host.name: list(host.slots) for host in hosts}
         assert options["node_rank"] == str(number)
         assert options["master_addr"] == (hostile_run.launch.address or hosts[0].name)
-        assert call["argv"][8:] == [
+        assert call["argv"][9:] == [
             "--module",
             "--no_local_rank",
             "--enable_each_rank_log=None",

@@ -41,10 +41,20 @@ PAGE, MISTAKE = ["plan", "conf=quickstart"], ["plan", "conf=quickstart", "parall
 LIGHT = (PAGE, MISTAKE, ["plan", "--help"], ["report", "RUN"])
 
 
-@pytest.mark.parametrize("redirections", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full"])
-def test_a_closed_or_full_stream_prints_one_line_at_most(redirections: str, whole: Path) -> None:
-    """The verbs share the code that prints, so all of them run with two of the redirections, a page and a mistake with the others."""
-    for argv in LIGHT if redirections in (">/dev/full", "<&- >&- 2>&-") else (PAGE, MISTAKE):
+@pytest.mark.parametrize(
+    ("redirections", "commands"),
+    [
+        ("<&-", [PAGE]),
+        (">&-", [PAGE]),
+        ("2>&-", [PAGE, MISTAKE]),
+        ("<&- >&- 2>&-", LIGHT),
+        (">/dev/full", LIGHT),
+        ("2>/dev/full", [MISTAKE]),
+    ],
+)
+def test_a_closed_or_full_stream_prints_one_line_at_most(redirections: str, commands: Sequence[list[str]], whole: Path) -> None:
+    """The verbs share the code that prints, so all of them run with two of the redirections, with the others what writes to the stream."""
+    for argv in commands:
         done = shell(redirections, [word.replace("RUN", str(whole)) for word in argv])
         wrong = argv == MISTAKE
         full = redirections == ">/dev/full" and not wrong
@@ -141,7 +151,8 @@ def test_a_signal_ends_a_verb_and_its_children(
     paths = {"RUN": str(whole), "NEOX": str(tmp_path / "config.json"), "OUT": str(tmp_path / "out")}
     given = [paths.get(word, word.replace("NEOX", paths["NEOX"]).replace("OUT", paths["OUT"])) for word in argv]
     (temporary := tmp_path / "temporary").mkdir()
-    own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(temporary)}
+    is_measured = isinstance(after, str)  # its signal comes long after the machine would be measured
+    own = {"TMPDIR": str(temporary), **({} if is_measured else {"XDG_CACHE_HOME": str(tmp_path / "cache")})}
     environment = {**os.environ, **own, "TEST_MARK": str(tmp_path), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*PYTHON, *given], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         if after is None:

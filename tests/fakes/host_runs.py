@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from shutil import which
 from types import MappingProxyType
 from typing import Any
 
@@ -52,6 +53,7 @@ def ready(folder=os.getcwd()):
     open(os.path.join(folder, f"ready{rank}"), "w").write(f"{os.getpid()} {os.getppid()}\\n")
     while True: time.sleep(0.1)
 """
+QUICK_RUNNER = "openmpi" if which("mpirun") else "pdsh"  # with pdsh each host imports DeepSpeed once more, in each attempt
 SAVES = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), os._exit(75)))\nready()\n"
 STOPPED = "stopped; a checkpoint is saved"
 
@@ -63,13 +65,17 @@ def wait_for(condition: Callable[[], object], why: Callable[[], str] = lambda: "
         time.sleep(0.05)
 
 
-def controller_environment() -> dict[str, str]:
-    """Return a controller's environment: this process's, without GPUs and with a secret."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SECRET_CANARY": "a canary; $(never) seen"}
+def controller_environment(hosts: VirtualHosts) -> dict[str, str]:
+    """Return the environment of a controller on these hosts: this process's, without GPUs and with a secret.
+
+    Open MPI keeps its folders with theirs: in /tmp, hosts of the same names that run at once would share them.
+    """
+    added = {"SECRET_CANARY": "a canary; $(never) seen", "OMPI_MCA_orte_tmpdir_base": str(hosts.folder)}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **added}
 
 
 class RanksOnHosts:
-    """A controller on host0 with four ranks on two hosts, which are ready once it is constructed."""
+    """A controller on host0 with two ranks on each of the hosts, all two of them by default, which are ready once it is constructed."""
 
     def __init__(
         self,
@@ -80,17 +86,21 @@ class RanksOnHosts:
         patience: float = 100.0,
         runner: str = "pdsh",
         environment: Mapping[str, str] = MappingProxyType({}),
+        on: Sequence[int] = (0, 1),
     ) -> None:
-        self.hosts, self.folder = hosts, folder
+        self.hosts, self.folder, self.on = hosts, folder, on
+        ranks = range(2 * len(on))
+        hostfile = folder / "hosts"
+        hostfile.write_text("".join(f"{hosts.hosts[number].name} slots=2\n" for number in on))
         (folder / "launch").mkdir()
         rank = f"{BEGIN}os.chdir({str(folder)!r})\n{program}".replace("folder=os.getcwd()", f"folder={str(folder)!r}")
-        command = [sys.executable, "-c", CONTROLLER, str(folder), str(hosts.folder / "hostfile"), rank, str(patience), runner]
-        self.controller = hosts.hosts[0].start(command, {**controller_environment(), **environment})  # by way of nsenter
-        wait_for(lambda: all(self.pids(rank) for rank in range(4)) or self.controller.poll() is not None)
+        command = [sys.executable, "-c", CONTROLLER, str(folder), str(hostfile), rank, str(patience), runner]
+        self.controller = hosts.hosts[0].start(command, {**controller_environment(hosts), **environment})  # by way of nsenter
+        wait_for(lambda: all(self.pids(rank) for rank in ranks) or self.controller.poll() is not None)
         assert self.controller.poll() is None, self.controller.communicate()[0]
 
     def host(self, rank: int) -> VirtualHost:
-        return self.hosts.hosts[rank // 2]
+        return self.hosts.hosts[self.on[rank // 2]]
 
     def pids(self, rank: int) -> list[int]:
         """Return the process ids of a rank and its agent, as its host numbers them; empty until the rank is ready."""
@@ -178,7 +188,8 @@ class FitOnHosts(TrainedRun):
         variables = held.environment if held else {}
         over += [f"launch.environment=[{','.join(variables)}]"] if variables else []
         self.controller = hosts.hosts[0].start(
-            [sys.executable, "-m", "distrain", "fit", *run_arguments(folder, *over, *overrides)], {**controller_environment(), **variables}
+            [sys.executable, "-m", "distrain", "fit", *run_arguments(folder, *over, *overrides)],
+            {**controller_environment(hosts), **variables},
         )
 
     def wait_for_step(self, step: int) -> None:

@@ -18,7 +18,7 @@ from distrain.tests.fakes.path_commands import SSH, FakeCommands
 from distrain.tests.fakes.processes import children
 from distrain.trainer.launch import multi_host
 from distrain.trainer.launch.commands.command import Command, LaunchRequest
-from distrain.trainer.launch.commands.deepspeed import deepspeed_commands
+from distrain.trainer.launch.commands.deepspeed import PROGRAM_MODULE, deepspeed_commands
 from distrain.trainer.launch.hosts import upload
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.hosts.upload import reachable_hosts
@@ -261,7 +261,14 @@ print(*run_preflight(hosts, HostRequirements(python="python", folder=Path("run")
     assert ssh.calls == []
 
 
-# Processes that it kills
+# DeepSpeed's launcher
+
+
+def test_a_program_of_deepspeeds_launcher_gets_its_arguments_and_collects_no_garbage(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import gc, sys\nprint(gc.isenabled(), __name__, sys.argv[1:])\n")
+    command = [sys.executable, "-m", PROGRAM_MODULE, "program", "--hostfile", "a b"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False __main__ ['--hostfile', 'a b']\n", "")
 
 
 def test_deepspeeds_runner_kills_no_process_by_name_on_the_hosts(tmp_path: Path) -> None:

@@ -85,7 +85,8 @@ def test_real_runs_survive_faults(tmp_path: Path, disk: Disk | None, capsys: pyt
     without = (*ELSEWHERE, *(() if disk else ("full",)))
     faults = {fault.kind: fault for fault in draw_faults(DRAWN, 34, "local", without=without) if not fault.at_start}
     results = [campaign.apply(fault) for fault in faults.values()]
-    campaign.finish()
+    if not campaign.is_checked:  # else the last fault's run has trained to its end
+        campaign.finish()
     shown = "\n".join(result_table(results))
     assert [each for each in results if each.violations] == [], shown
     assert campaign.violations == 0, capsys.readouterr().out

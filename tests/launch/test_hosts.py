@@ -2,8 +2,7 @@
 
 The hosts are namespaces of this machine (scripts/virtual_hosts.py makes some by hand). Most ranks are small programs without torch, so
 that a test takes little longer than DeepSpeed's launcher takes to start; what is the same under any launcher is tested under mpirun, which
-takes half as long as DeepSpeed's own through pdsh. Open MPI runs in this file only: hosts of the same names that
-run at once would share its folders in /tmp.
+takes a third as long as DeepSpeed's own through pdsh.
 """
 
 from __future__ import annotations
@@ -47,11 +46,15 @@ def test_a_rank_that_is_killed_on_the_other_host_is_named(hosts: VirtualHosts, t
     )
 
 
-def test_the_exception_of_a_rank_on_the_other_host_is_reported_and_no_secret_is_sent_there(hosts: VirtualHosts, tmp_path: Path) -> None:
+@under_mpirun
+def test_the_exception_of_a_rank_on_the_other_host_is_reported_and_no_secret_is_sent_there(
+    hosts: VirtualHosts, tmp_path: Path, runner: str
+) -> None:
+    """The controller's own host has the secret, and mpirun needs to send it nothing. What pdsh sends is in tests/launch/test_secrets.py."""
     program = "if rank == 2: signal.signal(signal.SIGTERM, lambda *_: [][0])\n"
     program += "print(os.environ['NCCL_TOLD'], 'SECRET_CANARY' in os.environ, os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])\n"
-    launched = RanksOnHosts(hosts, tmp_path, program + SAVES.replace("signal.signal", "rank == 2 or signal.signal"))
-    assert [launched.log(str(rank)).splitlines()[1] for rank in range(4)] == [f"a b False {rank % 2} 2" for rank in range(4)]
+    launched = RanksOnHosts(hosts, tmp_path, program + SAVES.replace("signal.signal", "rank == 2 or signal.signal"), runner=runner)
+    assert [launched.log(str(rank)).splitlines()[1] for rank in range(4)] == [f"a b {rank < 2} {rank % 2} 2" for rank in range(4)]
     assert (tmp_path / "launch" / "join_token").stat().st_mode & 0o777 == 0o600
     launched.send(signal.SIGTERM, 2)
     status, (*_, line) = launched.end()
@@ -64,35 +67,40 @@ def test_the_exception_of_a_rank_on_the_other_host_is_reported_and_no_secret_is_
 
 @each_runner
 def test_nothing_outlives_a_controller_that_is_killed(hosts: VirtualHosts, tmp_path: Path, runner: str) -> None:
-    """The fixture looks for processes that are left; one rank ignores SIGTERM, and one is stopped."""
-    launched = RanksOnHosts(hosts, tmp_path, "rank == 1 and signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SAVES, runner=runner)
-    launched.send(signal.SIGSTOP, 2)
+    """The fixture looks for processes that are left; one rank ignores SIGTERM, and one is stopped. pdsh starts all hosts alike."""
+    on = (1,) if runner == "pdsh" else (0, 1)
+    program = "rank == 1 and signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SAVES
+    launched = RanksOnHosts(hosts, tmp_path, program, runner=runner, on=on)
+    launched.send(signal.SIGSTOP, 2 * (len(on) - 1))
     launched.signal(signal.SIGKILL)
     launched.end()
 
 
 @pytest.mark.parametrize(
-    ("runner", "host", "part", "number"),
+    ("runner", "on", "host", "part", "number"),
     [
-        ("pdsh", 0, "deepspeed.launcher.runner", signal.SIGKILL),
-        ("pdsh", 0, "pdsh -S", signal.SIGTERM),
-        ("pdsh", 1, "deepspeed.launcher.launch ", signal.SIGTERM),
-        pytest.param("openmpi", 0, "mpirun ", signal.SIGTERM, marks=MPI.marks),
-        pytest.param("openmpi", 1, "orted ", signal.SIGKILL, marks=MPI.marks),
+        ("pdsh", (1,), 0, "deepspeed.launcher.runner", signal.SIGKILL),
+        ("pdsh", (1,), 0, "pdsh -S", signal.SIGTERM),
+        ("pdsh", (0, 1), 1, "deepspeed.launcher.launch ", signal.SIGTERM),
+        pytest.param("openmpi", (0, 1), 0, "mpirun ", signal.SIGTERM, marks=MPI.marks),
+        pytest.param("openmpi", (0, 1), 1, "orted ", signal.SIGKILL, marks=MPI.marks),
     ],
 )
 def test_the_ranks_of_a_launcher_that_dies_save_and_the_run_exits_75(
-    hosts: VirtualHosts, tmp_path: Path, runner: str, host: int, part: str, number: int
+    hosts: VirtualHosts, tmp_path: Path, runner: str, on: tuple[int, ...], host: int, part: str, number: int
 ) -> None:
-    """A launcher that is killed ends nothing; one that is terminated ends what it has started: each of both, on either host."""
-    launched = RanksOnHosts(hosts, tmp_path, SAVES.replace("0.5", "1.5"), runner=runner)
+    """A launcher that is killed ends nothing; one that is terminated ends what it has started: each of both, on either host.
+
+    What dies on the controller's host is the same whichever hosts have ranks: the other, for pdsh.
+    """
+    launched = RanksOnHosts(hosts, tmp_path, SAVES.replace("0.5", "1.5"), runner=runner, on=on)
     launched.send_to_processes(host, part, number)
     status, lines = launched.end()
     assert (status, lines[-1]) == (75, STOPPED)
 
 
 def test_sigterm_to_the_controller_lets_all_ranks_save_and_ends_a_stopped_launcher(hosts: VirtualHosts, tmp_path: Path) -> None:
-    launched = RanksOnHosts(hosts, tmp_path, SAVES)
+    launched = RanksOnHosts(hosts, tmp_path, SAVES, on=(1,))
     launched.send_to_processes(1, "deepspeed.launcher.launch ", signal.SIGSTOP)
     launched.signal(signal.SIGTERM)
     assert launched.end() == (75, ["SIGTERM: finishing the step and saving; Ctrl-C stops at once", STOPPED])
@@ -135,7 +143,7 @@ def test_a_host_that_can_not_be_used_is_named_before_anything_starts(hosts: Virt
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("host0 slots=2\nhost7 slots=2\n")
     controller = hosts.hosts[0].start(
-        [sys.executable, "-c", CONTROLLER, str(tmp_path), str(hostfile), "", "100", "pdsh"], controller_environment()
+        [sys.executable, "-c", CONTROLLER, str(tmp_path), str(hostfile), "", "100", "pdsh"], controller_environment(hosts)
     )
     output, _ = controller.communicate(timeout=DEADLINE)
     assert (controller.returncode, output.splitlines()[-1].partition(":")[0]) == (1, "host7 can't be used")

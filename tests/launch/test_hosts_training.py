@@ -1,5 +1,7 @@
 """`distrain fit` over two hosts through DeepSpeed's launcher: its losses equal one process's, also after a stop or the loss of a host.
 
+The stopped run is started through pdsh, and those that resume under mpirun where there is one.
+
 Of ranks along tp, and along dp. A run that nothing stops is one of tests/launch/test_hosts.py, under mpirun; one along pp that loses its
 hosts is in tests/launch/test_spares.py.
 """
@@ -14,7 +16,7 @@ import pytest
 
 from distrain.scripts.virtual_hosts import VirtualHosts
 from distrain.tests.fakes.held_step import HeldStep
-from distrain.tests.fakes.host_runs import LONG, ONE_EACH, TENSOR, FitOnHosts, one_process_losses
+from distrain.tests.fakes.host_runs import LONG, ONE_EACH, QUICK_RUNNER, TENSOR, FitOnHosts, one_process_losses
 
 
 def test_a_run_that_one_remote_rank_stops_resumes_with_the_same_losses(hosts: VirtualHosts, tmp_path: Path) -> None:
@@ -27,7 +29,8 @@ def test_a_run_that_one_remote_rank_stops_resumes_with_the_same_losses(hosts: Vi
     status, output = fit.end()
     assert status == 75, output
     reached = fit.rows()[-1]["step"]
-    again = FitOnHosts(hosts, tmp_path, *TENSOR, ONE_EACH, "checkpoint.resume=must", f"train.steps={reached + 3}", hostfile=hostfile)
+    longer = ("checkpoint.resume=must", f"train.steps={reached + 3}", f"launch.runner={QUICK_RUNNER}")
+    again = FitOnHosts(hosts, tmp_path, *TENSOR, ONE_EACH, *longer, hostfile=hostfile)
     status, output = again.end()
     assert status == 0, output
     assert f"resumes from step {reached}" in output
@@ -38,7 +41,10 @@ def test_a_run_that_loses_a_host_continues_on_the_others_with_the_same_losses(ho
     hostfile = tmp_path / "hosts"
     hostfile.write_text("host0 slots=1\nhost1 slots=1\n")
     held = HeldStep(tmp_path / "held", 7)
-    fit = FitOnHosts(hosts, tmp_path, ONE_EACH, "checkpoint.every=5", "launch.restarts=1", "train.steps=24", hostfile=hostfile, held=held)
+    fit = FitOnHosts(
+        hosts, tmp_path, ONE_EACH, "checkpoint.every=5", "launch.restarts=1", "train.steps=12", f"launch.runner={QUICK_RUNNER}",
+        hostfile=hostfile, held=held,
+    )  # fmt: skip
     try:
         held.wait_for(2, fit.controller)
         hosts.set_link(1, "down")
@@ -54,4 +60,4 @@ def test_a_run_that_loses_a_host_continues_on_the_others_with_the_same_losses(ho
     assert 0 <= restart["lost_steps"] <= 2
     assert "was lost, at step " in restart["says"]
     assert restart["hosts"].startswith("on host0: dp 2 -> 1, the same 8 sequences a step; without host1 (")
-    assert fit.losses() == pytest.approx(one_process_losses(24), abs=2e-6, rel=0)
+    assert fit.losses() == pytest.approx(one_process_losses(12), abs=2e-6, rel=0)

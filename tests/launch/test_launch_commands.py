@@ -129,6 +129,7 @@ def test_slurm_has_a_batch_file_with_one_task_per_rank(capsys: pytest.CaptureFix
     assert options["nodes"] == "4"
     assert options["gpus-per-node"] == options["ntasks-per-node"] == "8"
     assert "srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --distribution=block --kill-on-bad-exit=1" in text
+    assert "'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec " in text
     assert said.splitlines()[-1] == "sbatch /runs/quickstart/launch/quickstart.sbatch"
 
 
@@ -269,6 +270,19 @@ class ScriptRun:
         return [each.name for each in (self.folder / "away").iterdir()]
 
 
+def write_text(folder: Path) -> None:
+    """Write the text that the runs read."""
+    (folder / "texts").mkdir()
+    (folder / "texts" / "one.txt").write_text(sample_text())
+
+
+@pytest.fixture(scope="module")
+def plain_losses(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of plain ranks, which no script starts."""
+    write_text(folder := tmp_path_factory.mktemp("plain"))
+    return ranks.train(folder / "run", "quickstart", "data=text", f"data.path={folder}/texts/*.txt", *SMALL).figures("loss")
+
+
 @pytest.fixture
 def make_script(
     tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -285,8 +299,7 @@ def make_script(
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONFAULTHANDLER": "1",
     }
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "one.txt").write_text(sample_text())
+    write_text(tmp_path)
     shutil.copyfile(RECIPES / "quickstart.yaml", tmp_path / "mine.yaml")
     monkeypatch.chdir(tmp_path)
 
@@ -305,7 +318,9 @@ def make_script(
 
 
 @pytest.mark.parametrize("launch", ["torchrun", "slurm"])
-def test_a_script_trains_in_any_folder(launch: str, make_script: Callable[..., ScriptRun], tmp_path: Path, ranks: RankPool) -> None:
+def test_a_script_trains_in_any_folder(
+    launch: str, make_script: Callable[..., ScriptRun], tmp_path: Path, plain_losses: list[float]
+) -> None:
     """torchrun on two names of this machine; Slurm with fake commands; both train the same losses as plain ranks.
 
     A script of launch=local trains until it is terminated, below.
@@ -314,8 +329,7 @@ def test_a_script_trains_in_any_folder(launch: str, make_script: Callable[..., S
     started = [script.run(*([str(host)] if launch == "torchrun" else [])) for host in range(2 if launch == "torchrun" else 1)]
     said = script.outputs(tmp_path / launch / "quickstart")
     assert [each.returncode for each in started] == [0] * len(started), said
-    losses = ranks.train(tmp_path / "plain", "quickstart", "data=text", f"data.path={tmp_path}/texts/*.txt", *SMALL).figures("loss")
-    assert losses_of_run(tmp_path / launch / "quickstart") == losses
+    assert losses_of_run(tmp_path / launch / "quickstart") == plain_losses
     assert json.loads((tmp_path / launch / "quickstart" / "plan.json").read_text())["world"] == 2
     assert script.files_left() == []
 
@@ -348,7 +362,7 @@ def test_a_script_for_several_hosts_needs_the_number_of_its_host(make_script: Ca
 
 
 def test_torchrun_without_a_hostfile_trains_in_pods_of_either_operator(
-    make_script: Callable[..., ScriptRun], tmp_path: Path, ranks: RankPool
+    make_script: Callable[..., ScriptRun], tmp_path: Path, plain_losses: list[float]
 ) -> None:
     """A pod of PyTorchJob and one of Kubeflow's Trainer, whose endpoint of an elastic rendezvous is not used."""
     script = make_script("torchrun", "cluster=2x1", "launch.hostfile=null")
@@ -365,8 +379,7 @@ def test_torchrun_without_a_hostfile_trains_in_pods_of_either_operator(
             del script.environment[name]
     said = script.outputs(tmp_path / "torchrun" / "quickstart")
     assert [each.returncode for each in started] == [0, 0], said
-    losses = ranks.train(tmp_path / "plain", "quickstart", "data=text", f"data.path={tmp_path}/texts/*.txt", *SMALL).figures("loss")
-    assert losses_of_run(tmp_path / "torchrun" / "quickstart") == losses
+    assert losses_of_run(tmp_path / "torchrun" / "quickstart") == plain_losses
     assert script.files_left() == []
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -55,46 +56,36 @@ def test_a_host_whose_link_is_down_is_reported(network: VirtualHosts, tmp_path: 
     assert line.startswith("problem: host2 can't be asked: ssh: connect to host host2 port 22: ")
 
 
+NO_WAY = "problem: host1 does not reach host2: No route to host: open the firewall between the hosts, all ports"
+ANOTHER_DISK = "does not see what host2 writes to {runs}/quickstart: set log.dir to a folder that all hosts share"
+FULL_DISK = (
+    "problem: host2 has 1.00 MiB free in {runs}/quickstart, and a checkpoint is 37.3 MiB: free some space, or set log.dir to another disk"
+)
+READ_ONLY_DISK = (
+    "problem: host2 can't write to {runs}/quickstart: Read-only file system: set log.dir to a folder that all hosts can write to"
+)
+
+
 @pytest.mark.parametrize(
-    ("number", "before", "after", "line"),
+    ("before", "after", "lines"),
     [
         (
-            1,
-            "ip route add unreachable 10.77.0.12/32",
-            "ip route del unreachable 10.77.0.12/32",
-            "problem: host1 does not reach host2: No route to host: open the firewall between the hosts, all ports",
+            {1: "ip route add unreachable 10.77.0.12/32", 2: "mount -t tmpfs -o size=1m tmpfs {runs}"},
+            {1: "ip route del unreachable 10.77.0.12/32", 2: "umount -l {runs}"},
+            [NO_WAY, ANOTHER_DISK, FULL_DISK],
         ),
-        (
-            2,
-            "mount -t tmpfs tmpfs {runs}",
-            "umount -l {runs}",
-            "does not see what host2 writes to {runs}/quickstart: set log.dir to a folder that all hosts share",
-        ),
-        (
-            2,
-            "mount -t tmpfs -o size=1m tmpfs {runs}",
-            "umount -l {runs}",
-            (
-                "problem: host2 has 1.00 MiB free in {runs}/quickstart, and a checkpoint is 37.3 MiB: "
-                "free some space, or set log.dir to another disk"
-            ),
-        ),
-        (
-            2,
-            "mount -t tmpfs -o ro tmpfs {runs}",
-            "umount -l {runs}",
-            "problem: host2 can't write to {runs}/quickstart: Read-only file system: set log.dir to a folder that all hosts can write to",
-        ),
+        ({2: "mount -t tmpfs -o ro tmpfs {runs}"}, {2: "umount -l {runs}"}, [READ_ONLY_DISK]),
     ],
-    ids=["no way", "another disk", "a full disk", "a disk that can't be written"],
+    ids=["no way, and another disk, which is full", "a disk that can't be written"],
 )
-def test_a_host_that_differs_from_the_others_is_reported(
-    network: VirtualHosts, tmp_path: Path, number: int, before: str, after: str, line: str
+def test_hosts_that_differ_from_the_others_are_reported(
+    network: VirtualHosts, tmp_path: Path, before: dict[int, str], after: dict[int, str], lines: list[str]
 ) -> None:
-    network.hosts[number].run(*before.format(runs=tmp_path).split())
-    try:
+    with ExitStack() as undone:
+        for number in before:
+            network.hosts[number].run(*before[number].format(runs=tmp_path).split())
+            undone.callback(network.hosts[number].run, *after[number].format(runs=tmp_path).split())
         status, said = doctor(network, tmp_path)
-    finally:
-        network.hosts[number].run(*after.format(runs=tmp_path).split())
     assert status == 1
-    assert any(line.format(runs=tmp_path) in each for each in said), said
+    for line in lines:
+        assert any(line.format(runs=tmp_path) in each for each in said), said

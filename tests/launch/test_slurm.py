@@ -69,7 +69,7 @@ class Job:
         self.slurm, self.log = slurm, folder / "job.log"
         (folder / "job").write_text(f"#!/bin/bash\nexec {shlex.join(words)}\n")
         submit = ["sbatch", "--parsable", "--nodes=2", "--exclusive", f"--output={self.log}", "--open-mode=truncate", str(folder / "job")]
-        sbatch = slurm.hosts.hosts[0].start(submit, slurm.command_environment(controller_environment()))
+        sbatch = slurm.hosts.hosts[0].start(submit, slurm.command_environment(controller_environment(slurm.hosts)))
         self.number = sbatch.communicate(timeout=DEADLINE)[0].strip()
 
     def end(self) -> tuple[int, str]:
@@ -82,10 +82,10 @@ class Job:
 def test_the_printed_batch_file_trains_the_curve_of_one_process(
     slurm: VirtualSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(["show", *run_arguments(tmp_path, *TENSOR), "launch=slurm", "--launch"]) == 0
+    assert command(["show", *run_arguments(tmp_path, *TENSOR, ONE_EACH), "launch=slurm", "--launch"]) == 0
     script = tmp_path / "launch.sh"
     script.write_text(f"set -e\n{capsys.readouterr().out}")
-    known = slurm.command_environment(controller_environment())
+    known = slurm.command_environment(controller_environment(slurm.hosts))
     known["PATH"] = f"{Path(sys.executable).parent}:{known['PATH']}"
     shell = slurm.hosts.hosts[0].start(["bash", str(script)], known)
     said, _ = shell.communicate(timeout=DEADLINE)

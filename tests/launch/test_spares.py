@@ -11,9 +11,17 @@ import pytest
 from distrain.scripts.virtual_hosts import VirtualHosts, missing_tools
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.held_step import HeldStep
-from distrain.tests.fakes.host_runs import ONE_EACH, PIPELINE, FitOnHosts, controller_environment, one_process_losses, wait_for
+from distrain.tests.fakes.host_runs import (
+    ONE_EACH,
+    PIPELINE,
+    QUICK_RUNNER,
+    FitOnHosts,
+    controller_environment,
+    one_process_losses,
+    wait_for,
+)
 
-# A controller that runs on host0. Its arguments: folder, hostfile, program of a rank.
+# A controller that runs on host0. Its arguments: folder, hostfile, program of a rank, runner.
 CONTROLLER = """
 import sys
 from pathlib import Path
@@ -23,8 +31,8 @@ from distrain.trainer.launch.restart import run_attempts
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.files import write_launch_files
 folder, command = Path(sys.argv[1]), [sys.executable, "-c", sys.argv[3], sys.argv[1]]
-run = attempt_run("cluster=2x1", "launch=deepspeed", f"launch.hostfile={sys.argv[2]}", "launch.restarts=2", "launch.preflight=false",
-                  f"log.dir={folder.parent}")
+run = attempt_run("cluster=2x1", "launch=deepspeed", f"launch.hostfile={sys.argv[2]}", f"launch.runner={sys.argv[4]}", "launch.restarts=2",
+                  "launch.preflight=false", f"log.dir={folder.parent}")
 plan = make_plan(run)
 write_launch_files(run, plan, folder)
 show = lambda line: print(line, flush=True)
@@ -76,8 +84,8 @@ def test_a_run_whose_hosts_die_for_good_ends_on_spares_with_the_same_losses(host
     hosts.set_link(1, "down")
     held = HeldStep(tmp_path / "held", 7)
     fit = FitOnHosts(
-        hosts, tmp_path, *PIPELINE, ONE_EACH, "checkpoint.every=5", "train.steps=24", "launch.spares=2", "launch.restarts=1",
-        f"launch.address={hosts.hosts[1].address}", "launch.preflight=true", hostfile=file, held=held,
+        hosts, tmp_path, *PIPELINE, ONE_EACH, "checkpoint.every=5", "train.steps=12", "launch.spares=2", "launch.restarts=1",
+        f"launch.runner={QUICK_RUNNER}", f"launch.address={hosts.hosts[1].address}", "launch.preflight=true", hostfile=file, held=held,
     )  # fmt: skip
     held.wait_for(2, fit.controller)
     hosts.set_link(2, "down")
@@ -91,14 +99,14 @@ def test_a_run_whose_hosts_die_for_good_ends_on_spares_with_the_same_losses(host
     assert "restart 1 of 1, from the newest checkpoint, on host3, host0: spare host0 for host2 (it can't be reached)" in said
     (restart,) = (row for row in fit.rows() if "restart" in row)
     assert restart["hosts"] == "on host3, host0: spare host0 for host2 (it can't be reached)"
-    assert fit.losses() == pytest.approx(one_process_losses(24), abs=2e-6, rel=0)
+    assert fit.losses() == pytest.approx(one_process_losses(12), abs=2e-6, rel=0)
 
 
 def test_a_run_that_shrank_grows_back_when_its_host_is_back(hosts: VirtualHosts, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    command = [sys.executable, "-c", CONTROLLER, str(folder), str(write_hostfile(tmp_path, "host0", "host1")), RANK]
-    controller = hosts.hosts[0].start(command, controller_environment())
+    command = [sys.executable, "-c", CONTROLLER, str(folder), str(write_hostfile(tmp_path, "host0", "host1")), RANK, QUICK_RUNNER]
+    controller = hosts.hosts[0].start(command, controller_environment(hosts))
 
     def wait_for_ranks(*names: str) -> None:
         wait_for(lambda: all((folder / name).exists() for name in names) or controller.poll() is not None)
