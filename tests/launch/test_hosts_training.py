@@ -1,6 +1,6 @@
 """`distrain fit` over two hosts through DeepSpeed's launcher: its losses equal one process's, also after a stop or the loss of a host.
 
-The stopped run is started through pdsh, and those that resume under mpirun where there is one.
+Through pdsh, the default; the run that resumes under mpirun where there is one.
 
 Of ranks along tp, and along dp. A run that nothing stops is one of tests/launch/test_hosts.py, under mpirun; one along pp that loses its
 hosts is in tests/launch/test_spares.py.
@@ -42,7 +42,7 @@ def test_a_run_that_loses_a_host_continues_on_the_others_with_the_same_losses(ho
     hostfile.write_text("host0 slots=1\nhost1 slots=1\n")
     held = HeldStep(tmp_path / "held", 7)
     fit = FitOnHosts(
-        hosts, tmp_path, ONE_EACH, "checkpoint.every=5", "launch.restarts=1", "train.steps=12", f"launch.runner={QUICK_RUNNER}",
+        hosts, tmp_path, ONE_EACH, "checkpoint.every=5", "launch.restarts=1", "train.steps=12",
         hostfile=hostfile, held=held,
     )  # fmt: skip
     try:
