@@ -22,7 +22,7 @@ from .finding import CheckBroken, Finding
 PACKAGES = ("torch", "deepspeed", "triton", "transformers", "hydra-core", "numpy")
 SIDE = 8192  # of a square matrix product
 COPIED = 4 << 30  # bytes
-SECONDS = 0.5  # for which one rate is measured
+SECONDS = 0.5  # for which one rate of a GPU is measured
 ATTENTION = {  # query heads, key heads, head size, tokens
     "gpt2": (12, 12, 64, 1024),
     "llama": (32, 8, 128, 4096),
@@ -36,7 +36,7 @@ def measure_ceilings(context: CheckContext) -> Finding:
     device = torch.device("cuda" if context.on_gpu else "cpu")
     shrink = 1 if context.on_gpu else 16
     _measure_machine(["cuda", "cpu"] if context.on_gpu else ["cpu"])
-    mean = partial(mean_seconds, enough=SECONDS)
+    mean = partial(mean_seconds, enough=SECONDS / shrink)
     figures: dict[str, Any] = {"versions": _versions(), "python": platform.python_version()}
     if context.on_gpu:
         figures["gpu"] = torch.cuda.get_device_name(0)

@@ -104,11 +104,16 @@ def planned_host_rows(run: Run) -> HostRowBytes:
     return HostRowBytes(held=round(between), peak=round(peak), to_host=copied[TO_HOST], to_device=copied[TO_DEVICE])
 
 
+def traced_host_rows(run: Run) -> dict[str, dict[str, int]]:
+    """Trace and plan."""
+    return {"traced": asdict(trace_host_rows(run)), "planned": asdict(planned_host_rows(run))}
+
+
 def main() -> None:
     """Trace and plan the run that the words name."""
     load_device_guard()
     run = load_recipe(sys.argv[1], sys.argv[2:])
-    print(json.dumps({"traced": asdict(trace_host_rows(run)), "planned": asdict(planned_host_rows(run))}), flush=True)
+    print(json.dumps(traced_host_rows(run)), flush=True)
     os._exit(0)
 
 

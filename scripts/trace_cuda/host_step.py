@@ -43,12 +43,13 @@ def trace_host_step(run: Run) -> HostStepBytes:
 
     from ...trainer.loop.build import build_engine
     from .live_bytes import LiveBytes
-    from .rank_trace import CUDA, fake_grid
+    from .rank_trace import CUDA, fake_grid, no_values
 
     with ExitStack() as stack:
         grid = stack.enter_context(fake_grid(run, 0))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(no_streams())
+        stack.enter_context(no_values())
         live = stack.enter_context(LiveBytes("cuda", block=1))
         engine: Any = build_engine(run, grid, "native")
         weights, host = live.now, engine.bucket_optimizer.host
@@ -138,11 +139,16 @@ def no_streams() -> Iterator[None]:
         yield
 
 
+def traced_host_step(run: Run) -> dict[str, dict[str, int]]:
+    """Trace and plan."""
+    return {"traced": asdict(trace_host_step(run)), "planned": asdict(planned_host_step(run))}
+
+
 def main() -> None:
     """Trace and plan the run that the words name."""
     load_device_guard()
     run = load_recipe(sys.argv[1], sys.argv[2:])
-    print(json.dumps({"traced": asdict(trace_host_step(run)), "planned": asdict(planned_host_step(run))}), flush=True)
+    print(json.dumps(traced_host_step(run)), flush=True)
     os._exit(0)
 
 

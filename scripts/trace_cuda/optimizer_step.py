@@ -8,6 +8,7 @@ a line of JSON for each.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -176,8 +177,11 @@ def around_deepspeed_step(engine: Any, live: LiveBytes, moved: MovedBytes, found
 
 def main() -> int:
     """Print what the step of each configuration holds and moves, each measured in a forked process of its own."""
+    gc.disable()
     import_deepspeed()  # and compose a recipe: once, before it forks
     load_recipe("quickstart")
+    gc.freeze()  # else each process looks for garbage among what was imported
+    gc.enable()
     for words in sys.argv[1:]:
         if (child := os.fork()) == 0:
             engine, zero, precision, gradients, micros, *moments = words.split(",")

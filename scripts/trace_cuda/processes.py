@@ -8,22 +8,27 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .device_guard import device_guard
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceJob:
-    """A recipe with overrides, and the ranks to trace; none: the first rank of the first and of the last stage."""
+    """A recipe with overrides, and the ranks to trace; none: the first rank of the first and of the last stage.
 
+    `what` is traced: the passes (rank_trace.py), or of rank 0 what host_step.py or host_rows.py does.
+    """
+
+    what: Literal["passes", "host_step", "host_rows"] = "passes"
     recipe: str
     words: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
 
 
 def trace(jobs: Sequence[TraceJob]) -> Iterator[tuple[TraceJob, dict[str, Any]]]:
-    """Yield each job with its answer, in order: {"ranks": [{"traced": RankTrace's fields, "planned": PlannedBytes'}]}, or {"error": why}.
+    """Yield each job with its answer, in order: {"ranks": [{"traced": RankTrace's fields, "planned": PlannedBytes'}]}, {"traced": ...,
+    "planned": ...} of a host's step or rows, or {"error": why}.
 
     Raises NoGuard where the device guard can't be made.
     """

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ...trainer.engines.held_bytes import tensors_in
 from ...trainer.layers.dtypes import PRECISION_DTYPES
+from ...trainer.loop import build
 from ...trainer.loop.build import build_parts, compile_layers
 from ...trainer.loop.data.samples.answer_pairs import AnswerPairs
 from ...trainer.loop.data.samples.batches import Batch
@@ -72,6 +73,7 @@ def trace_rank(run: Run, rank: int) -> RankTrace:
         grid = stack.enter_context(fake_grid(run, rank))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(gpu_kernels(run.train.microbatch * run.train.seq // run.parallel.cp * run.model.top_k))
+        stack.enter_context(no_values())
         return TracedPasses(run, grid, [part.module for part in build_parts(run, grid)]).trace()
 
 
@@ -87,6 +89,7 @@ def trace_compiled_bytes(run: Run, rank: int) -> int:
         stack.enter_context(patch.object(torch._functorch.config, "bundled_autograd_cache", False))  # it can't store fake tensors
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(gpu_kernels(run.train.microbatch * run.train.seq // run.parallel.cp * run.model.top_k, compiled=True))
+        stack.enter_context(no_values())
         parts = [part.module for part in build_parts(run, grid)]
         torch._dynamo.reset()
         for part in parts:
@@ -118,6 +121,13 @@ def fake_grid(run: Run, rank: int) -> Iterator[Grid]:
         yield grid
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def no_values() -> Iterator[None]:
+    """Have weights begin without values, which fake tensors have none of."""
+    with patch.object(build, "initial_values", lambda *_, **__: None), patch.object(build, "copy_padded", lambda *_: None):
+        yield
 
 
 class TracedPasses:

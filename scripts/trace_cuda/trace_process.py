@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import sys
@@ -19,12 +20,17 @@ from ...trainer.spec.changed_run import with_changes
 from ...trainer.spec.derived.compiled_layers import has_compiled_layers
 from ...trainer.spec.run import Run
 from .device_guard import load_device_guard
+from .host_rows import traced_host_rows
+from .host_step import traced_host_step
 
 
 def main() -> None:
     """Answer until standard input ends."""
+    gc.disable()  # until all is imported: none of it is garbage
     load_device_guard()
+    importlib.import_module(".rank_trace", __package__)
     gc.freeze()
+    gc.enable()
     gc.set_threshold(50_000, 20, 100)  # torch's compiler makes millions of objects: a seventh of the time was garbage collection
     answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
     for line in sys.stdin:
@@ -39,6 +45,11 @@ def main() -> None:
 def trace_job(job: dict[str, Any]) -> dict[str, Any]:
     """Trace the ranks of a job and plan its run."""
     run = load_recipe(job["recipe"], job["words"])
+    match job["what"]:
+        case "host_step":
+            return traced_host_step(run)
+        case "host_rows":
+            return traced_host_rows(run)
     planned = make_plan(run)
     if planned.memory is None:
         raise ValueError(planned.problems[0].says)
