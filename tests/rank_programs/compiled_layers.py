@@ -84,7 +84,7 @@ def compile_and_train(run: Run, grid: Grid) -> dict[str, Any]:
     joined = sum(join_weights(each) for each in module.modules() if isinstance(each, JoinedWeights)) if run.parallel.tp == 1 else 0
     compile_layers(module, backend="checked_aot_eager")
     found = gradients(run, grid, module, 0)
-    answer = {
+    answer: dict[str, Any] = {
         "breaks": list(counters["graph_break"]),
         "repeated": sorted(set(repeated_outputs)),
         "apart": max((ours - theirs).abs().max().item() / theirs.abs().max().item() for ours, theirs in zip(found, expected, strict=True)),
