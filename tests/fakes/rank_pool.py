@@ -14,6 +14,7 @@ from msgspec import json as encoder
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.inductor_settings import INDUCTOR
 from distrain.trainer.launch.admission import check_start
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.prove.fork_client import COMMAND, ForkServer
@@ -62,7 +63,7 @@ class RankPool:
     """A fork server as that of `distrain prove`, of the module `program`; it runs one job at a time."""
 
     def __init__(self, log: Path, program: str = PROGRAM) -> None:
-        self.server = ForkServer(log, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, command=(*COMMAND, program))
+        self.server = ForkServer(log, environment={**os.environ, **INDUCTOR, "CUDA_VISIBLE_DEVICES": ""}, command=(*COMMAND, program))
 
     def fit(self, folder: Path, *words: str, signals: Sequence[tuple[int, int, int]] = ()) -> PoolJob:
         """Train conf=`words[0]` with the other words as `distrain fit` would, with `folder` as RUN_DIR; ranks may exit with any status.

@@ -47,6 +47,21 @@ def test_the_verb_prints_the_prompt_and_its_memorized_continuation(trained_run: 
     assert (done.returncode, done.stdout, done.stderr) == (0, PHRASE[2:36] + "\n", "")
 
 
+LOADS_A_MODEL = """
+import sys
+from pathlib import Path
+import torch
+from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
+load_model(load_saved_run(Path(sys.argv[1])), torch.device("cpu"))
+assert "torch._dynamo.eval_frame" not in sys.modules
+"""
+
+
+def test_a_model_is_loaded_on_a_cpu_without_an_import_of_torchs_compiler(trained_run: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LOADS_A_MODEL, str(trained_run)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_temperature_0_takes_the_models_likeliest_token(trained_run: Path, capsys) -> None:
     found = load_saved_run(trained_run)
     module = load_model(found, torch.device("cpu"))

@@ -84,7 +84,7 @@ def test_a_layout_trains_the_curve_of_one_process_and_holds_the_planned_bytes(
     ranks: RankPool, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
     losses, norms = reference_curve((*CURVE, *NORMS, *(word for word in layout if word.startswith("model."))))
-    job = ranks.train(tmp_path / "run", *CURVE, *NORMS, *layout, "log.ledger=true")
+    job = ranks.train(tmp_path / "run", *CURVE, *NORMS, *layout, "log.ledger=true", "checkpoint.final=false")
     assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(
         norms, abs=0, rel=1e-3
@@ -116,7 +116,7 @@ def test_recomputation_ends_before_frozen_products_that_backward_does_not_need(w
     """Of a feed-forward without LoRA the last product is not computed again, and its sum not sent again."""
     layout = ("cluster.gpus=2", "parallel.tp=2", "parallel.zero=0", "parallel.recompute=full", "optim.warmup=0")
     changes = ("data=synthetic", *COMMON[1:], *layout, "model.lora={rank: 4, alpha: 8}", *words.split(), "train.steps=1")
-    ranks.train(tmp_path / "run", "quickstart", *changes, "log.ledger=true")
+    ranks.train(tmp_path / "run", "quickstart", *changes, "log.ledger=true", "checkpoint.final=false")
     rows = json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"]
     run = load_recipe("quickstart", changes)
     lines = [line for rank, each in enumerate(rows) for line in compare_rank_messages(run, rank, each)]

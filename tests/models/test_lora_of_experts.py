@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 BASE = (
     *("quickstart", "data=synthetic", "train.steps=3", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
     *("optim.lr=1e-2", "optim.warmup=1", "train.clip=0.5", "log.ledger=true", "model.lora={rank: 4, alpha: 8}"),
+    "checkpoint.final=false",
 )
 CURVES = {
     "mixture": ("model=tiny_moe", "model.layers=4", "model.shared_experts=1", "model.dense_layers=1", "model.aux_loss=0.3"),

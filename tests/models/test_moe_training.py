@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # fmt: off
 BASE = (
     *("quickstart", "data=synthetic", "train.steps=2", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
-    *("optim.lr=1e-3", "optim.warmup=1", "train.clip=0.5", "log.ledger=true"),
+    *("optim.lr=1e-3", "optim.warmup=1", "train.clip=0.5", "log.ledger=true", "checkpoint.final=false"),
 )
 MOE, MLA = ("model=tiny_moe", "model.layers=2"), ("model=tiny_mla", "model.layers=2")
 HYBRID = ("model=tiny_hybrid",)
@@ -165,7 +165,7 @@ def test_ranks_hold_the_planned_bytes(train_ranks: Any, row: tuple[str, int, str
 
 
 LONGER = (*BASE, *CURVES["sigmoid"], "model.shared_experts=1", "train.steps=4")
-RESUMED = (*LONGER, "train.microbatch=2", "checkpoint.resume=auto")
+RESUMED = (*LONGER, "train.microbatch=2", "checkpoint.resume=auto", "checkpoint.final=true")
 
 
 @pytest.mark.parametrize("chosen", [2, 4], ids=["uneven routing", "all experts"])

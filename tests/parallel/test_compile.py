@@ -65,22 +65,34 @@ def test_no_forward_returns_a_tensor_that_an_operator_returned_twice(layout: str
     assert compile_answers[layout]["repeated"] == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the compiler is found on Linux")
+SMALL = (
+    *("data=synthetic", "model=tiny", "model.layers=2", "train.seq=32", "train.steps=3", "optim.warmup=0", "train.evaluate.every=0"),
+    *("log.every=1", "checkpoint.final=false"),
+)
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the compiler is found on Linux")
+
+
+@LINUX
 @pytest.mark.parametrize(
     "layout",
     [
-        "cluster.gpus=1 parallel.zero=1",
         "cluster.gpus=2 parallel.pp=2 parallel.dp=1 parallel.zero=0",
         "cluster.gpus=1 parallel.zero=0 engine=native",
         "cluster.gpus=1 parallel.zero=1 engine=native model=tiny_llama",
     ],
 )
 def test_an_engine_trains_compiled_layers(layout: str, ranks: RankPool, tmp_path: Path) -> None:
-    words = ["data=synthetic", "model=tiny", "model.layers=2", "train.seq=32", "train.steps=3", "optim.warmup=0", "train.evaluate.every=0"]
-    words += [*layout.split(), "log.every=1", "checkpoint.final=false"]
-    run = [*words, "train.compile=true", f"log.dir={tmp_path}"]
-    assert load_recipe("quickstart", run).train.compile
-    command = [sys.executable, "-m", "distrain", "fit", "conf=quickstart", *run]
+    words = (*SMALL, *layout.split())
+    plain, compiled = (ranks.train(tmp_path / name, "quickstart", *words, f"train.compile={name}") for name in ("false", "true"))
+    assert compiled.figures("loss") == pytest.approx(plain.figures("loss"), abs=1e-5, rel=0)
+    assert len(plain.figures("loss")) == 3
+
+
+@LINUX
+def test_fit_trains_compiled_layers(ranks: RankPool, tmp_path: Path) -> None:
+    """In a rank that nothing was imported for, where DeepSpeed compiles functions of its own too."""
+    words = (*SMALL, "cluster.gpus=1", "parallel.zero=1")
+    command = [sys.executable, "-m", "distrain", "fit", "conf=quickstart", *words, "train.compile=true", f"log.dir={tmp_path}"]
     done = subprocess.run(command, env={**os.environ, **INDUCTOR}, capture_output=True, text=True, timeout=LONG_DEADLINE)
     assert done.returncode == 0, done.stderr[-2000:]
     losses = [row["loss"] for row in read_step_rows(tmp_path / "quickstart")]
@@ -102,14 +114,12 @@ def planned_bytes(*words: str) -> int:
     return memory.stages[0].bytes.activations + memory.stages[0].bytes.logits
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the compiler is found on Linux")
-def test_a_compiled_mixture_keeps_what_is_planned(tmp_path: Path) -> None:
+@LINUX
+def test_a_compiled_mixture_keeps_what_is_planned(ranks: RankPool, tmp_path: Path) -> None:
     """Experts read how many rows each has, where the graph breaks; gated activations are compiled."""
     words = (*LORA, "model.layers=1")
-    command = [sys.executable, "-m", "distrain", "fit", "conf=quickstart", *MIXTURE, *words, f"log.dir={tmp_path}"]
-    done = subprocess.run(command, env={**os.environ, **INDUCTOR}, capture_output=True, text=True, timeout=LONG_DEADLINE)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads((tmp_path / "quickstart" / "measured.json").read_text())["memory"]["activations"] == planned_bytes(*words)
+    ranks.train(tmp_path / "run", "quickstart", *MIXTURE, *words)
+    assert json.loads((tmp_path / "run" / "measured.json").read_text())["memory"]["activations"] == planned_bytes(*words)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """One rank compiles the layers of small models in several layouts, among ranks that send nothing. Prints a line of JSON for each layout:
-graphs after two training steps, graphs after an evaluation and one more step, graph breaks, how far gradients are from uncompiled ones, and
-the operators of autograd functions' forwards that return the tensor of an output once more.
+how far gradients are from uncompiled ones, graph breaks, the operators of autograd functions' forwards that return the tensor of an output
+once more, and where no graph breaks, graphs after two training steps and after an evaluation and one more step.
 
-Graphs are traced and differentiated, and not lowered to kernels: that takes minutes.
+Graphs are traced, those of training are differentiated, and none is lowered to kernels: that takes minutes.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import operator
 import os
@@ -51,8 +52,10 @@ repeated_outputs: list[str] = []
 
 @register_backend
 def checked_aot_eager(module: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """Compile as torch's aot_eager does; note the repeated outputs."""
+    """Compile as torch's aot_eager does, an evaluation's graph not at all; note the repeated outputs."""
     repeated_outputs.extend(find_repeated_outputs(module))
+    if not torch.is_grad_enabled():
+        return module.forward
     compiled: Callable[..., Any] = lookup_backend("aot_eager")(module, inputs)
     return compiled
 
@@ -71,7 +74,7 @@ def find_repeated_outputs(module: GraphModule) -> Iterator[str]:
 
 
 def compile_and_train(run: Run, grid: Grid) -> dict[str, Any]:
-    """Train and evaluate a rank's compiled layers, and compare with the same layers uncompiled."""
+    """Train a rank's compiled layers, and compare with the same layers uncompiled; evaluate them too where they are whole graphs."""
     torch._dynamo.reset()
     counters.clear()
     repeated_outputs.clear()
@@ -81,6 +84,13 @@ def compile_and_train(run: Run, grid: Grid) -> dict[str, Any]:
     joined = sum(join_weights(each) for each in module.modules() if isinstance(each, JoinedWeights)) if run.parallel.tp == 1 else 0
     compile_layers(module, backend="checked_aot_eager")
     found = gradients(run, grid, module, 0)
+    answer: dict[str, Any] = {
+        "breaks": list(counters["graph_break"]),
+        "repeated": sorted(set(repeated_outputs)),
+        "apart": max((ours - theirs).abs().max().item() / theirs.abs().max().item() for ours, theirs in zip(found, expected, strict=True)),
+    }
+    if answer["breaks"]:
+        return answer
     gradients(run, grid, module, 1)
     trained = counters["stats"]["unique_graphs"]
     module.eval()
@@ -89,14 +99,8 @@ def compile_and_train(run: Run, grid: Grid) -> dict[str, Any]:
         module(tokens, labels, **further)
     module.train()
     gradients(run, grid, module, 2)
-    return {
-        "trained": trained,
-        "evaluated": counters["stats"]["unique_graphs"],
-        "joined": joined,
-        "breaks": list(counters["graph_break"]),
-        "repeated": sorted(set(repeated_outputs)),
-        "apart": max((ours - theirs).abs().max().item() / theirs.abs().max().item() for ours, theirs in zip(found, expected, strict=True)),
-    }
+    later = {"breaks": list(counters["graph_break"]), "repeated": sorted(set(repeated_outputs))}
+    return {**answer, **later, "trained": trained, "evaluated": counters["stats"]["unique_graphs"], "joined": joined}
 
 
 def join_weights(module: JoinedWeights) -> bool:
@@ -167,6 +171,7 @@ def receive_what_is_sent() -> Library:
 
 def main() -> None:
     """Answer each argument: a layout's overrides, separated by spaces."""
+    gc.disable()  # the compiler makes millions of objects, which a short process can hold
     replaced = receive_what_is_sent()
     for words in sys.argv[1:]:
         run = load_recipe("quickstart", [*WORDS, *words.split()])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...engines.lazy_dynamo import disable_compile
 from ...models.build import build_model, load_weights, module_of_family
 from ...models.families import FAMILIES, family_of, is_made_by_transformers, op_table
 from ...models.hf_format.weights import read_hf_weights
@@ -175,6 +176,8 @@ def load_model(saved: SavedRun, device: torch.device) -> Transformer | CausalLM:
         raise _refusal(f"model.family={run.model.family} can't be loaded here", f"families {known} can")
     check_weights(saved)
     _check_memory(run, device)
+    if device.type != "cuda":  # a GPU's loss is compiled
+        disable_compile()
     module: Transformer | CausalLM
     if is_made_by_transformers(run.model):
         module = _build_with_transformers(run, checkpoint, device)
