@@ -21,9 +21,8 @@ from .mpirun_environment import mpirun_environment
 PASTED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 PYTHON_PATHS = ("PYTHONPATH", "PYTHONHOME")  # of these, the ones that the launcher's own processes may need to start
 
-PROGRAM_MODULE = (
-    "distrain.trainer.launch.agent.deepspeed_program"  # runs the launcher's programs, which then start in two thirds of the time
-)
+# Runs the launcher's programs, which then start in two thirds of the time.
+PROGRAM_MODULE = "distrain.trainer.launch.agent.deepspeed_program"
 
 # A pdsh that DeepSpeed's runner finds first. When the runner gets a stop signal, it runs `pkill -f` for launchers by name on every host,
 # which would kill other runs' too. This run ends without that: each bootstrap (agent/bootstrap.py) ends with its connection.
