@@ -1,9 +1,5 @@
 """The command `distrain`, also run as `python -m distrain`."""
 
-# Objects and collections after which Python collects garbage of each generation: by its own, 700, 10 and 10, that is a fifteenth of
-# the time of a `distrain plan`.
-GARBAGE_THRESHOLDS = (50_000, 20, 100)
-
 
 def main() -> None:
     """Run the command line and exit with its status; a Ctrl-C ends it in silence, with 130 in a shell.
@@ -18,12 +14,11 @@ def main() -> None:
         is_raised = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # elsewhere it is ignored, as of a job in the background
         if is_raised:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        gc.disable()  # what is imported stays
-        from .cli.app import main as run
+        from .trainer.system.garbage_collection import RARE, keep_imports
 
-        gc.freeze()
-        gc.set_threshold(*GARBAGE_THRESHOLDS)
-        gc.enable()
+        with keep_imports():
+            from .cli.app import main as run
+        gc.set_threshold(*RARE)
         if is_raised:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         run()

@@ -122,8 +122,10 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def rare_garbage_collection() -> None:
     """Leave what was imported and collected out of garbage collection, which takes a third of a composition's time."""
+    from distrain.trainer.system.garbage_collection import RARE
+
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(*RARE)
     gc.enable()
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...trainer.spec.problem import Problem, plain_characters, suggest_name, unknown_key
+from ...trainer.spec.problem import Problem, plain_characters, suggest_name
 from ...trainer.spec.read import type_text
 from ..keys import config_files, synonyms
 from ..keys.answer_summary import nothing_means
-from ..keys.keys import config_keys, takes_text, unknown_key_problem
+from ..keys.keys import config_keys, takes_text, unknown_key_problem, write_instead
 from .cluster_argument import is_shape
 from .verb_words import early_option
 
@@ -207,10 +207,10 @@ def key_instead_of_option(key: str, value: str) -> Problem | None:
         return synonyms.synonym_problem(key, value or flag)
     keys = config_keys()
     if key == "conf" or key in keys or key in config_files.groups(None):
-        return unknown_key(key, f"write {key}={value or 'VALUE'}, without dashes", [f"{key}={value}"] if value else [])
+        return write_instead(key, key, value, ", without dashes")
     same = [each for each in keys if each.rpartition(".")[2] == key.replace("-", "_").rpartition(".")[2]]
     if len(same) == 1:
-        return unknown_key(key, f"write {same[0]}={value or 'VALUE'}", [f"{same[0]}={value}"] if value else [])
+        return write_instead(key, same[0], value)
     return unknown_key_problem(key, keys, value) if same or "." in key else None
 
 

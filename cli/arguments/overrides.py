@@ -9,7 +9,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, get_origin
 
-from ...trainer.spec.problem import Problem, Unreadable, suggest_name, unknown_key
+from ...trainer.spec.problem import Problem, Unreadable, no_key_problem, suggest_name
 from ...trainer.spec.read import value_text
 from ...trainer.system.regular_file import expand_home
 from ..keys import config_files, synonym
@@ -135,7 +135,7 @@ def _override_problem(override: Override, known: Mapping[str, Any], groups: Sequ
     if _is_choice(override, groups):
         return _choice_problem(override, config_dir)
     if key.partition(".")[0].partition("/")[0] == "hydra":
-        return unknown_key(key, "distrain does not use Hydra's settings")
+        return no_key_problem(key, "distrain does not use Hydra's settings")
     if "/" in key and respelled_key(key, known):
         return unknown_key_problem(key, known, override.value)
     if override.package or "/" in key:

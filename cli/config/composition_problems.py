@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...trainer.spec.problem import Problem, Unreadable, suggest_name, unknown_key
+from ...trainer.spec.problem import Problem, Unreadable, no_key_problem, suggest_name
 from ...trainer.system.regular_file import why_unreadable
 from ..keys import config_files, synonyms
 from ..keys.keys import config_keys, unknown_key_problem
@@ -106,7 +106,7 @@ def improve_problems(problem: Problem, config: Mapping[str, Any], config_dir: Pa
     inside = leaves(value, f"{key}.") if isinstance(value, Mapping) else ()
     answers = {each: synonyms.synonym_problem(each, one) for each, one in inside}
     if any(answers.values()):
-        return [found or unknown_key(each, "nothing here means it: leave it out") for each, found in answers.items()]
+        return [found or no_key_problem(each, "nothing here means it: leave it out") for each, found in answers.items()]
     return [
         synonyms.synonym_problem(key, value) or (unknown_key_problem(key, config_keys()) if "known: " in problem.mend else None) or problem
     ]

@@ -9,11 +9,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ...trainer.spec.problem import Problem, Unreadable, unknown_key
+from ...trainer.spec.problem import Problem, Unreadable, no_key_problem
 from ...trainer.system.regular_file import read_plain
 from ..keys import synonyms
 from ..keys.answer_summary import nothing_means
 from ..keys.config_files import MOST_BYTES
+from ..keys.keys import write_instead
 
 LEAST_KNOWN = 2  # keys of other trainers in a file that is no recipe; with one it is a recipe with a mistake
 RECIPE_IS_YAML = "a recipe is YAML: `distrain cp quickstart mine.yaml` writes one"
@@ -70,7 +71,7 @@ def leaves(config: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]
 def _answer(key: str, value: Any, known: Collection[str]) -> Problem | None:
     """Return the problem of a key of another trainer, without a fix if nothing here means it; None if it is off and needs nothing."""
     if key.startswith("speed_monitor."):  # of OLMo: figures of the machine
-        return unknown_key(key, "")
+        return no_key_problem(key, "")
     if key == "optim" or key.endswith("optim.name"):  # the Trainer's and NeMo's; their names of optimizers are not ours
         key = "optimizer"
     row = synonyms.find_synonym(key)
@@ -80,9 +81,8 @@ def _answer(key: str, value: Any, known: Collection[str]) -> Problem | None:
     ours = next((found for at in range(len(parts) - 1) if (found := ".".join(parts[at:])) in known), "")
     same = [each for each in known if each.rpartition(".")[2] == parts[-1]]
     if (ours or (len(same) == 1 and value is not False)) and (value_of_ours := synonyms.value_here(ours or same[0], value)):
-        setting = f"{ours or same[0]}={value_of_ours}"
-        return unknown_key(key, f"write {setting}", [setting])
-    return None if value is False else unknown_key(key, "")
+        return write_instead(key, ours or same[0], value_of_ours)
+    return None if value is False else no_key_problem(key, "")
 
 
 def _problems(answers: Mapping[str, Problem | None], file: Path) -> Iterator[Problem]:

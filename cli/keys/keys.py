@@ -11,7 +11,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ...trainer.spec.problem import Problem, suggest_name, unknown_key
+from ...trainer.spec.problem import Problem, no_key_problem, suggest_name
 from ...trainer.spec.read import accepts, value_text
 from ...trainer.spec.run import Run
 from . import synonyms
@@ -52,20 +52,20 @@ def unknown_key_problem(key: str, known: Mapping[str, Any], value: Any = None) -
     if key in sections or (section in known and (name in _mapping_keys(known[section]) or takes_own_names(known[section]))):
         return None
     if names := _mapping_keys(known.get(section)):
-        return unknown_key(key, suggest_name(name, names))
+        return no_key_problem(key, suggest_name(name, names))
     if right := respelled_key(key, known):
-        return unknown_key(key, f"did you mean {right}?") if value in (None, "") else _write_instead(key, right, value)
+        return no_key_problem(key, f"did you mean {right}?") if value in (None, "") else write_instead(key, right, value_text(value))
     if synonym := synonyms.synonym_problem(key, value):
         return synonym
     same = same_named_keys(key, known) if "." not in key and value not in (None, "") else []
     if len(same) == 1 and accepts(same[0], value):
-        return _write_instead(key, same[0], value)
-    return unknown_key(key, _suggest_key(key, known, sections))
+        return write_instead(key, same[0], value_text(value))
+    return no_key_problem(key, _suggest_key(key, known, sections))
 
 
-def _write_instead(key: str, ours: str, value: Any) -> Problem:
-    setting = f"{ours}={value_text(value)}"
-    return unknown_key(key, f"write {setting}", [setting])
+def write_instead(key: str, ours: str, value: str, note: str = "") -> Problem:
+    """Return the problem of a key in whose place one of ours is to be written; an empty value is left to the user."""
+    return no_key_problem(key, f"write {ours}={value or 'VALUE'}{note}", [f"{ours}={value}"] if value else [])
 
 
 def respelled_key(key: str, known: Mapping[str, Any]) -> str:

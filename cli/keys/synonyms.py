@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from ...trainer.spec.problem import Problem, unknown_key
+from ...trainer.spec.problem import Problem, no_key_problem
 from ...trainer.spec.read import accepts, value_text
 from .synonym import Synonym
 from .synonym_rows import ROWS
@@ -33,10 +33,10 @@ def synonym_problem(key: str, value: Any = None) -> Problem | None:
     if row is None:
         return None
     if not row.key:
-        return unknown_key(key, row.note)
+        return no_key_problem(key, row.note)
     note = f" ({row.note})" if row.note else ""
     settings = _our_settings(value, row)
-    return unknown_key(key, f"write {' '.join(settings) or f'{row.key}=VALUE'}{note}", settings)
+    return no_key_problem(key, f"write {' '.join(settings) or f'{row.key}=VALUE'}{note}", settings)
 
 
 def value_here(key: str, value: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...trainer.rundir.run_summary import RUNS
-from ...trainer.spec.problem import Problem, Unreadable, one_line, suggest_name, unknown_key
+from ...trainer.spec.problem import Problem, Unreadable, no_key_problem, one_line, suggest_name
 from ...trainer.system.regular_file import read_plain
 from ..keys import config_files
 from .text_layout import Style, page_width, stdout_style, wrap
@@ -145,7 +145,7 @@ def _same_name(name: str, groups: tuple[str, ...]) -> Problem | None:
     if "." not in name and (near := get_close_matches(name, (*groups, RECIPES, RUNS), n=1, cutoff=ALMOST_SAME)):
         return Problem(rule="group", says=f"no group {name}", mend=f"did you mean {near[0]}?")
     same = same_named_keys(name, config_keys()) if not keys_about(name) else []
-    return unknown_key(name, f"did you mean {' or '.join(same)}?") if same else None
+    return no_key_problem(name, f"did you mean {' or '.join(same)}?") if same else None
 
 
 def _unknown_name(name: str, groups: tuple[str, ...]) -> Problem:

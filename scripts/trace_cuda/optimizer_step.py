@@ -8,7 +8,6 @@ a line of JSON for each.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -30,6 +29,7 @@ from ...trainer.parallel.world import World, join_ranks
 from ...trainer.plan.mesh_position import mesh_position
 from ...trainer.plan.plan import make_plan
 from ...trainer.spec.run import Run
+from ...trainer.system.garbage_collection import keep_imports
 from ...trainer.system.reserved_port import reserve_port
 from .live_bytes import NO_KERNEL, LiveBytes
 
@@ -177,11 +177,9 @@ def around_deepspeed_step(engine: Any, live: LiveBytes, moved: MovedBytes, found
 
 def main() -> int:
     """Print what the step of each configuration holds and moves, each measured in a forked process of its own."""
-    gc.disable()
-    import_deepspeed()  # and compose a recipe: once, before it forks
-    load_recipe("quickstart")
-    gc.freeze()  # else each process looks for garbage among what was imported
-    gc.enable()
+    with keep_imports():
+        import_deepspeed()  # and compose a recipe: once, before it forks
+        load_recipe("quickstart")
     for words in sys.argv[1:]:
         if (child := os.fork()) == 0:
             engine, zero, precision, gradients, micros, *moments = words.split(",")

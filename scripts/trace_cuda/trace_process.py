@@ -19,6 +19,7 @@ from ...trainer.plan.plan import make_plan
 from ...trainer.spec.changed_run import with_changes
 from ...trainer.spec.derived.compiled_layers import has_compiled_layers
 from ...trainer.spec.run import Run
+from ...trainer.system.garbage_collection import RARE, keep_imports
 from .device_guard import load_device_guard
 from .host_rows import traced_host_rows
 from .host_step import traced_host_step
@@ -26,12 +27,10 @@ from .host_step import traced_host_step
 
 def main() -> None:
     """Answer until standard input ends."""
-    gc.disable()  # until all is imported: none of it is garbage
-    load_device_guard()
-    importlib.import_module(".rank_trace", __package__)
-    gc.freeze()
-    gc.enable()
-    gc.set_threshold(50_000, 20, 100)  # torch's compiler makes millions of objects: a seventh of the time was garbage collection
+    with keep_imports():
+        load_device_guard()
+        importlib.import_module(".rank_trace", __package__)
+    gc.set_threshold(*RARE)
     answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
     for line in sys.stdin:
         try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from ..launch.rank.channel import STOPPED, Channel
 from ..launch.rank.foreign_launcher import hold_folder, is_foreign, open_channel
 from ..rundir.lock import RunFolderInUse
+from ..system.garbage_collection import keep_imports
 from ..system.parent_watch import watch_parent_from_environment
 from ..system.stop_requests import StopFlag
 from .failures.failure import report_failure
@@ -48,11 +48,8 @@ def run_rank(path: Path, channel: Channel, release: Callable[[], None] = lambda:
     faulthandler.register(signal.SIGUSR2)  # requested of a run that hangs: dumps all threads' stacks to the log
     watch_parent_from_environment()
     try:
-        gc.disable()  # it takes a fifteenth of the imports' time, and finds nothing
-        from .train_rank import train_rank  # torch and DeepSpeed: seconds, in which a stop or a stack dump may be requested
-
-        gc.freeze()
-        gc.enable()
+        with keep_imports():
+            from .train_rank import train_rank  # torch and DeepSpeed: seconds, in which a stop or a stack dump may be requested
         status = train_rank(path, channel, stop, started)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1

@@ -34,7 +34,7 @@ class Problem:
         return f"{self.says}: {self.mend}" if self.mend else self.says
 
 
-def unknown_key(key: str, mend: str, settings: Iterable[str] = ()) -> Problem:
+def no_key_problem(key: str, mend: str, settings: Iterable[str] = ()) -> Problem:
     """Return the problem of a key that does not exist."""
     return Problem(rule="unknown", says=f"no key {key}", mend=mend, key=key, settings=tuple(settings))
 

@@ -16,7 +16,7 @@ import msgspec
 from .keys.units import unit_of
 from .numbers.bounded import LEAST_FLOAT, MOST, MOST_FLOAT, MOST_LAYERS
 from .numbers.quantity import count_readings, dimension_of, parse_quantity, suggest_quantity
-from .problem import Problem, Unreadable, plain_characters, suggest_name, unknown_key
+from .problem import Problem, Unreadable, no_key_problem, plain_characters, suggest_name
 from .run import Run
 
 Part = TypeVar("Part")
@@ -63,7 +63,7 @@ def _section(config: Mapping[str, Any], into: type[Part], at: str, problems: lis
     hints = _key_types(into)
     for key in config:
         if key not in hints:
-            problems.append(unknown_key(f"{at}{key}", suggest_name(str(key), hints, at)))
+            problems.append(no_key_problem(f"{at}{key}", suggest_name(str(key), hints, at)))
     read: dict[str, Any] = {}
     for row in fields(into):  # type: ignore[arg-type]
         if row.name in config:
@@ -137,7 +137,7 @@ def _mapping(value: Mapping[Any, Any], hint: Any, names: list[str], key: str, pr
     """Read a mapping with fixed keys."""
     for name in value:
         if name not in names:
-            problems.append(unknown_key(f"{key}.{name}", suggest_name(str(name), names)))
+            problems.append(no_key_problem(f"{key}.{name}", suggest_name(str(name), names)))
     kind = get_args(hint)[1]
     return {name: _value(each, kind, f"{key}.{name}", problems) for name, each in value.items() if name in names}
 

@@ -176,7 +176,7 @@ def load_model(saved: SavedRun, device: torch.device) -> Transformer | CausalLM:
         raise _refusal(f"model.family={run.model.family} can't be loaded here", f"families {known} can")
     check_weights(saved)
     _check_memory(run, device)
-    if device.type != "cuda":  # a GPU's loss is compiled
+    if device.type != "cuda":  # nothing here is compiled but a GPU's loss; each program of this folder is a process of its own
         disable_compile()
     module: Transformer | CausalLM
     if is_made_by_transformers(run.model):
