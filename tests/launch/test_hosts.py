@@ -2,7 +2,7 @@
 
 The hosts are namespaces of this machine (scripts/virtual_hosts.py makes some by hand). Most ranks are small programs without torch, so
 that a test takes little longer than DeepSpeed's launcher takes to start; what is the same under any launcher is tested under mpirun, which
-takes a third as long as DeepSpeed's own through pdsh.
+takes less time than DeepSpeed's own through pdsh.
 """
 
 from __future__ import annotations
