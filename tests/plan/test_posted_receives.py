@@ -1,5 +1,6 @@
 """Engine `native` posts each receive of a pipeline before its message is sent, as simulated steps show."""
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 
@@ -11,11 +12,13 @@ import torch.distributed as dist  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from distrain.tests.fakes.planned_memory import gpt, memory_of, run_of  # noqa: E402
-from distrain.trainer.engines.native.stage_messages import MessageKey, StageChain, StageMessages  # noqa: E402
+from distrain.trainer.engines.native.kernel_loading import load_kernels_before_messages  # noqa: E402
+from distrain.trainer.engines.native.stage_chain import MessageKey, StageChain  # noqa: E402
+from distrain.trainer.engines.native.stage_messages import StageMessages  # noqa: E402
 from distrain.trainer.parallel.process_groups import make_grid  # noqa: E402
 from distrain.trainer.parallel.world import World  # noqa: E402
 from distrain.trainer.plan.layout.mesh import Mesh  # noqa: E402
-from distrain.trainer.plan.layout.schedules import SCHEDULES  # noqa: E402
+from distrain.trainer.plan.layout.schedules import SCHEDULES, Action  # noqa: E402
 from distrain.trainer.plan.layout.simulate import Simulation, TimedAction, simulate  # noqa: E402
 from distrain.trainer.plan.mesh_position import MeshPosition  # noqa: E402
 from distrain.trainer.plan.native.posted_receives import receives_ahead  # noqa: E402
@@ -85,7 +88,8 @@ def test_a_stage_asks_for_no_more_messages_of_another(name: str, chunks: int) ->
         stage = StageMessages(grid, chain)
         stage.begin(lists, torch.empty(1, 2), world.device)
         most = 0
-        for action in lists[1]:
+        for ran, action in enumerate(lists[1]):
+            stage.begin_action(ran)
             before = chain.part(1, action.chunk) + (-1 if action.kind == "F" else 1)
             if 0 <= before < chain.parts:
                 stage.receive(MessageKey("F" if action.kind == "F" else "B", before, action.micro))
@@ -95,6 +99,126 @@ def test_a_stage_asks_for_no_more_messages_of_another(name: str, chunks: int) ->
         assert not stage._posted
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(2, 8), (4, 8), (4, 16)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_step_ends_though_an_action_waits_for_all_that_its_gpu_has_begun(name: str, stages: int, micros: int) -> None:
+    """As where CUDA loads a kernel or frees memory, and a receive that is posted is a kernel that waits for its message."""
+    lists, chain = scheduled(name, stages, micros)
+    posted = [posted_receives(stage, lists, chain) for stage in range(stages)]
+    assert ends(lists, posted, chain, set())
+    for stage, own in enumerate(lists):
+        assert all(ends(lists, posted, chain, {(stage, at)}) for at in range(len(own)))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_kernels_are_loaded_early_where_the_first_actions_could_wait_for_each_other(
+    name: str, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first action of each kind on each chunk, whose kernels are else loaded then."""
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # so that it is restored
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
+    lists, chain = scheduled(name, stages, 8)
+    posted = [posted_receives(stage, lists, chain) for stage in range(stages)]
+    first: dict[tuple[int, str, int], int] = {}
+    for stage, own in enumerate(lists):
+        for at, action in enumerate(own):
+            first.setdefault((stage, action.kind, action.chunk), at)
+    load_kernels_before_messages(stages, name)
+    assert ends(lists, posted, chain, {(stage, at) for (stage, _, _), at in first.items()}) == ("CUDA_MODULE_LOADING" not in os.environ)
+
+
+def test_a_receive_that_is_posted_too_early_stops_a_step() -> None:
+    """Two receives ahead, whatever they depend on, as engine `native` once posted them."""
+    lists, chain = scheduled("interleaved", 2, 8)
+    posted = []
+    for stage, own in enumerate(lists):
+        queue = [key for action in own if (key := chain.taken_by(stage, action)) and chain.stage(key.part) != stage]
+        early = Posted()
+        for at, action in enumerate(own):
+            if (key := chain.taken_by(stage, action)) in queue:
+                early |= dict.fromkeys([each for each in queue[: queue.index(key) + 3] if each not in early], at)
+        posted.append(early)
+    assert not all(ends(lists, posted, chain, {(stage, at)}) for stage, own in enumerate(lists) for at in range(len(own)))
+
+
+Posted = dict[MessageKey, int]  # what a stage receives, in the order in which it posts it, and the action that it then begins
+
+
+def scheduled(name: str, stages: int, micros: int) -> tuple[list[list[Action]], StageChain]:
+    """The actions of a schedule's stages, two chunks each where it has chunks."""
+    schedule = SCHEDULES[name]
+    chunks = schedule.parts(2 if schedule.chunked else 1)
+    lists = [list(schedule.actions(stage, stages, micros, chunks)) for stage in range(stages)]
+    return lists, StageChain(stages=stages, chunks=chunks, folded=schedule.folded)
+
+
+def posted_receives(stage: int, lists: list[list[Action]], chain: StageChain) -> Posted:
+    """The receives that engine `native` posts on a stage, in a group that sends nothing."""
+    mesh = Mesh(pp=chain.stages)
+    dist.init_process_group("fake", rank=stage, world_size=chain.stages, store=FakeStore())
+    try:
+        world = World(rank=stage, size=chain.stages, device=torch.device("cpu"))
+        grid = make_grid(world, MeshPosition(rank=stage, mesh=mesh, coordinates=mesh.coordinates(stage), parts=()))
+        messages, posted = StageMessages(grid, chain), Posted()
+        messages.begin(lists, torch.empty(1, 2), world.device)
+        for at, action in enumerate(lists[stage]):
+            messages.begin_action(at)
+            posted |= dict.fromkeys([key for key in messages._posted if key not in posted], at)
+            key = chain.taken_by(stage, action)
+            if key and chain.stage(key.part) != stage:
+                messages.receive(key)
+                posted |= dict.fromkeys([each for each in (key, *messages._posted) if each not in posted], at)
+        return posted
+    finally:
+        dist.destroy_process_group()
+
+
+def ends(lists: list[list[Action]], posted: list[Posted], chain: StageChain, waits: set[tuple[int, int]]) -> bool:
+    """Whether a step ends in which some (stage, action) wait on the host for all that their GPU has begun before they go on.
+
+    A host begins its actions without waiting for any other. Its GPU runs them in order, each when its message is there. Between two
+    stages messages pass in order, in each direction apart; one passes when its sender has made it and its receiver has run all actions
+    before the one at which it posted the receive.
+    """
+    made = [{key: at for at, action in enumerate(own) if (key := chain.made_by(stage, action))} for stage, own in enumerate(lists)]
+    queues: dict[tuple[int, int], list[MessageKey]] = {}
+    for stage, received in enumerate(posted):
+        for key in received:
+            queues.setdefault((chain.stage(key.part), stage), []).append(key)
+    begun, ran = [0] * chain.stages, [0] * chain.stages  # actions that the host began, and that the GPU ran
+    passed: set[MessageKey] = set()
+
+    def is_idle(stage: int) -> bool:
+        """Whether a GPU has run all that its host began: actions, sends and receives."""
+        at = begun[stage] - 1
+        received = all(key in passed for key, when in posted[stage].items() if when <= at)
+        sent = all(key in passed for (sender, _), keys in queues.items() if sender == stage for key in keys if made[stage][key] < at)
+        return ran[stage] >= at and received and sent
+
+    def step(stage: int) -> bool:
+        moved, own = False, lists[stage]
+        while begun[stage] < len(own) and ((stage, begun[stage] - 1) not in waits or is_idle(stage)):
+            begun[stage] += 1
+            moved = True
+        can_run = begun[stage] - ((stage, begun[stage] - 1) in waits and not is_idle(stage))
+        while ran[stage] < can_run:
+            key = chain.taken_by(stage, own[ran[stage]])
+            if key and chain.stage(key.part) != stage and key not in passed:
+                break
+            ran[stage] += 1
+            moved = True
+        for (sender, receiver), keys in queues.items():
+            while keys and ran[sender] > made[sender][keys[0]] and begun[receiver] > posted[receiver][keys[0]] <= ran[receiver]:
+                passed.add(keys.pop(0))
+                moved = True
+        return moved
+
+    while any(step(stage) for stage in range(chain.stages)):
+        pass
+    return ran == [len(own) for own in lists]
 
 
 @pytest.mark.parametrize(("stages", "schedule", "chunks"), [(1, "1f1b", 1), (2, "1f1b", 1), (2, "interleaved", 2)])

@@ -12,6 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ..engines.native.kernel_loading import load_kernels_before_messages
 from ..launch.rank.channel import STOPPED, Channel
 from ..launch.rank.foreign_launcher import keep_log
 from ..parallel.process_groups import make_grid
@@ -51,6 +52,7 @@ def train_rank(path: Path, channel: Channel, stop: StopFlag, started: Path | Non
     run = msgspec.json.decode((started or path).read_bytes(), type=Run)
     if run.train.deterministic:
         take_deterministic_kernels()
+    load_kernels_before_messages(run.parallel.pp, run.parallel.schedule)
     world = join_ranks(run.cluster.device.kind)
     host = new_host_group()
     stop.listen()

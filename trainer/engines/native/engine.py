@@ -51,7 +51,8 @@ from .data_parallel.worker_average import WorkerAverage
 from .loss_scale import LossScale
 from .pipeline import PassHooks, Pipeline, ScheduledStep
 from .prepare_layers import layers_taken_together, prepare_layers
-from .stage_messages import StageChain, StageMessages
+from .stage_chain import StageChain
+from .stage_messages import StageMessages
 
 
 class NativeEngine(Engine):

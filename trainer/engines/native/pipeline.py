@@ -16,7 +16,8 @@ from ...layers.weight_gradients import WeightGradients, defer_weight_gradients
 from ...plan.layout.schedules import Action
 from ..engine import ReadMicrobatch
 from ..held_bytes import ByteCounter
-from .stage_messages import MessageKey, StageMessages
+from .stage_chain import MessageKey
+from .stage_messages import StageMessages
 
 TimePart = Callable[..., AbstractContextManager[None]]  # times a part of the step: its name, then kind, micro-batch and part of a span
 
@@ -112,7 +113,8 @@ class Pipeline:
         actions = step.actions[self.stage]
         self._apart = {(action.micro, action.chunk) for action in actions if action.kind == "I"}
         held = peak = len(self._forwarded)
-        for action in actions:
+        for ran, action in enumerate(actions):
+            self.messages.begin_action(ran)
             match action.kind:
                 case "F":
                     self._forward(action)
@@ -135,6 +137,7 @@ class Pipeline:
         forward = [[Action("F", 0, chunk) for chunk in range(self.chain.chunks)] for _ in range(self.chain.stages)]
         self._begin(forward, read_microbatch)
         for chunk in range(self.chain.chunks):
+            self.messages.begin_action(chunk)
             part = self.chain.part(self.stage, chunk)
             tokens, labels, further = self._read(0)
             result, counted = self.parts[chunk](tokens, labels, **self._part_input(part, 0), **further)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,49 +12,12 @@ from torch import Tensor
 
 from ...parallel.process_groups import Grid
 from ...parallel.world import COLLECTIVE_TIMEOUT
-from ...plan.layout.schedules import Action, part_of, stage_and_chunk
+from ...plan.layout.schedules import Action
 from ...plan.native.posted_receives import receives_ahead
+from .message_needs import own_actions_needed
+from .stage_chain import MessageKey, StageChain
 
 TAGS = 2**20  # more than the messages under way between two stages
-
-
-class MessageKey(NamedTuple):
-    """What a stage sends: the hidden states (F) that a part computed, or the gradient (B) of those that it was given."""
-
-    kind: Literal["F", "B"]
-    part: int
-    micro: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageChain:
-    """The parts of a model on the stages of a pipeline, in the order of the model."""
-
-    stages: int
-    chunks: int
-    folded: bool
-
-    @property
-    def parts(self) -> int:
-        return self.stages * self.chunks
-
-    def part(self, stage: int, chunk: int) -> int:
-        """The number of a stage's part."""
-        return part_of(stage, chunk, self.stages, folded=self.folded)
-
-    def stage(self, part: int) -> int:
-        """The stage that holds a part."""
-        return stage_and_chunk(part, self.stages, folded=self.folded)[0]
-
-    def sends(self, stage: int, actions: Iterable[Action]) -> dict[int, list[MessageKey]]:
-        """What a stage that runs these actions sends to each other stage, in order."""
-        sent: dict[int, list[MessageKey]] = {}
-        for action in actions:
-            part = self.part(stage, action.chunk)
-            to = part + 1 if action.kind == "F" else part - 1
-            if action.kind != "W" and 0 <= to < self.parts and self.stage(to) != stage:
-                sent.setdefault(self.stage(to), []).append(MessageKey("F" if action.kind == "F" else "B", part, action.micro))
-        return sent
 
 
 class StageMessages:
@@ -63,8 +25,10 @@ class StageMessages:
 
     Between two stages messages keep the order in which their sender computes them, in each direction on a process group of its own, so
     that no message waits for one of the other direction. A receive is posted before it is needed (`receives_ahead` says how long
-    before); a send keeps its tensor until it is gone. Messages that a step without a flush has not received are those that the next one
-    receives first.
+    before), but not before all of this stage's actions have run that its message depends on: a posted receive is a kernel that waits on a
+    GPU, and CUDA may wait for all kernels when it loads another or frees memory ("Lazy Loading" in the CUDA programming guide), so that an
+    action would wait for a message that waits for it. A send keeps its tensor until it is gone. Messages that a step without a flush has
+    not received are those that the next one receives first.
     """
 
     def __init__(self, grid: Grid, chain: StageChain) -> None:
@@ -72,8 +36,13 @@ class StageMessages:
         group = grid.group("pp")
         self.ranks = group.ranks if group else ()
         self._receives_ahead = receives_ahead(chain.chunks)
+        self._listed: Sequence[Sequence[Action]] = ()  # the actions of the step
+        self._needs: dict[MessageKey, int] = {}  # how many of this stage's own actions each message of the step depends on
+        self._ran = 0  # of this stage's actions
         self._up = group.handle if group else None  # to stages of a higher number
         self._down = _second_group(grid) if group else None
+        for each in (self._up, self._down):  # else NCCL would send all that a rank has for others on one stream, in one order
+            assert each is None or each.bound_device_id is None
         self._ahead: defaultdict[int, deque[MessageKey]] = defaultdict(deque)  # by sending stage: what is to be received, in order
         self._tags: dict[MessageKey, int] = {}
         self._numbers: Counter[tuple[int, int]] = Counter()  # messages so far, by sending and receiving stage
@@ -83,6 +52,8 @@ class StageMessages:
     def begin(self, actions: Sequence[Sequence[Action]], like: Tensor, device: torch.device) -> None:
         """Begin a step in which every stage runs its actions; `like` has the shape and type of every message."""
         self._like, self._device = like, device
+        if actions is not self._listed:
+            self._listed, self._needs = actions, own_actions_needed(self.stage, actions, self.chain)
         for stage, own in enumerate(actions):
             for to, keys in self.chain.sends(stage, own).items():
                 if self.stage in (stage, to):
@@ -91,6 +62,12 @@ class StageMessages:
                     self._numbers[stage, to] += len(keys)
                 if to == self.stage:
                     self._ahead[stage].extend(keys)
+
+    def begin_action(self, ran: int) -> None:
+        """Begin this stage's next action, before which it ran so many of the step; post receives ahead."""
+        self._ran = ran
+        for stage in self._ahead:
+            self._post_ahead(stage)
 
     def send(self, key: MessageKey, tensor: Tensor, to: int) -> None:
         """Send a tensor to the stage that holds part `to`."""
@@ -101,13 +78,12 @@ class StageMessages:
         self._sending.append((dist.isend(tensor, self.ranks[stage], group=group, tag=self._tags.pop(key)), tensor))
 
     def receive(self, key: MessageKey) -> Tensor:
-        """Wait for a message and return it; post the next receives of its sender."""
+        """Wait for a message, which the action that has begun needs, and return it; post receives of its sender ahead."""
         stage = self.chain.stage(key.part)
         while key not in self._posted:
             self._post(stage)
         tensor, work = self._posted.pop(key)
-        while self._ahead[stage] and self._posted_of(stage) < self._receives_ahead:
-            self._post(stage)
+        self._post_ahead(stage)
         work.wait()
         return tensor
 
@@ -116,6 +92,12 @@ class StageMessages:
         for work, _ in self._sending:
             work.wait()
         self._sending = []
+
+    def _post_ahead(self, stage: int) -> None:
+        """Post receives of a stage's next messages: those that nothing which this stage has yet to run is needed for."""
+        ahead = self._ahead[stage]
+        while ahead and self._posted_of(stage) < self._receives_ahead and self._needs.get(ahead[0], 0) <= self._ran:
+            self._post(stage)
 
     def _posted_of(self, stage: int) -> int:
         """The receives that are posted for messages of a stage, and not yet used."""
