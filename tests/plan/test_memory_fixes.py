@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields
+from functools import cache
 
 import pytest
 
@@ -36,6 +37,8 @@ FULL: dict[str, tuple[Keys, int | None]] = {
     "a data degree that is set": ({"model": SEVEN, "parallel.dp": 16, "train.seq": 4096},                                     1),
     "too few stages":          ({"model": WIDE, "cluster.nodes": 16, "parallel.tp": 8, "parallel.pp": 4},                     1),
     "a mixture":               ({"model": MIXTRAL},                                                                           1),
+    "experts on every rank":   ({"model": MIXTRAL, "train.microbatch": 1, "parallel.recompute": "full",
+                                 "parallel.zero": 2, "cluster.nodes": 8},                                                      1),
     "experts split":           ({"model": MIXTRAL, "parallel.ep": 8, "train.seq": 4096},                                      2),
     "a hybrid shard":          ({"model": WIDE, "parallel.zero": 3, "parallel.shard": 2, "cluster.nodes": 8},                 2),
     "a long context":          ({"model": LLAMA, "train.seq": 65536, "train.microbatch": 1, "train.batch": 16},               1),
@@ -53,6 +56,8 @@ FULL: dict[str, tuple[Keys, int | None]] = {
     "an engine that is named": ({"model": SEVEN, "train.precision": "fp32", "engine": "pipe", "parallel.pp": 2, "train.microbatch": 8},  1),
     "more nodes, or fewer with more changes": ({"model": SEVEN, "cluster.nodes": 1, "cluster.gpus": 1, "cluster.device.memory": 24e9,
                                  "cluster.host.memory": 1e11},                                                                4),
+    "moments too wide":        ({"model": SEVEN, "cluster.nodes": 1, "cluster.gpus": 1, "train.microbatch": 1, "parallel.recompute": "full",
+                                 "cluster.device.memory": 95e9, "cluster.host.memory": 1e10},                                  1),
     "1T on one device that is set": ({"model": gpt(128, 25600, 160), "cluster.nodes": 1, "cluster.gpus": 1, "parallel.dp": 1,
                                  "cluster.host.memory": 1e11}, None),
 }
@@ -70,15 +75,18 @@ ORDER = (
     "train.microbatch",
     "parallel.recompute=full",
     "train.attention",
+    "parallel.ep",
     "parallel.tp",
     "parallel.pp",
     "parallel.cp",
     "parallel.offload",
     "engine",
+    "optim.moments",
     "cluster.nodes",
 )
 
 
+@cache
 def full(name: str) -> tuple[Run, Problem]:
     run = with_changes(BASE, FULL[name][0].items())
     plan = make_plan(run)
@@ -153,6 +161,20 @@ def test_a_pipeline_that_keeps_all_forwards_is_offered_1f1b() -> None:
     for others in ({"parallel.pp": 1}, {"parallel.pp": 1, "model": MIXTRAL, "parallel.ep": 2}):
         keys = {key for change in _single_changes(with_changes(run, others.items())) for key, _ in change}
         assert "parallel.schedule" not in keys
+
+
+def test_a_mixture_is_offered_more_expert_ranks_and_other_models_are_not() -> None:
+    _, problem = full("experts on every rank")
+    assert [each for each in problem.changes if each[0].startswith("parallel.ep")]
+    dense = with_changes(BASE, FULL["too few stages"][0].items())
+    assert not any(key == "parallel.ep" for change in _single_changes(dense) for key, _ in change)
+
+
+def test_narrower_moments_are_offered_unless_they_are_so_already() -> None:
+    run, problem = full("moments too wide")
+    assert ("optim.moments=int8",) in problem.changes
+    for others in ({"optim.moments": "bf16"}, {"optim.name": "sgd"}):
+        assert not any(key == "optim.moments" for change in _single_changes(with_changes(run, others.items())) for key, _ in change)
 
 
 def test_one_gpu_gets_the_engine_that_leaves_less_on_it() -> None:

@@ -11,7 +11,7 @@ from ..spec.changed_run import Change, overrides, with_changes
 from ..spec.keys.units import gib_text
 from ..spec.problem import Problem
 from ..spec.run import Run
-from .costs.precision import widths
+from .costs.precision import has_moments, widths
 from .engines import data_ranks, engine_for
 from .estimate import Estimate, Estimator
 from .fixes import SHOWN
@@ -25,7 +25,8 @@ MOST_COMBINED = 3  # changes of which every combination is tried
 OFFLOADS = ("parallel.offload.optimizer", "parallel.offload.parameters")
 WHOLE_SEQUENCE = ("parallel.sequence", False)  # which DeepSpeed wants of tensor-parallel ranks that offload
 MORE_NODES = (2, 4, 8, 16, 32, 64, 128)  # times the nodes of a run
-LARGER_DEGREES = ("parallel.tp", "parallel.pp", "parallel.cp")
+LARGER_DEGREES = ("parallel.ep", "parallel.tp", "parallel.pp", "parallel.cp")
+MOMENTS = ("bf16", "int8")  # narrower than fp32, which change what is trained a little
 
 
 def memory_problem(run: Run, memory: Memory) -> Problem:
@@ -53,7 +54,8 @@ def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
 
     The order is by cost, from the least: saves that training waits for, compiled layers, the loss in chunks, recomputing attention's core,
     a schedule that holds less, sharding over all replicas, splitting what tensor parallelism left whole, sharding more, a smaller
-    micro-batch, recomputing all, more ranks for the model, the host's memory, the engine that leaves less on the device, more nodes.
+    micro-batch, recomputing all, more ranks for the experts, then for the model, the host's memory, the engine that leaves less on the
+    device, narrower moments, more nodes.
     """
     single, peaks = list(dict.fromkeys(_single_changes(run))), _ChangedPeaks(run)
     for size in range(1, MOST_COMBINED + 1):
@@ -212,6 +214,8 @@ def _single_changes(run: Run) -> Iterator[Change]:
         yield tuple([(f"parallel.offload.{name}", False) for name in moved])
     if run.engine == "auto" and data_ranks(run, parallel) == 1 and is_gpu:
         yield (("engine", "zero"),)  # which leaves fewer gradients on the device beside an offloaded optimizer
+    if has_moments(run.optim) and run.optim.moments not in MOMENTS:
+        yield from ((("optim.moments", width),) for width in MOMENTS)
 
 
 def _smaller_microbatches(microbatch: int) -> Iterator[int]:
@@ -222,8 +226,9 @@ def _smaller_microbatches(microbatch: int) -> Iterator[int]:
 
 
 def _larger_degrees(run: Run) -> Iterator[tuple[str, int]]:
-    """Yield (key, degree): twice, four and eight times the ranks of an axis that splits the model, as far as they go."""
-    for axis, most in (("tp", run.cluster.gpus), ("pp", run.model.repeated_layers), ("cp", run.cluster.gpus)):
+    """Yield (key, degree): twice, four and eight times the ranks of an axis that splits experts or the model, as far as they go."""
+    axes = (("ep", run.model.experts), ("tp", run.cluster.gpus), ("pp", run.model.repeated_layers), ("cp", run.cluster.gpus))
+    for axis, most in axes:
         for times in (2, 4, 8):
             degree = getattr(run.parallel, axis) * times
             if degree <= most and (axis != "tp" or run.model.heads % degree == 0):  # rather than pad
