@@ -126,6 +126,8 @@ def test_kernels_are_loaded_early_where_the_first_actions_could_wait_for_each_ot
     for stage, own in enumerate(lists):
         for at, action in enumerate(own):
             first.setdefault((stage, action.kind, action.chunk), at)
+    load_kernels_before_messages(1, name)
+    assert "CUDA_MODULE_LOADING" not in os.environ
     load_kernels_before_messages(stages, name)
     assert ends(lists, posted, chain, {(stage, at) for (stage, _, _), at in first.items()}) == ("CUDA_MODULE_LOADING" not in os.environ)
 

@@ -79,6 +79,7 @@ class StageMessages:
 
     def receive(self, key: MessageKey) -> Tensor:
         """Wait for a message, which the action that has begun needs, and return it; post receives of its sender ahead."""
+        assert self._needs.get(key, 0) <= self._ran, "the action that needs it has not begun"
         stage = self.chain.stage(key.part)
         while key not in self._posted:
             self._post(stage)
