@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,10 @@ def _without_last_commas(arguments: Sequence[str]) -> tuple[list[str], list[Prob
 
 def _conf_problem(confs: Sequence[str], verb: str) -> Problem | None:
     if len(confs) > 1:
-        return Problem(rule="conf", says=f"conf is given {len(confs)} times ({', '.join(confs)})", mend="give it once")
+        says = f"conf is given {len(confs)} times ({', '.join(confs)})"
+        both = shlex.quote(f"conf={','.join(confs)}")
+        compare = f", or compare them with distrain plan -m {both}" if verb == "plan" else ""
+        return Problem(rule="conf", says=says, mend=f"give it once{compare}")
     if not confs:
         return Problem(rule="conf", says="conf=NAME is missing", mend=f"write `distrain {verb} conf=NAME`; `distrain ls` lists the recipes")
     return None if confs[0] else Problem(rule="conf", says="conf= names no recipe", mend="`distrain ls` lists them")

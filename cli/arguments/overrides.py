@@ -18,6 +18,7 @@ from .arguments import syntax_problem
 from .cluster_argument import SHAPE_FORMS, is_shape
 
 MOST_LAYOUTS = 10_000  # layouts of one sweep
+FULLY_SHARDED = ("fsdp", "fsdp2", "full_shard")  # names of others for parallel=zero3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +161,17 @@ def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem 
         if not isinstance(name, str) or name not in options:
             settings: list[str] = []
             if group == "cluster" and value_text(name)[:1].isdigit():
-                mend = f"a size is {SHAPE_FORMS}"
+                mend, settings = _size_mend(value_text(name))
             elif group == "model" and isinstance(name, str) and _is_hf_config(name):
                 settings = [f"model.hf={name}"]
                 mend = f"write {settings[0]}"
             elif group == "optim" and isinstance(name, str) and name in synonym.OPTIMIZERS:
                 settings = f"optim={synonym.OPTIMIZERS[name]}".split(" ")
                 mend = f"write {' '.join(settings)}"
+            elif group == "parallel" and name in FULLY_SHARDED:
+                mend, settings = "write parallel=zero3", ["parallel=zero3"]
+            elif group == "model" and isinstance(name, str) and "/" in name:
+                mend = "for a model of the Hugging Face hub download it and write model.hf=FOLDER; `distrain ls model` lists the others"
             elif isinstance(name, str):
                 mend = config_files.suggest_option(name, options)
             else:
@@ -174,6 +179,14 @@ def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem 
             says = f"{group}={value_text(value)} names no {group}"
             return Problem(rule="option", says=says, mend=mend, settings=tuple(settings))
     return None
+
+
+def _size_mend(name: str) -> tuple[str, list[str]]:
+    """Return what to write for a cluster that begins with a digit, and its settings: 4x8xH100 is a size and a device."""
+    size, _, device = name.rpartition("x")
+    if is_shape(size) and device[:1].isalpha():
+        return f"write cluster={size} device=NAME; `distrain ls device` lists the names", []
+    return f"a size is {SHAPE_FORMS}", []
 
 
 def _is_hf_config(path: str) -> bool:

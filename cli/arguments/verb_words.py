@@ -18,11 +18,16 @@ VERB_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("estimate", "memory", "validate", "check", "lint", "dryrun", "dry-run"), "distrain plan conf=NAME"),
     **dict.fromkeys(("init", "new", "create"), "distrain cp quickstart mine.yaml"),
     **dict.fromkeys(("config", "print", "cat"), "distrain show conf=NAME"),
-    **dict.fromkeys(("status", "compare", "log", "logs", "history"), "distrain report RUN_DIR ..."),
+    **dict.fromkeys(("status", "log", "logs", "history"), "distrain report RUN_DIR ..."),
+    **dict.fromkeys(("compare", "diff"), "distrain plan -m conf=A,B for plans, distrain report RUN_DIR RUN_DIR for runs"),
+    **dict.fromkeys(("average", "average_checkpoints"), "distrain export RUN_DIR DEST --average N"),
+    **dict.fromkeys(("tensorboard", "wandb"), "distrain fit conf=NAME log.sinks=[console,jsonl,{word}]"),
     **dict.fromkeys(("test", "eval", "perplexity"), "distrain evaluate RUN_DIR"),
     **dict.fromkeys(("convert", "save", "push", "merge"), "distrain export RUN_DIR DEST"),
     **dict.fromkeys(("sample", "chat", "infer", "inference", "predict"), "distrain generate RUN_DIR"),
-    **dict.fromkeys(("bench", "benchmark", "profile", "measure"), "distrain calibrate"),
+    **dict.fromkeys(("bench", "benchmark", "measure"), "distrain calibrate"),
+    "profile": "distrain fit conf=NAME log.profile=[FIRST_STEP,LAST_STEP]",
+    "list": "distrain ls",
     **dict.fromkeys(("env", "diagnose", "debug"), "distrain doctor conf=NAME"),
     "version": "distrain --version",
     "completion": "distrain --install-completion",
@@ -39,7 +44,7 @@ def verb_problem(argv: Sequence[str], verbs: Collection[str]) -> Problem:
         verb = rest[0] if rest and rest[0] in verbs else ""
         return Problem(rule="verb", says="no verb help", mend=f"write distrain {verb} --help".replace("  ", " "))
     if word in VERB_WORDS:
-        return Problem(rule="verb", says=f"no verb {word}", mend=f"write {VERB_WORDS[word]}")
+        return Problem(rule="verb", says=f"no verb {word}", mend=f"write {VERB_WORDS[word].format(word=word)}")
     return Problem(rule="verb", says=f"no verb {word}", mend=suggest_name(word, verbs))
 
 

@@ -17,7 +17,8 @@ KEYLESS_ROWS: Mapping[str, str] = {
     "always: text is cut into full sequences, whole examples are packed into one":
         "packing sample_packing eval_sample_packing pad_to_sequence_len group_by_length",
     "every batch is full": "dataloader_drop_last drop_last",
-    "a run goes on to its length; Ctrl-C saves and stops it": "early_stopping early_stopping_patience",
+    "a run goes on to its length; Ctrl-C saves and stops it":
+        "early_stopping early_stopping_patience early_stopping_threshold early_stop patience early_stopping.patience",
     "a run goes on to its length; SIGTERM saves, exits 75, and the same command goes on: #SBATCH --signal=B:TERM@120 sends it in time":
         "exit_duration_in_mins exit_interval exit_signal_handler",
     # optimizer
@@ -112,6 +113,12 @@ KEYLESS_ROWS: Mapping[str, str] = {
         "log_batch_size_to_tensorboard log_learning_rate_to_tensorboard log_world_size_to_tensorboard log_loss_scale_to_tensorboard "
         "log_validation_ppl_to_tensorboard log_timers_to_tensorboard tensorboard_queue_size",
     "a run goes on from its own folder: the same command resumes it": "load resume_checkpoint_path ignore_data_skip",
+    "checkpoint.keep=N keeps the newest N, not the best; evaluate, generate and export take --step N":
+        "keep_best save_best save_best_only checkpoint.best best_checkpoint load_best_model_at_end metric_for_best_model greater_is_better "
+        "save_top_k monitor",
+    "each run folder has metrics.jsonl, a row for each logged step": "csv log.csv csv_logger csv_log",
+    "rows have the norm of all gradients together, not of each layer":
+        "log_grad_norm grad_norm log_gradient_norm log_layer_grad_norms log_params_norm watch",
     "logs are in the run folder, log.dir/name": "logging_dir wandb_save_dir save_tb_folder",
 }
 # fmt: on

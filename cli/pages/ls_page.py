@@ -92,9 +92,9 @@ def _options_and_keys(name: str, config_dir: Path | None) -> tuple[Mapping[str, 
     if files and not options:
         keys = keys_with_part(name)
     if not (files or keys):
-        if same := _same_name(name, groups):
-            raise Unreadable([same])
         files, keys = options_about(name, config_dir), keys_about(name)
+        if same := _same_name(name, groups, is_word=bool(files and keys)):
+            raise Unreadable([same])
     if not (files or keys):
         raise Unreadable([_unknown_name(name, groups)])
     return files, keys
@@ -131,16 +131,16 @@ def _options_named(name: str, groups: tuple[str, ...], config_dir: Path | None) 
     return found
 
 
-def _same_name(name: str, groups: tuple[str, ...]) -> Problem | None:
+def _same_name(name: str, groups: tuple[str, ...], *, is_word: bool) -> Problem | None:
     """The problem that no group and no key is called `name`, where another trainer's key is, or one of ours but for its section or a
-    letter; else None."""
+    letter; else None. `is_word`: options and keys are about it, which say more than our key for another trainer's."""
     from difflib import get_close_matches
 
     from ..keys.key_search import keys_about
     from ..keys.keys import config_keys, same_named_keys
     from ..keys.synonyms import synonym_problem
 
-    if problem := synonym_problem(name):
+    if not is_word and (problem := synonym_problem(name)):
         return problem
     if "." not in name and (near := get_close_matches(name, (*groups, RECIPES, RUNS), n=1, cutoff=ALMOST_SAME)):
         return Problem(rule="group", says=f"no group {name}", mend=f"did you mean {near[0]}?")

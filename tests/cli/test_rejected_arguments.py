@@ -27,6 +27,9 @@ TABLE: list[tuple[str, list[str]]] = [
         ["no verb train: write distrain fit conf=NAME, which trains, and goes on from the newest checkpoint of its run folder"],
     ),
     ("eval runs/x", ["no verb eval: write distrain evaluate RUN_DIR"]),
+    ("diff a b", ["no verb diff: write distrain plan -m conf=A,B for plans, distrain report RUN_DIR RUN_DIR for runs"]),
+    ("profile", ["no verb profile: write distrain fit conf=NAME log.profile=[FIRST_STEP,LAST_STEP]"]),
+    ("tensorboard", ["no verb tensorboard: write distrain fit conf=NAME log.sinks=[console,jsonl,tensorboard]"]),
     ("help", ["no verb help: write distrain --help"]),
     ("help plan", ["no verb help: write distrain plan --help"]),
     ("help nothing", ["no verb help: write distrain --help"]),
@@ -53,7 +56,11 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan quickstart", ["quickstart is neither conf=NAME nor KEY=VALUE: write conf=quickstart"]),
     ("plan quikstart", ["quikstart is neither conf=NAME nor KEY=VALUE: did you mean conf=quickstart?"]),
     ("plan conf=", ["conf= names no recipe: `distrain ls` lists them"]),
-    ("plan conf=quickstart conf=gpt2_124m", ["conf is given 2 times (quickstart, gpt2_124m): give it once"]),
+    (
+        "plan conf=quickstart conf=gpt2_124m",
+        ["conf is given 2 times (quickstart, gpt2_124m): give it once, or compare them with distrain plan -m conf=quickstart,gpt2_124m"],
+    ),
+    ("fit conf=quickstart conf=gpt2_124m", ["conf is given 2 times (quickstart, gpt2_124m): give it once"]),
     ("plan conf=quikstart", ["no recipe quikstart: did you mean quickstart?"]),
     ("plan conf=gpt3", ["no recipe gpt3: did you mean gpt3_175b?"]),
     ("plan conf=./nowhere/mine.yaml", ["conf=./nowhere/mine.yaml: no such file: there is no folder nowhere"]),
@@ -115,6 +122,20 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan conf=quickstart model.hf=/nowhere", ["model.hf=/nowhere: No such file or directory: name a config.json or its folder"]),
     # a cluster's size
     ("plan conf=gpt3_175b cluster=7x8x3x2", [f"cluster=7x8x3x2 has 4 numbers: write {SIZES}"]),
+    (
+        "plan conf=gpt3_175b cluster=4x8xH100",
+        ["cluster=4x8xH100 names no cluster: write cluster=4x8 device=NAME; `distrain ls device` lists the names"],
+    ),
+    ("plan conf=gpt3_175b parallel=fsdp", ["parallel=fsdp names no parallel: write parallel=zero3"]),
+    (
+        "plan conf=gpt3_175b model=org/name",
+        [
+            (
+                "model=org/name names no model: for a model of the Hugging Face hub download it and write model.hf=FOLDER; "
+                "`distrain ls model` lists the others"
+            )
+        ],
+    ),
     ("plan conf=gpt3_175b cluster=128", [f"cluster=128 names no cluster: a size is {SIZES}"]),
     ("plan conf=gpt3_175b cluster=0x8", ["cluster=0x8 has a 0: every number is at least 1"]),
     ("plan conf=gpt3_175b cluster=7x3x5", ["cluster=7x3x5 is 105 GPUs, not a multiple of the 8 in a node: cluster=8x3x5 is 120"]),

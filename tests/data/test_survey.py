@@ -263,7 +263,8 @@ def test_carriage_returns_are_remarked_on(tmp_path: Path) -> None:
 def test_a_remark_is_made_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINE * 100)
     lines = ask("prepare", 50257, name="text", path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
-    assert remarks(lines) == ["data.tokenizer=bytes has 256 ids, but model.vocab=50257: the other ids never occur"]
+    says = "data.tokenizer=bytes has 256 ids, but model.vocab=50257: the other ids never occur"
+    assert remarks(lines) == [f"{says}; published weights need their own tokenizer: data.tokenizer=FOLDER"]
 
 
 def test_the_survey_ends_when_its_reader_is_gone() -> None:

@@ -191,3 +191,7 @@ def test_weights_of_another_model_are_refused_key_by_key(neox: Path, tmp_path: P
     assert f"set model.hf={tmp_path / 'weights'} to take its sizes" in said
     missing = load_recipe("quickstart", [*words(neox, 1, 0), f"model.weights={tmp_path / 'nowhere'}", f"log.dir={tmp_path}"])
     assert "is not a folder" in str(next(weight_problems(missing)))
+    (tmp_path / "run.json").write_text("{}")
+    trained = replace(missing, model=replace(missing.model, weights=str(tmp_path)))
+    mend = f"write `distrain export {tmp_path} {tmp_path}_hf` and set model.weights={tmp_path}_hf"
+    assert [str(each) for each in weight_problems(trained)] == [f"model.weights={tmp_path} is a run folder: {mend}"]

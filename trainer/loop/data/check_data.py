@@ -160,7 +160,8 @@ def _load_tokenizer(data: Data, vocab: int, remark: Remark) -> Tokenizer:
         says = f"data.tokenizer={data.tokenizer} has ids up to {by.size - 1}, but model.vocab={vocab}"
         raise data_error(says, f"set model.vocab={by.size}")
     if vocab > _PADDED * by.size + 1024:
-        remark(f"data.tokenizer={data.tokenizer} has {by.size:,} ids, but model.vocab={vocab}: the other ids never occur")
+        hint = "; published weights need their own tokenizer: data.tokenizer=FOLDER" if isinstance(by, ByteTokenizer) else ""
+        remark(f"data.tokenizer={data.tokenizer} has {by.size:,} ids, but model.vocab={vocab}: the other ids never occur{hint}")
     if by.end is None:
         remark(f"data.tokenizer={data.tokenizer} names no end-of-document token, so documents run together: data.end=ID sets one")
     return by

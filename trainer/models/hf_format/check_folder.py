@@ -138,7 +138,12 @@ def _missing_config(folder: Path) -> Iterator[Problem]:
     """Yield a problem where a folder has no config.json."""
     if not (folder / "config.json").is_file():
         why = "holds no config.json" if folder.is_dir() else "is not a folder"
-        mend = download_mend(folder, "model.weights")
+        exported = f"{folder}_hf"
+        if (folder / "run.json").is_file():
+            why = "is a run folder"
+            mend = f"write `distrain export {folder} {exported}` and set model.weights={exported}"
+        else:
+            mend = download_mend(folder, "model.weights")
         mend = mend or "name a folder with config.json and .safetensors, as transformers' save_pretrained writes it"
         yield Problem(rule="weights", says=f"model.weights={folder} {why}", mend=mend)
 
