@@ -28,7 +28,7 @@ from ...trainer.spec.run import Cluster
 from ..show_help import show_help
 from . import case_runs, frameworks
 from .measured import step_seconds
-from .predict import predict
+from .predict import predicted_seconds
 
 PRIOR, NARROW_PRIOR = 0.3, 0.08  # deviations of a factor's logarithm: of a constant, of a framework's rate
 HELD_OUT_PRIOR = 0.7  # of a constant where a case is held out: it may be what only that case has told
@@ -107,7 +107,7 @@ class Constants:
 def log_ratios(cases: Sequence[case_runs.Case], constants: Constants, factors: Factors) -> Any:
     """Return the logarithm of planned over measured step seconds of each case."""
     constants.scale(factors)
-    return np.array([log((predict(case).step_seconds or 0.0) / (step_seconds(case) or 1.0)) for case in cases])
+    return np.array([log(predicted_seconds(case) / (step_seconds(case) or 1.0)) for case in cases])
 
 
 def slopes_of(cases: Sequence[case_runs.Case], constants: Constants, ratios: Any) -> Any:

@@ -10,7 +10,7 @@ from ...trainer.plan.costs.cost_context import CostContext
 from ...trainer.plan.costs.local_tensors import LocalTensors, block_split
 from ...trainer.plan.error_bars import Planned, memory_bar, step_bar
 from ...trainer.plan.layout.layout import Layout
-from ...trainer.plan.layout_cost import LayoutCost, layout_cost, stage_bytes
+from ...trainer.plan.layout_cost import LayoutCost, StepSeconds, layout_cost, stage_bytes
 from ...trainer.plan.layout_of_run import layout_of_run
 from ...trainer.plan.rules.rules import broken_rules
 from ...trainer.spec.problem import Unreadable
@@ -90,7 +90,13 @@ class RunCost(NamedTuple):
     capacity: int
 
 
-def _cost(case: Case, run: Run) -> RunCost:
+def predicted_seconds(case: Case) -> float:
+    """The seconds of a step alone, of a case that can be planned."""
+    return sum(each.share * _timed_layout(case, each.run)[3].step for each in runs_of_case(case))
+
+
+def _timed_layout(case: Case, run: Run) -> tuple[CostContext, Layout, LayoutCost, StepSeconds]:
+    """Return how a case's framework lays a run out, and what that costs."""
     context = CostContext(run)
     layout = layout_of_run(context, run.parallel, run.train.microbatch)
     if not framework_of(case["framework"] or "").scatters:
@@ -98,13 +104,18 @@ def _cost(case: Case, run: Run) -> RunCost:
     cost = layout_cost(context, layout)
     if cost.seconds is None:
         raise Inexpressible(f"no rate of {run.cluster.device.name} is known in {run.train.precision}")
+    return context, layout, cost, cost.seconds
+
+
+def _cost(case: Case, run: Run) -> RunCost:
+    context, layout, cost, seconds = _timed_layout(case, run)
     kind = case["measured"].get("peak_mem_kind") or ""
     totals = _stage_totals(case, context, layout, cost)
     fullest = totals.index(max(totals))
     of_first_rank = framework_of(case["framework"] or "").of_first_rank
     stage = layout.mesh.pp - 1 if "last rank" in kind else 0 if of_first_rank else fullest
     seen = _seen_bytes(case, totals[stage], context.device_context)
-    return RunCost(cost.seconds.step, seen, stage, _least_peak(case, context, layout, totals), context.capacity)
+    return RunCost(seconds.step, seen, stage, _least_peak(case, context, layout, totals), context.capacity)
 
 
 def _least_peak(case: Case, context: CostContext, layout: Layout, totals: list[int]) -> int:
@@ -150,9 +161,9 @@ def _stage_totals(case: Case, context: CostContext, layout: Layout, cost: Layout
         products = _second_products(context, layout)
     loss, layer = _logit_bytes(case, layout.parallel.tp), cost.blocks.layer
     backward = layer.temporary - products  # of the last layer, which holds all that it recomputes
-    beside, totals = _bytes_beside(case, context.run), []
+    beside, totals, counts = _bytes_beside(case, context.run), [], layout_cost(context, papers).kinds
     for stage, at in enumerate(layout.partition.kind_of_stage):
-        held, counted = cost.kinds[at], layout_cost(context, papers).kinds[at].logits
+        held, counted = cost.kinds[at], counts[at].logits
         saved = held.passes.saved + layout.partition.kinds[at].layers * products
         total = stage_bytes(layout, held._replace(passes=held.passes._replace(saved=saved)), stage) - held.logits - layer.recomputed
         totals.append(total + beside * held.states.elements.parameters + max(counted * loss // LOSS, backward))

@@ -19,6 +19,7 @@ from distrain.scripts.published.case_runs import cluster_of
 from distrain.scripts.published.fit_constants import DELTA, NAMES, Constants, held_out, log_ratios, slopes_of
 from distrain.scripts.published.frameworks import framework_of
 from distrain.scripts.published.measured import step_seconds
+from distrain.scripts.published.predict import predict
 from distrain.trainer.plan import error_bars
 from distrain.trainer.plan.error_bars import MEMORY_BARS, STEP_BARS, BarRule, Planned, memory_bar, step_bar
 from distrain.trainer.plan.plan import make_plan
@@ -207,6 +208,8 @@ def test_a_constant_changes_the_plans_that_read_it_alone() -> None:
     some = list({case["id"]: case for case in kinds.values()}.values())
     constants = Constants()
     ratios = log_ratios(some, constants, {})
+    planned = [exp(ratio) * (step_seconds(case) or 0.0) for ratio, case in zip(ratios, some, strict=True)]
+    assert planned == pytest.approx([predict(case).step_seconds for case in some])
     found = slopes_of(some, constants, ratios)
     every = np.stack([(log_ratios(some, constants, {name: DELTA}) - ratios) / DELTA for name in NAMES], axis=1)
     constants.scale({})

@@ -177,6 +177,9 @@ def compare_layout(layout: str) -> int:
         "tp": [tuple(range(at * tp, at * tp + tp)) for at in range(ep)],
     }
 
+    for model in MODELS:  # once, for all the ranks that are forked
+        unsplit_results(model, ep)
+
     def run_rank(rank: int) -> None:
         groups: dict[GroupName, Group] = {}
         for name, ranks in rows.items():
