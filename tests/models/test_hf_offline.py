@@ -105,7 +105,8 @@ def test_the_plan_counts_the_parameters_that_a_token_uses(model_type: str, tmp_p
 def test_zero_3_is_planned_to_gather_a_layer_at_a_time(tmp_path: Path) -> None:
     """As the papers have it: two layers' weights, the one that computes and the one gathered ahead, and one layer's gradients."""
     run, module = small_causal_lm("qwen3_moe", tmp_path)
-    changes = [("engine", "papers"), ("cluster.gpus", 2), ("cluster.device.kind", "cuda"), ("parallel.zero", 3)]
+    device = [("cluster.device.kind", "cuda"), ("cluster.device.dispatch", 6e-5)]
+    changes = [("engine", "papers"), ("cluster.gpus", 2), *device, ("parallel.zero", 3)]
     plan = make_plan(with_changes(run, changes))
     assert plan.memory is not None
     sizes: dict[str, int] = {}
