@@ -161,7 +161,7 @@ def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem 
         if not isinstance(name, str) or name not in options:
             settings: list[str] = []
             if group == "cluster" and value_text(name)[:1].isdigit():
-                mend, settings = _size_mend(value_text(name))
+                mend = _size_mend(value_text(name))
             elif group == "model" and isinstance(name, str) and _is_hf_config(name):
                 settings = [f"model.hf={name}"]
                 mend = f"write {settings[0]}"
@@ -181,12 +181,12 @@ def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem 
     return None
 
 
-def _size_mend(name: str) -> tuple[str, list[str]]:
-    """Return what to write for a cluster that begins with a digit, and its settings: 4x8xH100 is a size and a device."""
+def _size_mend(name: str) -> str:
+    """Return what to write for a cluster that begins with a digit: 4x8xH100 is a size and a device."""
     size, _, device = name.rpartition("x")
     if is_shape(size) and device[:1].isalpha():
-        return f"write cluster={size} device=NAME; `distrain ls device` lists the names", []
-    return f"a size is {SHAPE_FORMS}", []
+        return f"write cluster={size} device=NAME; `distrain ls device` lists the names"
+    return f"a size is {SHAPE_FORMS}"
 
 
 def _is_hf_config(path: str) -> bool:

@@ -10,14 +10,8 @@ from ...trainer.spec.read import accepts, value_text
 from .synonym import Synonym
 from .synonym_rows import ROWS
 
-TOP_LEVEL_ONLY = (
-    "optimizer",
-    "lr",
-    "block_size",
-    "gpus",
-    "nodes",
-    "patience",
-)  # names that mean another thing in a section, so they match only without one
+# Names that mean another thing in a section, so they match only without one.
+TOP_LEVEL_ONLY = ("optimizer", "lr", "block_size", "gpus", "nodes", "patience")
 EPOCHS = "num_train_epochs"  # a key whose problem says how many steps they are, where the data are here
 
 
