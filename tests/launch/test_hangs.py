@@ -19,9 +19,10 @@ from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.held_step import HeldStep
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.trainer.launch.goodput import GoodputMeter
-from distrain.trainer.launch.rank.log import RankLog
+from distrain.trainer.launch.rank.log import RankLog, RemoteLog
 from distrain.trainer.launch.single_host import launch_local_ranks
-from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome
+from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome, failure_text
+from distrain.trainer.launch.supervisor.rank_record import RankRecord
 from distrain.trainer.launch.supervisor.watchdog import Watchdog, hung_rank, stack_location
 from distrain.trainer.launch.watchdog_times import load_watchdog, save_phase_times
 from distrain.trainer.spec.numbers.as_text import plural
@@ -95,8 +96,23 @@ HUNG_RANKS = (
 
 @pytest.mark.parametrize(("states", "rank", "why"), HUNG_RANKS)
 def test_the_rank_that_holds_the_others_up_is_named(states: list[dict[str, Any]], rank: int, why: str) -> None:
-    blamed, reason = hung_rank([IdleRank(number, **state) for number, state in enumerate(states)], 100.0)
-    assert (blamed.rank, reason) == (rank, why)
+    hang = hung_rank([IdleRank(number, **state) for number, state in enumerate(states)], 100.0)
+    assert (hang.rank.rank, hang.why) == (rank, why)
+    assert hang.stands_out == ("no other rank is further" not in why)
+
+
+@pytest.mark.parametrize(("fates", "stands_out"), [(("hung", ""), True), (("hung with all", ""), False)])
+def test_a_hang_is_recorded_with_whether_its_rank_stands_out(fates: tuple[str, str], stands_out: bool, tmp_path: Path) -> None:
+    rank = RankRecord(0, RemoteLog(tmp_path), "a (device 0)")
+    rank.record_hang("no progress", stands_out=stands_out)
+    rank.record_end(-9)
+    assert rank.outcome is not None
+    assert (rank.outcome.fate, rank.outcome.fault) == fates
+    assert failure_text(rank.outcome).startswith("rank 0 on a (device 0) hung")
+
+
+def test_a_rank_without_others_stands_out() -> None:
+    assert hung_rank([IdleRank(0, step=7)], 100.0).stands_out
 
 
 # fmt: off

@@ -76,9 +76,9 @@ class RankRecord:
         if self.outcome.has_succeeded:  # its last phase was the exit, or the save of a rank that was asked to stop
             self._note_progress("ended")
 
-    def record_hang(self, problem: str) -> None:
-        """Record that it hung; it is about to be killed."""
-        self.fate = "hung"
+    def record_hang(self, problem: str, *, stands_out: bool) -> None:
+        """Record that it hung; it is about to be killed. Unless it `stands_out`, any rank may have held the others up."""
+        self.fate = "hung" if stands_out else "hung with all"
         self.problem = self.problem or problem
 
     def _record(self, kind: str, content: Any) -> None:

@@ -120,8 +120,8 @@ class Supervisor:
                 rank.dump_stacks()
         elif time.monotonic() >= self._read_stacks_at:
             self._watchdog.note_timeout(self._running_ranks(), self._ranks, idle)
-            rank, why = hung_rank(self._running_ranks(), idle)
-            rank.record_hang(why)
+            hang = hung_rank(self._running_ranks(), idle)
+            hang.rank.record_hang(hang.why, stands_out=hang.stands_out)
             self._kill_at = time.monotonic()
 
     def _end_together(self) -> None:

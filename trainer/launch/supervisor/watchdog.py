@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 PATIENCE = 120.0  # least seconds that any phase may take
 PHASE_FACTOR = 10  # times PATIENCE for a phase not seen before (a start, the first step, a save), times the longest so far for any other
@@ -86,23 +86,34 @@ class Watchdog:
         return max(self.seen.get(phase, 0.0), *(rank.longest.get(phase, 0.0) for rank in ranks))
 
 
-def hung_rank(running: Sequence[Rank], idle: float) -> tuple[Rank, str]:
-    """Return the rank that most likely holds the others up after `idle` seconds without progress, and the reason."""
+class Hang(NamedTuple, Generic[Rank]):
+    """The rank that most likely holds the others up, and the reason. Where none `stands_out` it is the first."""
+
+    rank: Rank
+    why: str
+    stands_out: bool = True
+
+
+def hung_rank(running: Sequence[Rank], idle: float) -> Hang[Rank]:
+    """Return the rank that most likely holds the others up after `idle` seconds without progress.
+
+    Ranks that wait for a message are all at the same line where a device sends it, as over NCCL: then no rank stands out.
+    """
     for_ = f"no progress for {idle:.0f} s"
     behind, ahead = min(running, key=_step), max(running, key=_step)
     if _step(behind) < _step(ahead):
-        return behind, f"{for_}, while others are {_at_step(ahead)}"
+        return Hang(behind, f"{for_}, while others are {_at_step(ahead)}")
     mute = [rank for rank in running if not rank.stack_lines()]
     if mute and len(mute) < len(running):
-        return mute[0], f"{for_}, and it does not answer" + _others(mute)
+        return Hang(mute[0], f"{for_}, and it does not answer" + _others(mute))
     locations = {rank.rank: where for rank in running if (where := stack_location(rank.stack_lines()))}  # some stacks have no location
     usual = next((where for where, _ in Counter(locations.values()).most_common(1)), "")
     odd = [rank for rank in running if locations.get(rank.rank, usual) != usual]
     if odd:
-        return odd[0], f"{for_}; it is in {locations[odd[0].rank]}, others are in {usual}" + _others(odd)
+        return Hang(odd[0], f"{for_}; it is in {locations[odd[0].rank]}, others are in {usual}" + _others(odd))
     which = "all" if len(locations) == len(running) else f"{len(locations)} of {len(running)}"
     all_ = f"; {which} are in {usual}" if usual else "; none answers" if mute else ""
-    return running[0], f"{for_}, and no other rank is further{all_}"
+    return Hang(running[0], f"{for_}, and no other rank is further{all_}", stands_out=len(running) == 1)
 
 
 def stack_location(stack: Sequence[str]) -> str:
