@@ -25,8 +25,8 @@ class StageMessages:
 
     Between two stages messages keep the order in which their sender computes them, in each direction on a process group of its own, so
     that no message waits for one of the other direction. A receive is posted before it is needed (`receives_ahead` says how long
-    before), but not before all of this stage's actions have run that its message depends on: a posted receive is a kernel that waits on a
-    GPU, and CUDA may wait for all kernels when it loads another or frees memory ("Lazy Loading" in the CUDA programming guide), so that an
+    before). On a GPU it is not posted before all of this stage's actions have run that its message depends on: it is a kernel that waits,
+    and CUDA may wait for all kernels when it loads another or frees memory ("Lazy Loading" in the CUDA programming guide), so that an
     action would wait for a message that waits for it. A send keeps its tensor until it is gone. Messages that a step without a flush has
     not received are those that the next one receives first.
     """
@@ -37,7 +37,7 @@ class StageMessages:
         self.ranks = group.ranks if group else ()
         self._receives_ahead = receives_ahead(chain.chunks)
         self._listed: Sequence[Sequence[Action]] = ()  # the actions of the step
-        self._needs: dict[MessageKey, int] = {}  # how many of this stage's own actions each message of the step depends on
+        self._needs: dict[MessageKey, int] = {}  # on a GPU: how many of this stage's own actions each message of the step depends on
         self._ran = 0  # of this stage's actions
         self._up = group.handle if group else None  # to stages of a higher number
         self._down = _second_group(grid) if group else None
@@ -52,7 +52,7 @@ class StageMessages:
     def begin(self, actions: Sequence[Sequence[Action]], like: Tensor, device: torch.device) -> None:
         """Begin a step in which every stage runs its actions; `like` has the shape and type of every message."""
         self._like, self._device = like, device
-        if actions is not self._listed:
+        if actions is not self._listed and device.type != "cpu":
             self._listed, self._needs = actions, own_actions_needed(self.stage, actions, self.chain)
         for stage, own in enumerate(actions):
             for to, keys in self.chain.sends(stage, own).items():
