@@ -8,9 +8,9 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.valid_run import BASE, Keys, fixed_run, gpt
-from distrain.trainer.plan.memory_fixes import _single_changes
+from distrain.trainer.plan.memory_fixes import _single_changes, fitting_changes
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.spec.changed_run import with_changes
+from distrain.trainer.spec.changed_run import overrides, with_changes
 from distrain.trainer.spec.keys.units import gib_text
 from distrain.trainer.spec.problem import Problem
 from distrain.trainer.spec.run import Model, Run
@@ -138,11 +138,14 @@ def test_every_fitting_change_fits_in_the_bytes_shown(name: str) -> None:
 def test_the_smallest_changes_come_first(name: str) -> None:
     _, problem = full(name)
     places = [steps(change) for change in problem.changes]
-    adds_nodes = bool(places) and ORDER.index("cluster.nodes") in dict(places[0])
+    nodes = ORDER.index("cluster.nodes")
+    adds_nodes = any(nodes in dict(each) for each in places)
     alike = places[:1] if adds_nodes else places  # after it, one of fewer keys and more nodes
     assert [len(each) for each in alike] == [FULL[name][1]] * len(alike)
     assert places == sorted(places) or adds_nodes
-    assert len({number for each in problem.changes for number in each if number.startswith("cluster.nodes")}) == len(places) * adds_nodes
+    assert len({number for each in problem.changes for number in each if number.startswith("cluster.nodes")}) == sum(
+        nodes in dict(each) for each in places
+    )
     assert (not places) == (FULL[name][1] is None)
 
 
@@ -170,11 +173,20 @@ def test_a_mixture_is_offered_more_expert_ranks_and_other_models_are_not() -> No
     assert not any(key == "parallel.ep" for change in _single_changes(dense) for key, _ in change)
 
 
-def test_narrower_moments_are_offered_unless_they_are_so_already() -> None:
+def test_narrower_moments_are_offered_where_no_layout_fits_and_no_narrower_than_they_need_be() -> None:
     run, problem = full("moments too wide")
-    assert ("optim.moments=int8",) in problem.changes
-    for others in ({"optim.moments": "bf16"}, {"optim.name": "sgd"}):
-        assert not any(key == "optim.moments" for change in _single_changes(with_changes(run, others.items())) for key, _ in change)
+    assert problem.changes[0] == ("optim.moments=bf16",)
+    assert any(word.startswith("cluster.nodes") for word in problem.changes[1])
+    for others, offered in (
+        ({"cluster.device.memory": 75e9}, ["optim.moments=int8"]),
+        ({"cluster.device.memory": 75e9, "optim.moments": "bf16"}, ["optim.moments=int8"]),
+        ({"cluster.host.memory": 1e12}, []),
+        ({"optim.name": "sgd", "optim.momentum": 0.9, "optim.moments": "int8", "cluster.device.memory": 40e9}, []),
+        ({"optim.name": "sgd", "cluster.device.memory": 40e9}, []),
+    ):
+        changes = [overrides(change) for change, _ in fitting_changes(with_changes(run, others.items()))]
+        assert changes
+        assert [word for change in changes for word in change if word.startswith("optim.")] == offered
 
 
 def test_one_gpu_gets_the_engine_that_leaves_less_on_it() -> None:

@@ -26,7 +26,7 @@ OFFLOADS = ("parallel.offload.optimizer", "parallel.offload.parameters")
 WHOLE_SEQUENCE = ("parallel.sequence", False)  # which DeepSpeed wants of tensor-parallel ranks that offload
 MORE_NODES = (2, 4, 8, 16, 32, 64, 128)  # times the nodes of a run
 LARGER_DEGREES = ("parallel.ep", "parallel.tp", "parallel.pp", "parallel.cp")
-MOMENTS = ("bf16", "int8")  # narrower than fp32, which change what is trained a little
+MOMENTS = ("fp32", "bf16", "int8")  # the optimizer's, from the widest; they change what is trained a little
 
 
 def memory_problem(run: Run, memory: Memory) -> Problem:
@@ -50,7 +50,7 @@ def memory_problem(run: Run, memory: Memory) -> Problem:
 
 def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
     """Yield changes with which a run fits, and the peak bytes then: of one key; if there are none, of two, then of three, then one of more
-    keys, then with more nodes.
+    keys; then one with narrower moments, and those with more nodes.
 
     The order is by cost, from the least: saves that training waits for, compiled layers, the loss in chunks, recomputing attention's core,
     a schedule that holds less, sharding over all replicas, splitting what tensor parallelism left whole, sharding more, a smaller
@@ -67,7 +67,17 @@ def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
     if several is not None:
         yield several
         return
+    yield from _changes_with_narrower_moments(run, single, peaks)
     yield from _changes_with_more_nodes(run, single, peaks)
+
+
+def _changes_with_narrower_moments(run: Run, single: list[Change], peaks: _ChangedPeaks) -> Iterator[tuple[Change, int]]:
+    """Yield one change with which a run fits whose moments are narrower, but no narrower than they need be."""
+    for width in MOMENTS[MOMENTS.index(run.optim.moments) + 1 :] if has_moments(run.optim) else ():
+        several = next(_changes_of_many_keys(single, peaks, (("optim.moments", width),)), None)
+        if several is not None:
+            yield several
+            return
 
 
 def _changes_with_more_nodes(run: Run, single: list[Change], peaks: _ChangedPeaks) -> Iterator[tuple[Change, int]]:
@@ -85,16 +95,16 @@ def _changes_with_more_nodes(run: Run, single: list[Change], peaks: _ChangedPeak
             yield several
 
 
-def _changes_of_many_keys(single: list[Change], peaks: _ChangedPeaks, nodes: Change = ()) -> Iterator[tuple[Change, int]]:
-    """Yield changes of many keys with which a run fits: beside each set of at most two larger degrees (none, with more nodes) the strongest
-    value of every other key that is legal with them, less each change that is not needed."""
+def _changes_of_many_keys(single: list[Change], peaks: _ChangedPeaks, first: Change = ()) -> Iterator[tuple[Change, int]]:
+    """Yield changes of many keys with which a run fits: beside the `first`, or each set of at most two larger degrees, the strongest value
+    of every other key that is legal with them, less each change that is not needed."""
     degrees = [change for change in single if change[0][0] in LARGER_DEGREES]
     whole = [change[:1] for change in single if change[0] == WHOLE_SEQUENCE]
     strongest = {change[0][0]: change for change in single if len(change) == 1 and change not in degrees}
-    for start in ((), *whole, *(() if nodes else (*degrees, *_combined_changes(degrees, 2)))):
+    for start in ((), *whole, *(() if first else (*degrees, *_combined_changes(degrees, 2)))):
         for left_out in (0, 1, 2):  # of the two that move states to the host, whose memory may not hold them
             some = [change for key, change in strongest.items() if key not in OFFLOADS[2 - left_out :]]
-            taken = peaks.legal_together([(pair,) for pair in (*nodes, *start)], some)
+            taken = peaks.legal_together([(pair,) for pair in (*first, *start)], some)
             if peaks.fitting_change(_joined(taken)) is not None:
                 least = min((_without_needless(order, taken, peaks) for order in (taken[::-1], taken)), key=len)
                 each = peaks.fitting_change(_joined(least))
@@ -214,8 +224,6 @@ def _single_changes(run: Run) -> Iterator[Change]:
         yield tuple([(f"parallel.offload.{name}", False) for name in moved])
     if run.engine == "auto" and data_ranks(run, parallel) == 1 and is_gpu:
         yield (("engine", "zero"),)  # which leaves fewer gradients on the device beside an offloaded optimizer
-    if has_moments(run.optim) and run.optim.moments not in MOMENTS:
-        yield from ((("optim.moments", width),) for width in MOMENTS)
 
 
 def _smaller_microbatches(microbatch: int) -> Iterator[int]:
