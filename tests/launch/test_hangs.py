@@ -98,10 +98,31 @@ HUNG_RANKS = (
 def test_the_rank_that_holds_the_others_up_is_named(states: list[dict[str, Any]], rank: int, why: str) -> None:
     hang = hung_rank([IdleRank(number, **state) for number, state in enumerate(states)], 100.0)
     assert (hang.rank.rank, hang.why) == (rank, why)
-    assert hang.stands_out == ("no other rank is further" not in why)
 
 
-@pytest.mark.parametrize(("fates", "stands_out"), [(("hung", ""), True), (("hung with all", ""), False)])
+# fmt: off
+STANDING_OUT = (
+    ([{"step": 6}, {"step": 7}],                                            True),
+    ([{"step": 6}, {"step": 6}, {"step": 7}, {"step": 7}, {"step": 7}],     True),
+    ([{"step": 6}] * 2 + [{"step": 7}],                                     False),
+    ([{"step": 7}, {"step": 7, "stack": written_stack("a")}],               True),
+    ([{"step": 7}] * 2 + [{"step": 7, "stack": written_stack("a")}],        False),
+    ([{"step": 7, "stack": written_stack(name)} for name in "aba"],         True),
+    ([{"step": 7, "stack": written_stack(name)} for name in "ab"],          False),
+    ([{"step": 7, "stack": written_stack(name)} for name in "abcd"],        False),
+    ([{"step": 7, "stack": written_stack("a")}] * 3,                        False),
+    ([{"step": 7}] * 3,                                                     False),
+    ([{"step": 7}],                                                         True),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("states", "stands_out"), STANDING_OUT)
+def test_a_rank_stands_out_where_few_are_as_it_is(states: list[dict[str, Any]], stands_out: bool) -> None:
+    assert hung_rank([IdleRank(number, **state) for number, state in enumerate(states)], 100.0).stands_out == stands_out
+
+
+@pytest.mark.parametrize(("fates", "stands_out"), [(("hung", ""), True), (("hung with others", ""), False)])
 def test_a_hang_is_recorded_with_whether_its_rank_stands_out(fates: tuple[str, str], stands_out: bool, tmp_path: Path) -> None:
     rank = RankRecord(0, RemoteLog(tmp_path), "a (device 0)")
     rank.record_hang("no progress", stands_out=stands_out)
@@ -109,10 +130,6 @@ def test_a_hang_is_recorded_with_whether_its_rank_stands_out(fates: tuple[str, s
     assert rank.outcome is not None
     assert (rank.outcome.fate, rank.outcome.fault) == fates
     assert failure_text(rank.outcome).startswith("rank 0 on a (device 0) hung")
-
-
-def test_a_rank_without_others_stands_out() -> None:
-    assert hung_rank([IdleRank(0, step=7)], 100.0).stands_out
 
 
 # fmt: off

@@ -363,7 +363,7 @@ AVOIDED: tuple[tuple[list[Outcome], dict[str, str]], ...] = (
     ([failed_outcome(1, "b (device 0)", "stuck")],                                {"b": "at fault 2 times"}),
     ([failed_outcome(1, "b (device 0)", "ended", fault="device")],                {"b": "its device computes wrong"}),
     ([failed_outcome(1, "b (device 0)", "ended", fault="machine")] * 2,           {}),
-    ([failed_outcome(1, "b (device 0)", "hung with all")] * 2,                    {}),
+    ([failed_outcome(1, "b (device 0)", "hung with others")] * 2,                    {}),
     ([failed_outcome(1, "(device 0)")] * 2,                                       {}),
     ([Outcome(status=1, ranks=(), hosts=("c",))],                                 {"c": "it could not be used"}),
 )

@@ -29,9 +29,9 @@ class HostFaults:
     def count(self, outcome: Outcome) -> None:
         """Count the fault of a failed attempt: as many as make a host avoided where a rank is stuck in the kernel, which holds its device,
         or a device computes wrong. A rank that only lost its peer does not count, nor one whose device need not be the one at fault, nor
-        one that hung as all others did."""
+        one that hung and does not stand out."""
         cause = outcome.root_cause
-        if cause is not None and cause.host and not cause.has_lost_peer and cause.fault != "machine" and cause.fate != "hung with all":
+        if cause is not None and cause.host and not cause.has_lost_peer and cause.fault != "machine" and cause.fate != "hung with others":
             self.count_by_host[cause.host] += MOST_FAULTS if cause.fate == "stuck" or cause.fault == "device" else 1
             if cause.fault == "device":
                 self.wrong.add(cause.host)

@@ -16,7 +16,7 @@ TRAINED, FAILED = 0, 1
 TAIL_LINES = 20  # of a log, that an outcome keeps
 MAX_CAUSE = 400  # characters
 
-Fate = Literal["ended", "agent died", "stuck", "hung", "hung with all", "lost"]
+Fate = Literal["ended", "agent died", "stuck", "hung", "hung with others", "lost"]
 
 # Likely causes of a signal that the controller did not send, where its name says too little.
 _LIKELY_CAUSES: dict[int, str] = {
@@ -195,7 +195,7 @@ def failure_text(failed: RankOutcome) -> str:
 def _how(failed: RankOutcome) -> str:
     if failed.fate == "stuck":
         return "does not die of SIGKILL: its process is stuck in the kernel, most likely in a driver or a file system"
-    if failed.fate in ("hung", "hung with all", "lost"):
+    if failed.fate in ("hung", "hung with others", "lost"):
         return "was lost" if failed.fate == "lost" else "hung"
     if failed.problem and failed.killed:
         return "failed and had to be killed"

@@ -78,7 +78,7 @@ class RankRecord:
 
     def record_hang(self, problem: str, *, stands_out: bool) -> None:
         """Record that it hung; it is about to be killed. Unless it `stands_out`, any rank may have held the others up."""
-        self.fate = "hung" if stands_out else "hung with all"
+        self.fate = "hung" if stands_out else "hung with others"
         self.problem = self.problem or problem
 
     def _record(self, kind: str, content: Any) -> None:

@@ -87,33 +87,41 @@ class Watchdog:
 
 
 class Hang(NamedTuple, Generic[Rank]):
-    """The rank that most likely holds the others up, and the reason. Where none `stands_out` it is the first."""
+    """The rank that most likely holds the others up, and the reason. Unless it `stands_out` it may well be another."""
 
     rank: Rank
     why: str
-    stands_out: bool = True
+    stands_out: bool
 
 
 def hung_rank(running: Sequence[Rank], idle: float) -> Hang[Rank]:
     """Return the rank that most likely holds the others up after `idle` seconds without progress.
 
-    Ranks that wait for a message are all at the same line where a device sends it, as over NCCL: then no rank stands out.
+    It stands out if it alone, or a minority, is behind or does not answer, or if a minority is at other lines than the rest. Ranks that
+    wait for a message are all at the same line where a device sends it, as over NCCL: then none does.
     """
     for_ = f"no progress for {idle:.0f} s"
     behind, ahead = min(running, key=_step), max(running, key=_step)
     if _step(behind) < _step(ahead):
-        return Hang(behind, f"{for_}, while others are {_at_step(ahead)}")
+        late = [rank for rank in running if _step(rank) == _step(behind)]
+        stands_out = len(late) == 1 or _is_minority(late, running)
+        return Hang(behind, f"{for_}, while others are {_at_step(ahead)}", stands_out)
     mute = [rank for rank in running if not rank.stack_lines()]
     if mute and len(mute) < len(running):
-        return Hang(mute[0], f"{for_}, and it does not answer" + _others(mute))
+        return Hang(mute[0], f"{for_}, and it does not answer" + _others(mute), len(mute) == 1 or _is_minority(mute, running))
     locations = {rank.rank: where for rank in running if (where := stack_location(rank.stack_lines()))}  # some stacks have no location
     usual = next((where for where, _ in Counter(locations.values()).most_common(1)), "")
     odd = [rank for rank in running if locations.get(rank.rank, usual) != usual]
     if odd:
-        return Hang(odd[0], f"{for_}; it is in {locations[odd[0].rank]}, others are in {usual}" + _others(odd))
+        why = f"{for_}; it is in {locations[odd[0].rank]}, others are in {usual}" + _others(odd)
+        return Hang(odd[0], why, _is_minority(odd, running))
     which = "all" if len(locations) == len(running) else f"{len(locations)} of {len(running)}"
     all_ = f"; {which} are in {usual}" if usual else "; none answers" if mute else ""
     return Hang(running[0], f"{for_}, and no other rank is further{all_}", stands_out=len(running) == 1)
+
+
+def _is_minority(ranks: Sequence[WatchedRank], running: Sequence[WatchedRank]) -> bool:
+    return 2 * len(ranks) < len(running)
 
 
 def stack_location(stack: Sequence[str]) -> str:
