@@ -11,7 +11,7 @@ from ..spec.changed_run import Change, overrides, with_changes
 from ..spec.keys.units import gib_text
 from ..spec.problem import Problem
 from ..spec.run import Run
-from .costs.precision import has_moments, widths
+from .costs.precision import widths
 from .engines import data_ranks, engine_for
 from .estimate import Estimate, Estimator
 from .fixes import SHOWN
@@ -26,7 +26,7 @@ OFFLOADS = ("parallel.offload.optimizer", "parallel.offload.parameters")
 WHOLE_SEQUENCE = ("parallel.sequence", False)  # which DeepSpeed wants of tensor-parallel ranks that offload
 MORE_NODES = (2, 4, 8, 16, 32, 64, 128)  # times the nodes of a run
 LARGER_DEGREES = ("parallel.ep", "parallel.tp", "parallel.pp", "parallel.cp")
-MOMENTS = ("fp32", "bf16", "int8")  # the optimizer's, from the widest; they change what is trained a little
+MOMENTS = ("bf16", "int8")  # the optimizer's that are narrower than fp32; they change what is trained a little
 
 
 def memory_problem(run: Run, memory: Memory) -> Problem:
@@ -67,13 +67,13 @@ def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
     if several is not None:
         yield several
         return
-    yield from _changes_with_narrower_moments(run, single, peaks)
+    yield from _changes_with_narrower_moments(single, peaks)
     yield from _changes_with_more_nodes(run, single, peaks)
 
 
-def _changes_with_narrower_moments(run: Run, single: list[Change], peaks: _ChangedPeaks) -> Iterator[tuple[Change, int]]:
+def _changes_with_narrower_moments(single: list[Change], peaks: _ChangedPeaks) -> Iterator[tuple[Change, int]]:
     """Yield one change with which a run fits whose moments are narrower, but no narrower than they need be."""
-    for width in MOMENTS[MOMENTS.index(run.optim.moments) + 1 :] if has_moments(run.optim) else ():
+    for width in MOMENTS:
         several = next(_changes_of_many_keys(single, peaks, (("optim.moments", width),)), None)
         if several is not None:
             yield several
