@@ -101,8 +101,9 @@ def test_a_stage_asks_for_no_more_messages_of_another(name: str, chunks: int) ->
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("stages", "micros"), [(2, 8), (4, 8), (4, 16)])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "stages", "micros"), [*((name, stages, 8) for name in SCHEDULES for stages in (2, 4)), ("interleaved", 4, 16), ("zb_v", 4, 16)]
+)
 def test_a_step_ends_though_an_action_waits_for_all_that_its_gpu_has_begun(name: str, stages: int, micros: int) -> None:
     """As where CUDA loads a kernel or frees memory, and a receive that is posted is a kernel that waits for its message."""
     lists, chain = scheduled(name, stages, micros)
