@@ -82,8 +82,9 @@ def _without_last_commas(arguments: Sequence[str]) -> tuple[list[str], list[Prob
 def _conf_problem(confs: Sequence[str], verb: str) -> Problem | None:
     if len(confs) > 1:
         says = f"conf is given {len(confs)} times ({', '.join(confs)})"
-        both = shlex.quote(f"conf={','.join(confs)}")
-        compare = f", or compare them with distrain plan -m {both}" if verb == "plan" else ""
+        several = shlex.quote(f"conf={','.join(confs)}")
+        are_plans = verb == "plan" and all(confs) and len(set(confs)) == len(confs)
+        compare = f", or compare them with distrain plan -m {several}" if are_plans else ""
         return Problem(rule="conf", says=says, mend=f"give it once{compare}")
     if not confs:
         return Problem(rule="conf", says="conf=NAME is missing", mend=f"write `distrain {verb} conf=NAME`; `distrain ls` lists the recipes")

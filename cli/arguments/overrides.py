@@ -9,6 +9,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, get_origin
 
+from ...trainer.models.hf_format.hub_name import download_mend
 from ...trainer.spec.problem import Problem, Unreadable, no_key_problem, suggest_name
 from ...trainer.spec.read import value_text
 from ...trainer.system.regular_file import expand_home
@@ -170,8 +171,8 @@ def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem 
                 mend = f"write {' '.join(settings)}"
             elif group == "parallel" and name in FULLY_SHARDED:
                 mend, settings = "write parallel=zero3", ["parallel=zero3"]
-            elif group == "model" and isinstance(name, str) and "/" in name:
-                mend = "for a model of the Hugging Face hub download it and write model.hf=FOLDER; `distrain ls model` lists the others"
+            elif group == "model" and isinstance(name, str) and (download := download_mend(Path(os.path.abspath(name)), "model.hf")):
+                mend = download
             elif isinstance(name, str):
                 mend = config_files.suggest_option(name, options)
             else:

@@ -18,7 +18,8 @@ KEYLESS_ROWS: Mapping[str, str] = {
         "packing sample_packing eval_sample_packing pad_to_sequence_len group_by_length",
     "every batch is full": "dataloader_drop_last drop_last",
     "a run goes on to its length; Ctrl-C saves and stops it":
-        "early_stopping early_stopping_patience early_stopping_threshold early_stop patience early_stopping.patience",
+        "early_stopping early_stopping_patience early_stopping_threshold early_stop early_stopping.patience",
+    "launch.patience is of hangs, in seconds; a run does not stop early: it goes on to its length": "patience",
     "a run goes on to its length; SIGTERM saves, exits 75, and the same command goes on: #SBATCH --signal=B:TERM@120 sends it in time":
         "exit_duration_in_mins exit_interval exit_signal_handler",
     # optimizer
@@ -115,10 +116,10 @@ KEYLESS_ROWS: Mapping[str, str] = {
     "a run goes on from its own folder: the same command resumes it": "load resume_checkpoint_path ignore_data_skip",
     "checkpoint.keep=N keeps the newest N, not the best; evaluate, generate and export take --step N":
         "keep_best save_best save_best_only checkpoint.best best_checkpoint load_best_model_at_end metric_for_best_model greater_is_better "
-        "save_top_k monitor",
-    "each run folder has metrics.jsonl, a row for each logged step": "csv log.csv csv_logger csv_log",
+        "save_top_k",
+    "each run folder has metrics.jsonl, a row for each logged step": "log.csv csv_logger csv_log",
     "rows have the norm of all gradients together, not of each layer":
-        "log_grad_norm grad_norm log_gradient_norm log_layer_grad_norms log_params_norm watch",
+        "log_grad_norm grad_norm log_gradient_norm log_layer_grad_norms log_params_norm",
     "logs are in the run folder, log.dir/name": "logging_dir wandb_save_dir save_tb_folder",
 }
 # fmt: on

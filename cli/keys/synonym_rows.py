@@ -157,9 +157,9 @@ ROWS: tuple[Synonym, ...] = (
     row("ddp distributed_strategy strategy", "parallel", "an option: `distrain ls parallel` lists them",
          {"ddp": "default", "fsdp": "zero3", "deepspeed_stage_1": "zero1", "deepspeed_stage_2": "zero2", "deepspeed_stage_3": "zero3"}),
     # machines
-    row("nproc_per_node num_gpus gpus_per_node n_gpu num_gpus_per_node devices nproc ngpus", "cluster.gpus", "GPUs in a node"),
+    row("nproc_per_node num_gpus gpus_per_node n_gpu n_gpus num_gpus_per_node devices nproc ngpus", "cluster.gpus", "GPUs in a node"),
     row("nodes nnodes num_nodes n_nodes num_machines", "cluster.nodes"),
-    row("gpus n_gpus total_gpus", "cluster", "NODESxGPUS, as cluster=8x8 for 64", {}),
+    row("gpus total_gpus", "cluster", "NODESxGPUS, as cluster=8x8 for 64", {str(gpus): f"1x{gpus}" for gpus in range(1, 9)}),
     row("infiniband ib interconnect cluster.network network_bandwidth internode_bandwidth inter_node_bandwidth",
         "cluster.between.bandwidth", "of each GPU, with a unit: 200Gb/s", {}),
     row("cluster.nvlink nvlink_bandwidth intranode_bandwidth intra_node_bandwidth", "cluster.inside.bandwidth",

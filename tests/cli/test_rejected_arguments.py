@@ -60,6 +60,7 @@ TABLE: list[tuple[str, list[str]]] = [
         "plan conf=quickstart conf=gpt2_124m",
         ["conf is given 2 times (quickstart, gpt2_124m): give it once, or compare them with distrain plan -m conf=quickstart,gpt2_124m"],
     ),
+    ("plan conf=quickstart conf=quickstart", ["conf is given 2 times (quickstart, quickstart): give it once"]),
     ("fit conf=quickstart conf=gpt2_124m", ["conf is given 2 times (quickstart, gpt2_124m): give it once"]),
     ("plan conf=quikstart", ["no recipe quikstart: did you mean quickstart?"]),
     ("plan conf=gpt3", ["no recipe gpt3: did you mean gpt3_175b?"]),
@@ -129,12 +130,7 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan conf=gpt3_175b parallel=fsdp", ["parallel=fsdp names no parallel: write parallel=zero3"]),
     (
         "plan conf=gpt3_175b model=org/name",
-        [
-            (
-                "model=org/name names no model: for a model of the Hugging Face hub download it and write model.hf=FOLDER; "
-                "`distrain ls model` lists the others"
-            )
-        ],
+        ["model=org/name names no model: run `hf download org/name --local-dir name`, and set model.hf=name"],
     ),
     ("plan conf=gpt3_175b cluster=128", [f"cluster=128 names no cluster: a size is {SIZES}"]),
     ("plan conf=gpt3_175b cluster=0x8", ["cluster=0x8 has a 0: every number is at least 1"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,7 +142,7 @@ def _missing_config(folder: Path) -> Iterator[Problem]:
         exported = f"{folder}_hf"
         if (folder / "run.json").is_file():
             why = "is a run folder"
-            mend = f"write `distrain export {folder} {exported}` and set model.weights={exported}"
+            mend = f"write `distrain export {shlex.quote(str(folder))} {shlex.quote(exported)}` and set model.weights={exported}"
         else:
             mend = download_mend(folder, "model.weights")
         mend = mend or "name a folder with config.json and .safetensors, as transformers' save_pretrained writes it"
