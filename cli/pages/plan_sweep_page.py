@@ -11,13 +11,16 @@ from .plan_facts import engine_limit, fit_words, host_part, overflows_host, refu
 from .text_layout import Style, page_width, table, wrap
 
 COLUMNS = ("verdict", "memory", "step", "tokens/s", "MFU")
+WHOLE_RUN = "whole run"  # a column more, where the page has room
 
 
 def sweep_text(plans: Sequence[tuple[Sequence[str], Plan]], style: Style) -> str:
     """A table with one line a layout: its overrides, verdict, memory and speed."""
-    cells = [COLUMNS, *(plan_cells(plan) for _, plan in plans)]
+    cells = [[*COLUMNS], *(plan_cells(plan) for _, plan in plans)]
     words, room = ["layout", *(layout_name(words, plan) for words, plan in plans)], page_width() - 2
-    numbers = table(cells)
+    with_run = table([[*row, run] for row, run in zip(cells, [WHOLE_RUN, *(whole_run_cell(plan) for _, plan in plans)], strict=True)])
+    is_known = any(plan.run and plan.run.seconds is not None for _, plan in plans)
+    numbers = with_run if is_known and max(map(len, words)) + max(map(len, with_run)) <= room else table(cells)
     if max(map(len, numbers)) > room - len("layout"):  # the verdict stands with the words
         words = [f"{word}: {row[0]}" for word, row in zip(words, cells, strict=True)]
         numbers = table([row[1:] for row in cells], left=())
@@ -78,6 +81,11 @@ def plan_cells(plan: Plan) -> list[str]:
         count_text(speed.tokens_per_second) if speed else "-",
         share_text(speed.mfu) if speed else "-",
     ]
+
+
+def whole_run_cell(plan: Plan) -> str:
+    """How long all steps of a layout take."""
+    return seconds_text(plan.run.seconds) if plan.run and plan.run.seconds is not None else "-"
 
 
 def _verdict_cell(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from distrain.cli.keys import config_files
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.plan_data import Plan
+from distrain.trainer.spec.numbers.as_text import seconds_text
 
 RECIPES = list(config_files.recipes(None))
 
@@ -211,6 +212,9 @@ def test_a_sweep_prints_a_line_for_each_layout(capsys: pytest.CaptureFixture[str
 def test_a_sweep_that_fits_exits_0_and_prints_its_readings(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run_command(["plan", "conf=gpt3_175b", "-m", "cluster=128x8,256x8", "parallel.dp=auto"], capsys)
     assert status == 0
+    plans = [make_plan(load_recipe("gpt3_175b", [f"cluster={nodes}x8", "parallel.dp=auto"])) for nodes in (128, 256)]
+    whole = [seconds_text(plan.run.seconds) for plan in plans if plan.run and plan.run.seconds]
+    assert [line.split("  ")[-1].strip() for line in out.splitlines()[:3]] == ["whole run", *whole]
     assert out.splitlines()[-3:] == [
         "fastest that fits: cluster=256x8",
         "cluster=128x8: 128 nodes x 8 GPUs = 1024 GPUs",
