@@ -14,9 +14,10 @@ from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.processes import marked_processes
 from distrain.trainer.launch.rank.environment import RankEnvironment
 from distrain.trainer.launch.rank.log import RemoteLog
+from distrain.trainer.launch.next_attempt import HostFaults
 from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.launch.supervisor.local_rank import start_local_rank
-from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome
+from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome, run_outcome
 
 MARK = "LAUNCH_TEST"
 BEGIN = """
@@ -241,6 +242,21 @@ CAUSES = (
 def test_an_exception_that_a_machine_caused_is_a_machine_fault(line: str, machine_fault: bool) -> None:
     assert RankOutcome(rank=0, code=1, log=RemoteLog(Path("0.log"), ("all was well", line))).is_machine_fault == machine_fault
     assert RankOutcome(rank=0, code=1, log=RemoteLog(Path("0.log")), problem=line).is_machine_fault == machine_fault
+
+
+def test_a_rank_whose_collective_timed_out_waited_for_another() -> None:
+    """As NCCL's watchdog thread ends a process. The rank that failed by itself is named, though it is noticed later; alone, none is."""
+    says = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for 1800005 milliseconds before timing out."
+    lines = ("terminate called after throwing an instance of 'c10::DistBackendError'", f"  what():  [PG ID 0 Rank 1] {says}", "frame #0: ...")
+    waiting = [RankOutcome(rank=rank, code=-signal.SIGABRT, log=RemoteLog(Path("0.log"), lines), where=f"host{rank} (device 0)") for rank in (0, 1)]
+    failed = RankOutcome(rank=2, code=1, log=RemoteLog(Path("2.log"), ("ValueError: odd",)), where="host2 (device 0)")
+    assert all(each.has_lost_peer and each.is_machine_fault for each in waiting)
+    faults = HostFaults()
+    for ended, named in (([*waiting, failed], 2), (waiting, 0)):
+        outcome = run_outcome(ended, None)
+        assert outcome.rank == named
+        faults.count(outcome)
+    assert faults.count_by_host == {"host2": 1}
 
 
 def test_a_log_holds_both_streams_in_order_and_every_attempt(tmp_path: Path) -> None:

@@ -25,18 +25,19 @@ _LIKELY_CAUSES: dict[int, str] = {
     signal.SIGSEGV: "a crash in native code",
     signal.SIGABRT: "a check in native code failed",
 }
-# What gloo, NCCL and torch's store report on a rank whose peer has gone: another rank's end is the cause.
+# What gloo, NCCL and torch's store report on a rank whose peer has gone, or does not come: another rank is the cause.
 _LOST_PEER = re.compile(
     "connection (closed|reset|refused|was likely closed)|closed by peer|reset by peer|broken pipe|failed to (recv|connect)"
-    "|remote process exited|remote process exiting|ncclRemoteError|recvValue failed|sendBytes failed",
+    "|remote process exited|remote process exiting|ncclRemoteError|recvValue failed|sendBytes failed"
+    r"|collective operation timeout|timed out waiting \d+ms",
     re.IGNORECASE,
 )
-# What CUDA, NCCL, torch's timeouts and the system report about a device, a link or a file system that fails. An illegal memory access
+# What CUDA, NCCL and the system report about a device, a link or a file system that fails. An illegal memory access
 # is included: on a GPU it is what SIGSEGV is in a process. Not included: out of memory, device-side assert, invalid usage, no space left.
 _MACHINE_FAULT = re.compile(
     r"uncorrectable|\bECC error|\bXid\b|hardware (stack )?error|unspecified launch failure|fallen off the bus|GPU is lost"
     r"|illegal (memory access|instruction) was encountered|busy or unavailable|no CUDA-capable device"
-    r"|NCCL (error|communicator)\b.*((system|cuda|internal|network) error|abort)|collective operation timeout|timed out waiting \d+ms"
+    r"|NCCL (error|communicator)\b.*((system|cuda|internal|network) error|abort)"
     r"|input/output error|remote I/O error|stale (NFS )?file handle|transport endpoint is not connected|no such device"
     r"|connection timed out|connection abort|network is (down|unreachable)|host is down|no route to host",
     re.IGNORECASE,
