@@ -233,14 +233,15 @@ def time_all_reduce(asked: dict[str, Any]) -> dict[str, Any]:
         backend = "nccl" if asked["kind"] == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=meeting, rank=asked["rank"], world_size=asked["ranks"], timeout=wait)
         flat = torch.ones(asked["elements"], device=device)
+        devices = None if asked["kind"] == "cpu" else [asked["device"]]  # else NCCL takes the one that has the number of the rank
         found = []
         for _ in range(1 + TRIES):
-            dist.barrier()
+            dist.barrier(device_ids=devices)
             began = time.perf_counter()
             dist.all_reduce(flat)
             flat[0].item()
             found.append(time.perf_counter() - began)
-        dist.barrier()
+        dist.barrier(device_ids=devices)
         if backend == "nccl":  # ranks also use gloo, which chooses its own interface
             dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo", timeout=wait))
     except (RuntimeError, ValueError) as error:
