@@ -330,6 +330,8 @@ def test_the_fused_kernel_matches_one_product_per_expert(dtype: Any, monkeypatch
     monkeypatch.setattr(experts, "_has_fused_kernel", lambda *_: True)
     for one, other in zip(apart, products(), strict=True):
         torch.testing.assert_close(one, other)
+    x, grad, ends = x[:0], grad[:0], torch.zeros(4, dtype=torch.int64)
+    assert [(tuple(each.shape), each.sum()) for each in products()] == [((0, 24), 0), ((0, 16), 0), ((4, 16, 24), 0)]
 
 
 @pytest.mark.parametrize(
@@ -337,7 +339,7 @@ def test_the_fused_kernel_matches_one_product_per_expert(dtype: Any, monkeypatch
     [
         (40, 16, torch.bfloat16, True),
         (40, 16, torch.float32, False),
-        (0, 16, torch.bfloat16, False),
+        (0, 16, torch.bfloat16, True),
         (40, 12, torch.bfloat16, False),
     ],
 )
@@ -347,6 +349,18 @@ def test_a_gpu_has_one_kernel_for_rows_in_bf16_of_a_multiple_of_16_bytes(rows: i
         assert experts._has_fused_kernel(x, other) is expected
         assert experts._has_fused_kernel(other, x) is expected
         assert not experts._has_fused_kernel(x.cpu(), other.cpu())
+
+
+@pytest.mark.parametrize("rows", [40, 0])
+def test_no_count_of_rows_is_read_where_one_kernel_multiplies_for_all_experts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of device `meta` have no values: what reads one fails. It would break a compiled graph, and only on ranks that are sent no
+    rows."""
+    monkeypatch.setattr(experts, "_has_fused_kernel", lambda *_: True)
+    x, grad, weight = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((rows, 16), (rows, 24), (4, 16, 24)))
+    ends = torch.empty(4, dtype=torch.int64, device="meta")
+    output, gradient = experts.grouped_matmul(x, weight, ends), experts.grouped_weight_gradient(x, grad, ends)
+    shapes = [tuple(each.shape) for each in (output, gradient, experts.grouped_sum(grad, ends))]
+    assert shapes == [(rows, 24), (4, 16, 24), (4, 24)]
 
 
 FACTS = {"loss", "flips", "gradients of router", "gradients of experts", "gradients of others"}

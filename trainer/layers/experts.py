@@ -111,7 +111,7 @@ def _summed_weight_gradient(x: Tensor, grad: Tensor, ends: Tensor, group: Group 
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply each row of x [C, I] by the matrix of its expert, of weight [E, I, O]: [C, O]."""
     if _has_fused_kernel(x, weight):
-        return F.grouped_mm(x, weight, offs=ends.int())
+        return F.grouped_mm(x, weight, offs=ends.int()) if len(x) else x.new_empty(0, weight.shape[2])
     output = x.new_empty(x.shape[0], weight.shape[2])
     for expert, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
         torch.mm(x[first:last], weight[expert], out=output[first:last])
@@ -121,6 +121,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def grouped_weight_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient [E, I, O] of each expert's matrix, from its rows x [C, I] and their output's gradient [C, O]."""
     if _has_fused_kernel(x, grad):
+        if not len(x):
+            return x.new_zeros(ends.shape[0], x.shape[1], grad.shape[1])
         return F.grouped_mm(x.transpose(0, 1), grad, offs=ends.int())
     weight_grad = x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
     for expert, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
@@ -136,9 +138,10 @@ def grouped_sum(x: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_fused_kernel(x: Tensor, other: Tensor) -> bool:
-    """Whether one kernel multiplies for all experts: on a GPU, in bf16, with rows of a multiple of 16 bytes, and with any rows at all (a
-    rank may be sent none). The host then need not know how many rows each expert has."""
-    return x.is_cuda and len(x) > 0 and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 and other.shape[-1] % 8 == 0
+    """Whether one kernel multiplies for all experts: on a GPU, in bf16, with rows of a multiple of 16 bytes. The host then need not know how
+    many rows each expert has. A rank that is sent none multiplies nothing, and does not ask either: a question would break its graph, its
+    gradients would come in another order than those of its copies, and their sums are matched by order."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 and other.shape[-1] % 8 == 0
 
 
 def copy_rows(x: Tensor, order: Tensor, copies: int) -> Tensor:
