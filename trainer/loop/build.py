@@ -38,15 +38,20 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
     parts = build_parts(run, grid, engine.parameter_partitioner(run, grid))
     if has_compiled_layers(run.train, run.parallel):
         for part in parts:
-            compile_layers(part.module)
+            compile_layers(part.module, run.parallel)
     return engine(run, parts, grid)  # dp (ZeRO) and the pipeline schedule
 
 
-def compile_layers(module: nn.Module, backend: str = "inductor") -> None:
+def compile_layers(module: nn.Module, parallel: Parallel, backend: str = "inductor") -> None:
     """Compile each layer of a part, all into one graph; a module without layers of ours as a whole.
 
     Embedding, head and loss stay as they are: a graph of the whole model takes minutes to compile.
     """
+    from torch._inductor import config as inductor
+
+    # Without sequence parallelism the ranks of a tensor-parallel group compute norms and routers each, and must get the same bits. So none
+    # chooses its kernels of a reduction by timing them.
+    inductor.deterministic = parallel.tp > 1 and not parallel.sequence
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers differ in their number alone, by which dropout is keyed
     layers = getattr(module, "layers", None)
     modules: list[Any] = list(getattr(module, "mtp", {}).values())
