@@ -22,6 +22,7 @@ from distrain.tests.rank_programs.pipe_ranks import LR, STEPS, batch  # noqa: E4
 from distrain.trainer.engines.deepspeed.import_deepspeed import import_deepspeed  # noqa: E402
 from distrain.trainer.engines.torch_optimizer import torch_optimizer  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
+from distrain.trainer.plan.compare_rank_messages import CONTROL, MessageRow  # noqa: E402
 from distrain.trainer.plan.layout.mesh import Mesh  # noqa: E402
 from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, peak_in_flight  # noqa: E402
 from distrain.trainer.spec.run import Run  # noqa: E402
@@ -167,6 +168,13 @@ def block(tensor: Any, shard: Any) -> Any:
 def without_padding(tensor: Any, shard: Any) -> Any:
     """Return a rank's tensor without padding."""
     return tensor[tuple(slice(length) for length in shard.length)]
+
+
+@EVERY
+def test_an_engine_connects_all_ranks_before_the_first_batch_of_sends(train_row: Any, row: Row) -> None:
+    """NCCL would wait in that batch for ranks that it leaves out."""
+    for rank in train_row(row):
+        assert MessageRow(axis=CONTROL, verb="all_reduce", payload=8, count=1) in rank["built"]
 
 
 @EVERY

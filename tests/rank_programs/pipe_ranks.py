@@ -54,9 +54,10 @@ def work(path: Path, talk: Channel) -> int:
         MeshPosition(rank=world.rank, mesh=mesh, coordinates=place, parts=parts(job["layers"], place["pp"], mesh.pp)),
         copies=head_shards(run, mesh.tp).copies,
     )
-    engine = build_engine(run, here, "pipe")
+    with Ledger(here) as ledger:
+        engine = build_engine(run, here, "pipe")
     assert isinstance(engine, PipeEngine)
-    torch.save(JOBS[job["does"]](run, engine, here), path.parent / f"{world.rank}.pt")
+    torch.save({**JOBS[job["does"]](run, engine, here), "built": ledger.rows}, path.parent / f"{world.rank}.pt")
     leave_ranks()
     return 0
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...layers.group_messages import all_reduce
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import RankPart
+from ...parallel.world import any_rank
 from ...plan.deepspeed.ds_config import deepspeed_config
 from ...spec.run import Run
 from ..engine import STEP_PARTS, ReadMicrobatch, StepResult
@@ -57,6 +58,9 @@ class PipeEngine(DeepSpeedAdapter):
             optimizer_step=lambda: self._optimizer_step(skip=not self._finite),
         )
         self.stepper = self.engine.optimizer
+        # NCCL connects the ranks of a group at its first messages, and a first batch of sends waits for all of them. DualPipeV sends batches
+        # between neighbours in the group of all ranks, which is connected here.
+        any_rank(False, grid.world.device)
 
     @property
     def peak_in_flight(self) -> float:
