@@ -17,8 +17,10 @@ from .loss_differences import most_apart
 from .proved_layouts import prove_layouts
 
 MOST = 8  # ranks, among which the tiny model's batch is shared out
-BATCH = ("train.batch=16", "train.microbatch=2")
-WORDS = ("model=tiny_llama", "data=synthetic", "train.seq=64", *BATCH, "train.precision=fp32")
+BATCH = ("train.batch=16", "train.microbatch=1")
+# Eight layers make two parts for each of four stages. Messages of the data axis have few elements, so that a step sends many at once.
+WORDS = ("model=tiny_llama", "model.layers=8", "data=synthetic", "train.seq=64", *BATCH, "train.precision=fp32", "parallel.bucket=20000")
+EXPERTS = (*WORDS, "model=tiny_moe", "model.layers=2")
 FIT_WORDS = (*FIVE, "model=tiny_llama", "engine=native", *BATCH, "train.precision=fp32")
 
 
@@ -29,8 +31,13 @@ def train_on_several(context: CheckContext) -> Finding:
     ranks = most_ranks(torch.cuda.device_count()) if context.on_gpu else 2
     if ranks < 2:
         raise CheckSkipped("it needs two GPUs, and this machine has one")
-    found = prove_layouts(context, "several_gpus", WORDS, layouts_of(ranks) if context.on_gpu else layouts_of(ranks)[6:7], _start_server)
-    departures, losses = list(found.departures), list[Sequence[float]]()
+    if context.on_gpu:
+        found = prove_layouts(context, "several_gpus", WORDS, layouts_of(ranks), _start_server)
+        mixture = prove_layouts(context, "several_gpus.experts", EXPERTS, expert_layouts_of(ranks), _start_server)
+    else:
+        found = prove_layouts(context, "several_gpus", (*WORDS, "model.layers=4"), layouts_of(ranks)[6:7], _start_server)
+        mixture = Finding(figures={}, departures=())
+    departures, losses = [*found.departures, *mixture.departures], list[Sequence[float]]()
     for each in (1, ranks):  # a fit that fails leaves what the layouts have shown
         try:
             losses.append(fit(FitRun(name=f"on.{each}", recipe=RECIPE, words=fit_words(each, context)), context, UNTIMED).losses)
@@ -39,7 +46,7 @@ def train_on_several(context: CheckContext) -> Finding:
     apart = most_apart(*losses) if len(losses) > 1 else None
     if apart is not None and not apart <= FLOAT32_LOSS:
         departures.append(f"fit on {ranks} GPUs is {apart:.1e} nats from one")
-    figures = {**found.figures, "ranks": ranks, "fit, from one GPU, nats": apart}
+    figures = {**found.figures, "experts": mixture.figures, "ranks": ranks, "fit, from one GPU, nats": apart}
     return Finding(figures=figures, departures=tuple(departures))
 
 
@@ -49,10 +56,11 @@ def most_ranks(gpus: int) -> int:
 
 
 def layouts_of(ranks: int) -> tuple[ProveLayout, ...]:
-    """Return layouts of so many ranks, a power of two: each axis with data parallel beside it, and several axes at once."""
-    rest = ranks // 2
+    """Return layouts of so many ranks, a power of two: each axis with data parallel beside it, several axes at once, and pipelines of up to
+    four stages, in which a rank has two neighbours."""
+    rest, stages = ranks // 2, min(4, ranks)
     together = {4: (ProveLayout(tp=2, pp=2),), 8: (ProveLayout(tp=2, cp=2, pp=2), ProveLayout(dp=2, tp=2, pp=2, zero=1))}
-    return (
+    layouts = (
         ProveLayout(dp=rest, tp=2),
         ProveLayout(dp=rest, cp=2),
         ProveLayout(dp=rest, pp=2),
@@ -63,6 +71,21 @@ def layouts_of(ranks: int) -> tuple[ProveLayout, ...]:
         ProveLayout(dp=rest, tp=2, sequence=True, engine="native"),
         ProveLayout(dp=rest, cp=2, all_to_all=True),
         *together.get(ranks, ()),
+        *([ProveLayout(dp=ranks, zero=3, shard=rest, engine="native")] if rest > 1 else []),
+        *(ProveLayout(dp=ranks // stages, pp=stages, schedule=each) for each in ("1f1b", "dualpipev")),
+        *(ProveLayout(dp=ranks // stages, pp=stages, schedule=each, engine="native") for each in ("1f1b", "interleaved", "zb_v", "dualpipev_w")),
+    )
+    return tuple(dict.fromkeys(layouts))
+
+
+def expert_layouts_of(ranks: int) -> tuple[ProveLayout, ...]:
+    """Return layouts of so many ranks, a power of two, in which two ranks have half of the experts each."""
+    rest = ranks // 2
+    return (
+        ProveLayout(dp=ranks, ep=2),
+        ProveLayout(dp=ranks, ep=2, zero=2),
+        ProveLayout(dp=ranks, ep=2, zero=2, engine="native"),
+        *([ProveLayout(dp=rest, ep=2, tp=2, sequence=True, zero=1)] if rest > 1 else []),
     )
 
 

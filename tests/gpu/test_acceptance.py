@@ -431,12 +431,14 @@ def test_several_gpus_train_as_a_power_of_two(gpus: int, ranks: int) -> None:
 def test_layouts_of_several_gpus_can_be_trained(ranks: int, tmp_path: Path) -> None:
     """Each on all of them; the axes are all there."""
     context = CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA H100 80GB HBM3")
-    layouts = several_gpus.layouts_of(ranks)
-    assert {each.ranks for each in layouts} == {ranks}
-    assert all(any(getattr(each, axis) > 1 for each in layouts) for axis in ("dp", "tp", "pp", "cp"))
-    for layout in layouts:
-        plan = make_plan(run_in_layout(load_recipe(fit_runs.RECIPE, (*context.words(ranks), *several_gpus.WORDS)), layout))
-        assert plan.problems == ()
+    layouts, of_experts = several_gpus.layouts_of(ranks), several_gpus.expert_layouts_of(ranks)
+    assert {each.ranks for each in (*layouts, *of_experts)} == {ranks}
+    assert len(set(layouts)) == len(layouts)
+    assert all(any(getattr(each, axis) > 1 for each in (*layouts, *of_experts)) for axis in ("dp", "tp", "pp", "cp", "ep"))
+    for recipe, some in ((several_gpus.WORDS, layouts), (several_gpus.EXPERTS, of_experts)):
+        for layout in some:
+            plan = make_plan(run_in_layout(load_recipe(fit_runs.RECIPE, (*context.words(ranks), *recipe)), layout))
+            assert (layout.name, plan.problems, plan.runnable) == (layout.name, (), True)
     words = several_gpus.fit_words(ranks, context)
     plan = make_plan(load_recipe(fit_runs.RECIPE, fit_overrides(FitRun(name="a", recipe=fit_runs.RECIPE, words=words), context)))
     assert (plan.problems, plan.world) == ((), ranks)
@@ -452,7 +454,7 @@ def test_one_gpu_skips_what_needs_two(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_fit_on_several_gpus_that_trains_another_curve_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(several_gpus, "prove_layouts", lambda *_: Finding(figures={}, departures=("tp2: failed",)))
+    monkeypatch.setattr(several_gpus, "prove_layouts", lambda _, name, *__: Finding(figures={}, departures=(f"{name}: failed",)))
     curves = {"on.1": LOSSES, "on.2": [5.5, 5.4, 5.3003]}
 
     def fit(run: FitRun, *_: Any) -> FinishedFit:
@@ -460,9 +462,10 @@ def test_fit_on_several_gpus_that_trains_another_curve_is_named(tmp_path: Path, 
 
     monkeypatch.setattr(several_gpus, "fit", fit)
     context = CheckContext(folder=tmp_path, on_gpu=True)
-    assert several_gpus.train_on_several(context).departures == ("tp2: failed", "fit on 2 GPUs is 3.0e-04 nats from one")
+    layouts = ("several_gpus: failed", "several_gpus.experts: failed")
+    assert several_gpus.train_on_several(context).departures == (*layouts, "fit on 2 GPUs is 3.0e-04 nats from one")
     curves["on.2"] = LOSSES
-    assert several_gpus.train_on_several(context).departures == ("tp2: failed",)
+    assert several_gpus.train_on_several(context).departures == layouts
 
 
 LOSSES = [5.5, 5.4, 5.3]
