@@ -73,7 +73,10 @@ def layouts_of(ranks: int) -> tuple[ProveLayout, ...]:
         *together.get(ranks, ()),
         *([ProveLayout(dp=ranks, zero=3, shard=rest, engine="native")] if rest > 1 else []),
         *(ProveLayout(dp=ranks // stages, pp=stages, schedule=each) for each in ("1f1b", "dualpipev")),
-        *(ProveLayout(dp=ranks // stages, pp=stages, schedule=each, engine="native") for each in ("1f1b", "interleaved", "zb_v", "dualpipev_w")),
+        *(
+            ProveLayout(dp=ranks // stages, pp=stages, schedule=each, engine="native")
+            for each in ("1f1b", "interleaved", "zb_v", "dualpipev_w")
+        ),
     )
     return tuple(dict.fromkeys(layouts))
 

@@ -12,9 +12,9 @@ import pytest
 
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.processes import marked_processes
+from distrain.trainer.launch.next_attempt import HostFaults
 from distrain.trainer.launch.rank.environment import RankEnvironment
 from distrain.trainer.launch.rank.log import RemoteLog
-from distrain.trainer.launch.next_attempt import HostFaults
 from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.launch.supervisor.local_rank import start_local_rank
 from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome, run_outcome
@@ -246,9 +246,17 @@ def test_an_exception_that_a_machine_caused_is_a_machine_fault(line: str, machin
 
 def test_a_rank_whose_collective_timed_out_waited_for_another() -> None:
     """As NCCL's watchdog thread ends a process. The rank that failed by itself is named, though it is noticed later; alone, none is."""
-    says = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for 1800005 milliseconds before timing out."
-    lines = ("terminate called after throwing an instance of 'c10::DistBackendError'", f"  what():  [PG ID 0 Rank 1] {says}", "frame #0: ...")
-    waiting = [RankOutcome(rank=rank, code=-signal.SIGABRT, log=RemoteLog(Path("0.log"), lines), where=f"host{rank} (device 0)") for rank in (0, 1)]
+    says = (
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for 1800005 milliseconds before timing out."
+    )
+    lines = (
+        "terminate called after throwing an instance of 'c10::DistBackendError'",
+        f"  what():  [PG ID 0 Rank 1] {says}",
+        "frame #0: ...",
+    )
+    waiting = [
+        RankOutcome(rank=rank, code=-signal.SIGABRT, log=RemoteLog(Path("0.log"), lines), where=f"host{rank} (device 0)") for rank in (0, 1)
+    ]
     failed = RankOutcome(rank=2, code=1, log=RemoteLog(Path("2.log"), ("ValueError: odd",)), where="host2 (device 0)")
     assert all(each.has_lost_peer and each.is_machine_fault for each in waiting)
     faults = HostFaults()

@@ -18,6 +18,7 @@ from distrain.trainer.loop.measure.instrumentation import recorded_step
 from distrain.trainer.plan.compare_rank_messages import ComparedMessages, MessageRow, compare_rank_messages, compare_with_plan
 from distrain.trainer.plan.costs.traffic_term import TrafficTerm
 from distrain.trainer.plan.plan_data import Message
+from distrain.trainer.prove.checks.message_order import order_difference
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
@@ -184,6 +185,9 @@ def audit_of_ranks(ranks: RankPool, folder: Path, words: Words) -> list[list[Com
     run = load_recipe(BASE[0], [*BASE[1:], *words])
     told = json.loads((job.folder / "ledger.json").read_text())
     assert told["step"] == 2
+    orders = json.loads((job.folder / "message_order.json").read_text())["ranks"]
+    assert [len(order) for order in orders] == [sum(row["count"] for row in rows if row["verb"] != "send") for rows in told["ranks"]]
+    assert order_difference(job.folder) == ""
     return [compare_rank_messages(run, rank, rows) for rank, rows in enumerate(told["ranks"])]
 
 

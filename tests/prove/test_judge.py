@@ -12,7 +12,7 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import RecipeForRanks
-from distrain.trainer.prove.checks.compare_trial_messages import compare_trial_messages
+from distrain.trainer.prove.checks.compare_trial_messages import compare_trial_messages, message_differences
 from distrain.trainer.prove.checks.curve import Curve
 from distrain.trainer.prove.checks.excluded_weights import zero_gradient_pattern
 from distrain.trainer.prove.fork_client import JobResult
@@ -179,3 +179,25 @@ def test_messages_of_steps_in_which_deepspeed_traces_weights_are_no_error(
     (trial.folder / "ledger.json").write_text(json.dumps({"step": 4, "first": 3 - before, "averages": True, "ranks": [[row], [row]]}))
     found = compare_trial_messages(trial)
     assert (found and found["verdict"]) == verdict
+
+
+def test_collectives_that_wait_for_each_other_are_messages_that_differ(tmp_path: Path) -> None:
+    """Of ranks that have counted what is planned."""
+    recipe = RecipeForRanks("quickstart", (*TINY, f"log.dir={tmp_path}"), None)
+    request = ProveRequest(steps=5, chosen="named", layouts=(ProveLayout(dp=2),), checks=False)
+    (trial,) = plan_proof(request, recipe.run(), recipe.run_on).trials
+    trial.folder.mkdir(parents=True)
+    ledger: dict[str, Any] = {"step": 4, "first": 0, "averages": True, "ranks": [[], []]}
+    (trial.folder / "ledger.json").write_text(json.dumps(ledger))
+    planned = compare_trial_messages(trial)
+    assert planned
+    for rank, lines in enumerate(planned["ranks"]):
+        sums = [line for line in lines if line["payload"] is None]
+        ledger["ranks"][rank] = [{"axis": "dp", "verb": line["verb"], "payload": line["planned_bytes"], "count": 1} for line in sums]
+        each = [line for line in lines if line["payload"] is not None]
+        ledger["ranks"][rank] += [{**line, "count": line["planned_count"]} for line in each]
+    (trial.folder / "ledger.json").write_text(json.dumps(ledger))
+    assert message_differences(compare_trial_messages(trial)) == ""
+    collectives = [[[0, 1], group, "all_reduce", 4] for group in ("a", "b")]
+    (trial.folder / "message_order.json").write_text(json.dumps({"ranks": [collectives, collectives[::-1]]}))
+    assert message_differences(compare_trial_messages(trial)).startswith("collectives of several groups wait for each other")

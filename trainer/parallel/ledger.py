@@ -55,12 +55,16 @@ C10D_VERBS: dict[str, tuple[str, int]] = {
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts messages while it is open (`with ledger:`); it may be opened again. A receive is not counted, its send is."""
+    """Counts messages while it is open (`with ledger:`); it may be opened again. A receive is not counted, its send is.
+
+    `collectives` are those of this rank in their order: the ranks of the group, its name, the verb, the payload's bytes.
+    """
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._axes = GroupAxes(grid)
         self._counts: Counter[tuple[str, str, int]] = Counter()
+        self.collectives: list[tuple[list[int], str, str, int]] = []
 
     @property
     def rows(self) -> list[MessageRow]:
@@ -83,6 +87,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             payload = list(_tensors(args[at]))
             size = 0 if verb == "barrier" else sum(each.numel() * each.element_size() for each in payload)
             self._counts[self._axes.axis_of(group, verb, payload), verb, size] += 1
+            if verb != "send":
+                self.collectives.append((dist.get_process_group_ranks(group), group.group_name, verb, size))
 
 
 class GroupAxes:

@@ -58,8 +58,8 @@ class PipeEngine(DeepSpeedAdapter):
             optimizer_step=lambda: self._optimizer_step(skip=not self._finite),
         )
         self.stepper = self.engine.optimizer
-        # NCCL connects the ranks of a group at its first messages, and a first batch of sends waits for all of them. DualPipeV sends batches
-        # between neighbours in the group of all ranks, which is connected here.
+        # NCCL connects the ranks of a group at its first messages, and a first batch of sends waits for all of them. DualPipeV sends its
+        # batches between neighbours in the group of all ranks, which is connected here.
         any_rank(False, grid.world.device)
 
     @property

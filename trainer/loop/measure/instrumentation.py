@@ -27,6 +27,7 @@ from ..trace.tensor_recorder import requested_trace
 from .timeline_window import TimelineWindow
 
 TIMED_STEPS = 20  # of a pipeline without a flush whose actions are timed
+ORDERED_RANKS = 64  # most ranks of a run whose messages are written in order: there are thousands a rank
 SEARCHED_STEPS = 100  # of which one is looked for that follows no evaluation
 LINE_INTERVAL = 0.2  # seconds between two progress lines
 
@@ -130,12 +131,17 @@ def write_measured(count: ByteCounter, setup: TrainingSetup, done: int, batch: i
 
 def write_ledger(ledger: Ledger, setup: TrainingSetup, first: int, done: int, *, averages: bool) -> str:
     """Write RUN_DIR/ledger.json: "step", "first" (the steps before this start), "averages" (whether workers, if there are several, averaged
-    their weights in it), "ranks": [messages of that step by axis, verb and payload, with their number].
+    their weights in it), "ranks": [messages of that step by axis, verb and payload, with their number]; and, of few ranks,
+    RUN_DIR/message_order.json: "ranks": [collectives of that step in order: ranks of the group, its name, verb, bytes].
 
-    Return why it could not be written, else "".
+    Return why one could not be written, else "".
     """
     rows = _gather(setup, [asdict(row) for row in ledger.rows])
-    return _write(setup, "ledger.json", {"step": done, "first": first, "averages": averages, "ranks": rows})
+    problem = _write(setup, "ledger.json", {"step": done, "first": first, "averages": averages, "ranks": rows})
+    if setup.world.size > ORDERED_RANKS:
+        return problem
+    orders = _gather(setup, ledger.collectives)
+    return problem or _write(setup, "message_order.json", {"ranks": orders}, indent=None)
 
 
 def write_actions(actions: list[dict[str, Any]], setup: TrainingSetup, done: int) -> str:

@@ -12,6 +12,7 @@ from ...plan.compare_rank_messages import CONTROL, ComparedMessages, compare_ran
 from ...spec.derived.batch_levels import level_of_step, run_at_batch
 from ...spec.numbers.as_text import size_text
 from ..trials.trial import Trial
+from .message_order import order_difference
 
 VERDICTS = ("equal", "explained", "differs")  # from good to bad: a layout's verdict is the worst of its lines'
 SHOWN = 3  # differing lines that are put into words
@@ -21,7 +22,8 @@ TRACED_STEPS = 2  # of a start, in which DeepSpeed's ZeRO 3 traces the order of 
 def compare_trial_messages(trial: Trial) -> dict[str, Any] | None:
     """Compare the messages that a layout counted with its plan; None if it counted none, or other ones in a step that is traced.
 
-    Returns {"verdict", "says": the differences in words, "ranks": the compared lines of each rank}.
+    Returns {"verdict", "says": the differences in words, "ranks": the compared lines of each rank}. Orders of collectives in which a rank
+    may wait for good are a difference too.
     """
     ledger = _read_ledger(trial)
     if ledger is None:
@@ -32,9 +34,10 @@ def compare_trial_messages(trial: Trial) -> dict[str, Any] | None:
     verdicts = {line.verdict for lines in ranks for line in lines if line.axis != CONTROL or line.verdict == "differs"}
     if is_traced and VERDICTS[-1] in verdicts:
         return None
+    order = order_difference(trial.folder)
     return {
-        "verdict": next((each for each in reversed(VERDICTS) if each in verdicts), VERDICTS[0]),
-        "says": _sentence(list(_differences(ranks))),
+        "verdict": VERDICTS[-1] if order else next((each for each in reversed(VERDICTS) if each in verdicts), VERDICTS[0]),
+        "says": order or _sentence(list(_differences(ranks))),
         "ranks": [[asdict(line) for line in lines] for lines in ranks],
     }
 
