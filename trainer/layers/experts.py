@@ -138,9 +138,11 @@ def grouped_sum(x: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_fused_kernel(x: Tensor, other: Tensor) -> bool:
-    """Whether one kernel multiplies for all experts: on a GPU, in bf16, with rows of a multiple of 16 bytes. The host then need not know how
-    many rows each expert has. A rank that is sent none multiplies nothing, and does not ask either: a question would break its graph, its
-    gradients would come in another order than those of its copies, and their sums are matched by order."""
+    """Whether one kernel multiplies for all experts: on a GPU, in bf16, with rows of a multiple of 16 bytes.
+
+    The host then need not know how many rows each expert has. A rank that is sent none does not ask either: that would break its graph, and
+    its gradients would come in another order than those of its copies, with which they are summed by order.
+    """
     return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 and other.shape[-1] % 8 == 0
 
 
