@@ -77,6 +77,17 @@ KEYLESS_ROWS: Mapping[str, str] = {
     "scores are divided once, by the root of model.head_dim": "apply_query_key_layer_scaling",
     "weights are drawn from a normal distribution: model.init.std": "init_method_xavier_uniform",
     "model.lora is plain LoRA, with its alpha / rank": "peft_use_dora use_dora use_rslora",
+    "every layer has the positions of model.positions": "no_rope_layers no_rope_layer_interval nope_layer_interval no_rope_freq",
+    "scores and logits are not capped":
+        "attn_logit_softcapping final_logit_softcapping logit_softcapping attn_logit_softcap final_logit_softcap logits_soft_cap",
+    "the feed-forward half reads the sum of attention and its input":
+        "parallel_residual use_parallel_residual gpt_j_residual parallel_attn parallel_attn_output",
+    "logits and residuals have no factor; model.scale_embedding and model.query_pre_attn_scalar scale embeddings and scores":
+        "embedding_multiplier logits_scaling logit_scale residual_multiplier attention_multiplier",
+    "the loss is the next token's cross entropy; train.z_loss adds to it, train.preference is of pairs; another is code: docs/extending.md":
+        "loss_fn loss_function criterion",
+    "no module of yours is imported; docs/extending.md says which files a new part takes":
+        "custom_import custom_imports custom_config_module custom_args_module user_dir trust_remote_code",
     # data
     "the token that ends a turn is a label where the turn is": "train_on_eos",
     "data=pairs trains on completions and assistant turns alone":

@@ -16,6 +16,7 @@ from ...trainer.spec.read import accepts, value_text
 from ...trainer.spec.run import Run
 from . import synonyms
 
+LISTED_KEYS = 20  # keys of a section that an answer lists
 WRITTEN_KEYS = ("reading", "model.parameters", "parallel.actions")  # set by distrain, not by users
 
 
@@ -105,6 +106,8 @@ def _suggest_key(key: str, known: Mapping[str, Any], sections: set[str]) -> str:
         return f"did you mean {close[0]}?"
     section = key.rpartition(".")[0]
     inside = [each for each in known if each.startswith(f"{section}.")] if section else []
+    if len(inside) > LISTED_KEYS:
+        return f"known: the {len(inside)} keys that `distrain ls {section}` explains"
     return f"known: {', '.join(inside or sorted(each for each in sections if '.' not in each))}"
 
 

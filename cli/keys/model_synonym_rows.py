@@ -43,6 +43,8 @@ MODEL_ROWS: tuple[Synonym, ...] = (
     row("rope_theta rotary_base rotary_emb_base", "model.rope_base"),
     row("partial_rotary_factor rotary_percent rotary_pct", "model.rope_share"),
     row("sliding_window attention_window", "model.window"),
+    row("sliding_window_pattern window_attn_skip_freq", "model.layer_types",
+         "a list that is repeated, as [sliding_attention,sliding_attention,full_attention]", {}),
     row("window_size", "model.window", "tokens with its own: LEFT + 1 of Megatron-LM's LEFT,0", {}),
     row("rope_scaling rope_type rope_parameters", "model.rope.type", "",
          {"rope": "default"} | {each: each for each in ("default", "linear", "dynamic", "llama3", "yarn")}),

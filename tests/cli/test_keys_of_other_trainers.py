@@ -106,6 +106,8 @@ MESSAGES: list[tuple[str, str]] = [
         ("no key training.enable_cpu_offload: write parallel.offload.optimizer=true parallel.offload.parameters=true "
          "(FSDP offloads weights and optimizer)")),
     ("window_size=128", "no key window_size: write model.window=VALUE (tokens with its own: LEFT + 1 of Megatron-LM's LEFT,0)"),
+    ("model.no_rope_layers=[0,1]", "no key model.no_rope_layers: every layer has the positions of model.positions"),
+    ("model.foo_bar_baz=1", "no key model.foo_bar_baz: known: the 78 keys that `distrain ls model` explains"),
     ("limit_val_batches=0", "no key limit_val_batches: write train.evaluate.batches=VALUE (at least 1)"),  # 0 is refused here
     ("seq_length=8k", "no key seq_length: write train.seq=VALUE (tokens in a sequence)"),
     ("validation.dataset=c4", "no key validation.dataset: write data.validate=VALUE (a set by a name of yours: {NAME: PATH})"),
