@@ -502,6 +502,21 @@ def test_shared_and_padded_heads_are_both_reported() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("keys", "classes"),
+    [
+        ({}, None),
+        ({"model.window": 64}, "one would with model.window=null (gpt2)"),
+        ({"model.positions": "rope", "model.window": 64}, "one would with model.positions=learned model.window=null (gpt2)"),
+        ({"model.norm_place": "both", "model.window": 64, "model.qk_norm": True}, ""),
+    ],
+    ids=["gpt2", "one key", "two keys", "three keys"],
+)
+def test_a_model_that_export_would_refuse_is_warned_of_with_what_would_do(keys: Keys, classes: str | None) -> None:
+    found = [each.mend for each in make_plan(with_changes(BASE, keys.items())).warnings if each.rule == "export"]
+    assert found == ([] if classes is None else [classes])
+
+
 def test_all_problems_are_reported_at_once() -> None:
     keys: Keys = {"model.kv_heads": 5, "train.batch": 250, "parallel.shard": 3, "optim.warmup": 100, "parallel.offload.optimizer": True}
     rules = [each.rule for each in make_plan(with_changes(BASE, keys.items())).problems]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..models.families import has_experts
+from ..models.hf_format.model_type import has_no_class, nearest_classes
 from ..models.ops.op_table import block_weights
 from ..spec.derived.batch_levels import level_of_step, run_steps, samples_before
 from ..spec.derived.data_blends import tokens_of_stages
@@ -18,6 +19,7 @@ from .axes.weight_slices import HeadShards, idle_ranks, local_sizes
 from .costs.cost_context import CostContext
 from .engines import cost_model
 from .fixes import engine_problems
+from .implausible_links import implausible_links
 from .layout.layout import Layout
 from .layout.schedule_of_run import delay_of
 from .layout_cost import LayoutCost
@@ -299,30 +301,16 @@ def _engine_limits(context: CostContext, layout: Layout, cost: LayoutCost, throu
     yield from engine_problems(context.run)
 
 
-SLOW_LINK, LATE_LINK = 1e7, 0.1  # bytes/s and seconds: every link between accelerators is faster
-
-
-def _implausible_links(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    cluster = context.run.cluster
-    for name, unit in (("link", LINK), ("bandwidth", "bytes/s")):
-        rate = getattr(cluster.host, name)
-        if layout.offloads and rate is not None and rate < SLOW_LINK:
-            says = f"cluster.host.{name}={rate:g} is {rate:g} bytes/s"
-            yield Problem(rule="link", says=says, mend=f"{unit}, write it as 25e9 or 25GB/s")
-    for name, link in (("inside", cluster.inside), ("between", cluster.between)):
-        if link is not None and link.bandwidth is not None and link.bandwidth < SLOW_LINK:
-            says = f"cluster.{name}.bandwidth={link.bandwidth:g} is {link.bandwidth:g} bytes/s"
-            yield Problem(rule="link", says=says, mend=f"{LINK}, write it as 300e9 or 300GB/s")
-        if link is not None and link.latency is not None and link.latency > LATE_LINK:
-            yield Problem(
-                rule="link", says=f"cluster.{name}.latency={link.latency:g} is {link.latency:g} s", mend="write 5us for microseconds"
-            )
+def _no_hf_class(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    if has_no_class(context.run):
+        says = "`export` to Hugging Face's format would refuse this model: no class of transformers computes it"
+        yield Problem(rule="export", says=says, mend=nearest_classes(context.run))
 
 
 WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], Iterator[Problem]], ...] = (
     _missing_times,
     _missing_activations,
-    _implausible_links,
+    implausible_links,
     _tight_memory,
     _tensor_crosses_nodes,
     _pipeline_bubble,
@@ -342,6 +330,7 @@ WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], I
     _even_routing,
     _unused_keys,
     _engine_limits,
+    _no_hf_class,
 )
 
 

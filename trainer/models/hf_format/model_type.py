@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import combinations
 
 from ...spec.problem import Problem, Unreadable
+from ...spec.read import value_text
 from ...spec.run import Model, Run
 from ...spec.sections.router import Router
+from ..families import family_of
 from ..hybrid.ops import LINEAR
 from ..mla.ops import LATENT
 from .config_kinds import CONFIG_KINDS
+
+NO_CLASS = (
+    "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek, gpt-oss and Qwen3-Next "
+    "computes this model"
+)
+WHAT_CLASSES_HAVE = (
+    "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
+    "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window; GLM-4.5 and "
+    "DeepSeek have shared experts and sigmoid scores with a bias, DeepSeek-V2 softmax scores that are not normalized; GLM-4.5 "
+    "alone rotates a part of each head; OLMo alone norms all heads together; Gemma 3 and OLMo 3 alone have a base of rope in "
+    "layers with a window; gpt-oss alone has sinks and biases of experts; Qwen3-Next has norms of 1 + weight before "
+    "each half, norms of queries and keys, plain softmax scores and no capacity"
+)
+NEAR_VALUES: tuple[tuple[str, object], ...] = (
+    ("act", "swiglu"), ("act", "gelu_tanh"), ("norm", "rmsnorm"), ("norm", "layernorm"), ("positions", "rope"), ("positions", "learned"),
+    ("norm_place", "before"), ("qk_norm", False), ("qk_norm", True), ("bias", False), ("qkv_bias", None), ("window", None),
+    ("kv_heads", None), ("rope_share", 1.0), ("rope_local_base", None), ("scale_embedding", False), ("query_pre_attn_scalar", None),
+    ("sinks", False), ("expert_bias", False), ("shared_experts", 0), ("dense_layers", 0), ("capacity", None),
+)  # fmt: skip
 
 
 def architecture_keys(model: Model, run: Run) -> dict[str, object]:
@@ -65,39 +87,62 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
 
 def hf_model_type(run: Run) -> str:
     """Return the model_type, of those with known tensors, whose class computes the run's model; raises Unreadable where there is none."""
+    model_type = _model_type(run)
+    if not model_type:
+        raise Unreadable([Problem(rule="weights", says=NO_CLASS, mend=nearest_classes(run) or WHAT_CLASSES_HAVE)])
+    return model_type
+
+
+def has_no_class(run: Run) -> bool:
+    """Whether no model_type computes the model of a run, of a family of which there are some, so that `export` would refuse it."""
+    return bool(family_of(run.model).model_types) and not _model_type(run)
+
+
+def nearest_classes(run: Run) -> str:
+    """Return which keys alone keep the model from being that of a model_type, each with the value that does and the type; where one key is
+    not enough, the first two that are; "" where no two are."""
+    changes = [(key, value) for key, value in NEAR_VALUES if getattr(run.model, key) != value]
+    single = {}
+    for key, value in changes:
+        if key not in single and (model_type := _model_type(_with_keys(run, {key: value}))):
+            single[key] = f"model.{key}={value_text(value)} ({model_type})"
+    pairs = () if single else combinations(changes, 2)
+    types = ((pair, _model_type(_with_keys(run, dict(pair)))) for pair in pairs if pair[0][0] != pair[1][0])
+    found = (
+        list(single.values())
+        or [
+            " ".join(f"model.{key}={value_text(value)}" for key, value in pair) + f" ({model_type})"
+            for pair, model_type in types
+            if model_type
+        ][:1]
+    )
+    return f"one would with {' or '.join(found)}" if found else ""
+
+
+def _with_keys(run: Run, keys: dict[str, object]) -> Run:
+    others: dict[str, object] = {"layer_types": None} if "window" in keys else {}
+    return replace(run, model=replace(run.model, **keys | others))  # type: ignore[arg-type]
+
+
+def _model_type(run: Run) -> str:
+    """Return the model_type, of those with known tensors, whose class computes the run's model; "" where there is none."""
     keys = architecture_keys(run.model, run)
     plain_heads = keys["kv_heads"] == keys["heads"] and run.model.heads * int(str(keys["head_dim"])) == run.model.hidden
     same_bias = keys["bias"] == keys["qkv_bias"]
     form = (keys["norm"], keys["positions"])
     if run.model.family == "hybrid":
-        model_type = _hybrid_model_type(run.model) if form == ("rmsnorm1p", "rope") and keys["act"] == "swiglu" else ""
-    elif keys["act"] == "swiglu_clamped" or keys["sinks"] or keys["expert_bias"]:
-        model_type = _sink_model_type(run.model) if form == ("rmsnorm", "rope") and same_bias else ""
-    elif keys["scale_embedding"] or keys["query_pre_attn_scalar"] != keys["head_dim"]:
-        model_type = _gemma_model_type(run.model) if form == ("rmsnorm1p", "rope") and same_bias else ""
-    elif run.model.family == "mla":
-        model_type = _latent_model_type(run.model) if form == ("rmsnorm", "rope") and keys["act"] == "swiglu" else ""
-    elif form == ("layernorm", "learned") and plain_heads and same_bias and keys["act"] in CONFIG_KINDS["gpt2"].acts.values():
-        model_type = "" if run.model.windowed_layers or run.model.qk_norm or run.model.norm_place != "before" else "gpt2"
-    elif form == ("rmsnorm", "rope") and keys["act"] == "swiglu":
-        model_type = _rotary_model_type(run.model, bias=bool(keys["bias"]), qkv_bias=bool(keys["qkv_bias"]))
-    else:
-        model_type = ""
-    if model_type:
-        return model_type
-    says = (
-        "none of Hugging Face's GPT-2, Llama, Mistral, Qwen, OLMo, Gemma 3, Mixtral, GLM-4.5, DeepSeek, gpt-oss and Qwen3-Next "
-        "computes this model"
-    )
-    fix = (
-        "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
-        "Mixtral and Qwen3-MoE have no shared experts and plain softmax scores, and none has both biases and a window; GLM-4.5 and "
-        "DeepSeek have shared experts and sigmoid scores with a bias, DeepSeek-V2 softmax scores that are not normalized; GLM-4.5 "
-        "alone rotates a part of each head; OLMo alone norms all heads together; Gemma 3 and OLMo 3 alone have a base of rope in "
-        "layers with a window; gpt-oss alone has sinks and biases of experts; Qwen3-Next has norms of 1 + weight before "
-        "each half, norms of queries and keys, plain softmax scores and no capacity"
-    )
-    raise Unreadable([Problem(rule="weights", says=says, mend=fix)])
+        return _hybrid_model_type(run.model) if form == ("rmsnorm1p", "rope") and keys["act"] == "swiglu" else ""
+    if keys["act"] == "swiglu_clamped" or keys["sinks"] or keys["expert_bias"]:
+        return _sink_model_type(run.model) if form == ("rmsnorm", "rope") and same_bias else ""
+    if keys["scale_embedding"] or keys["query_pre_attn_scalar"] != keys["head_dim"]:
+        return _gemma_model_type(run.model) if form == ("rmsnorm1p", "rope") and same_bias else ""
+    if run.model.family == "mla":
+        return _latent_model_type(run.model) if form == ("rmsnorm", "rope") and keys["act"] == "swiglu" else ""
+    if form == ("layernorm", "learned") and plain_heads and same_bias and keys["act"] in CONFIG_KINDS["gpt2"].acts.values():
+        return "" if run.model.windowed_layers or run.model.qk_norm or run.model.norm_place != "before" else "gpt2"
+    if form == ("rmsnorm", "rope") and keys["act"] == "swiglu":
+        return _rotary_model_type(run.model, bias=bool(keys["bias"]), qkv_bias=bool(keys["qkv_bias"]))
+    return ""
 
 
 def _hybrid_model_type(model: Model) -> str:
