@@ -57,6 +57,10 @@ def _is_current_folder_gone() -> bool:
 def _missing_default(name: str, file: Path, config_dir: Path | None) -> Problem:
     group, _, option = name.rpartition("/")
     groups = config_files.groups(config_dir)
+    within, _, inner = group.rpartition("/")
+    if within in groups and inner in groups:  # an option's defaults are of groups inside its own, unless they begin with a slash
+        says = f"{file}: the defaults of its {within} name {inner} {option} as a group inside {within}"
+        return Problem(rule="option", says=says, mend=f"write `- /{inner}@{inner}: {option}` there")
     if group and group not in groups:
         return Problem(
             rule="option", says=f"{file}: its defaults name group {group}, which does not exist", mend=suggest_name(group, groups)

@@ -336,6 +336,16 @@ def test_the_message_names_an_option_with_wrong_yaml_and_its_line(tmp_path: Path
     assert capsys.readouterr().err.startswith(f"distrain: {tmp_path}/model/mine.yaml, line 2, column 9: ")
 
 
+def test_a_group_inside_an_options_group_is_told_how_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "mine.yaml").write_text("defaults: [{device: b200}]\nnodes: 1\ngpus: 1\n")
+    assert command(["plan", "conf=quickstart", "cluster=mine", "--config-dir", str(tmp_path)]) == 2
+    assert (
+        ": the defaults of its cluster name device b200 as a group inside cluster: write `- /device@device: b200`"
+        in capsys.readouterr().err
+    )
+
+
 def test_a_misspelt_path_gets_the_closest_file_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yaml").touch()
     assert command(["plan", f"conf={tmp_path}/mien.yaml"]) == 2
