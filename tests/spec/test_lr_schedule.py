@@ -33,3 +33,8 @@ def test_without_warm_up_the_first_step_has_the_peak_rate(schedule: str) -> None
 
 def test_a_run_of_which_all_but_one_step_warm_up_ends_at_the_peak() -> None:
     assert [learning_rate(Optim(lr=2.0, warmup=3), step, 4) for step in range(4)] == pytest.approx([2 / 3, 4 / 3, 2.0, 2.0])
+
+
+def test_a_schedule_that_is_not_written_is_not_taken_for_a_constant_rate() -> None:
+    with pytest.raises(AssertionError, match="mine"):
+        learning_rate(Optim(schedule="mine"), step=1, steps=2)  # type: ignore[arg-type]

@@ -89,6 +89,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, stepped: Tensor) -> dict[s
     if not state and isinstance(optimizer, torch.optim.AdamW):
         state["step"] = torch.zeros((), device=stepped.device if stepped.is_cuda else "cpu")
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(stepped), torch.zeros_like(stepped)
+    elif not state and not isinstance(optimizer, torch.optim.SGD):  # a resume would silently begin without its moments
+        raise TypeError(f"the states of {type(optimizer).__name__} before its first step are not known here")
     if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] and state.get("momentum_buffer") is None:
         state["momentum_buffer"] = torch.zeros_like(stepped)
     return state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import nn
@@ -42,3 +42,5 @@ def optimizer_of_groups(run: Run, groups: list[dict[str, Any]]) -> torch.optim.O
             return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         case "sgd":
             return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)  # else weight decay makes a tensor a step
+        case _:
+            assert_never(optim.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, assert_never
 
 from ..spec.run import Model, Run
 from ..spec.sections.optimizer import Optim
@@ -54,6 +54,8 @@ def moment_kinds(optim: Optim) -> tuple[str, ...]:
             return ("momentum_buffer",) if optim.momentum else ()
         case "muon":
             return ("momentum_buffer", "exp_avg", "exp_avg_sq")
+        case _:
+            assert_never(optim.name)
 
 
 def flatten(part: Any, at: str) -> Iterator[tuple[str, Any]]:

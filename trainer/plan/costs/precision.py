@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from ...spec.run import PAPERS_NAME, Run
 from ...spec.sections.optimizer import Optim
@@ -61,7 +62,13 @@ def moment_width(optim: Optim) -> int:
 
 def moment_count(optim: Optim) -> int:
     """The moments of an element that AdamW or SGD steps."""
-    return 2 if optim.name != "sgd" else int(has_moments(optim))
+    match optim.name:
+        case "adamw" | "muon":
+            return 2
+        case "sgd":
+            return int(has_moments(optim))
+        case _:
+            assert_never(optim.name)
 
 
 def saved_moment_width(optim: Optim) -> int:
