@@ -118,8 +118,10 @@ def _has_part(layout: ProveLayout, part: str) -> bool:
 def reference_line(result: LayoutResult) -> str:
     """The curve of one process, with which every row below is compared."""
     losses = result.curve.losses if result.curve else ()
-    curve = f": loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else ""
-    says = f"one process{curve} in {seconds_text(result.seconds)}; largest differences from it:"
+    if not losses:
+        return "one process took no step"
+    curve = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+    says = f"one process: {curve} in {seconds_text(result.seconds)}; largest differences from it:"
     return "\n".join(wrap(says, hang="  "))
 
 
