@@ -51,3 +51,9 @@ def result(trial: Trial) -> LayoutResult:
         not_compared=("layers.0.attention.key.bias", "layers.1.attention.key.bias"),
         messages={"verdict": "explained"},
     )
+
+
+def test_one_process_that_took_no_step_has_no_seconds() -> None:
+    read = RecipeForRanks("quickstart", [], None)
+    trial = plan_proof(ProveRequest(), read.run(), read.run_on).reference
+    assert reference_line(LayoutResult(trial=trial, verdict="failed", seconds=-9.8e-7)) == "one process took no step"
