@@ -71,6 +71,9 @@ KEYLESS_ROWS: Mapping[str, str] = {
     "routers compute in fp32": "moe_router_dtype",
     "tensor ranks wait for their messages": "tp_comm_overlap enable_async_tensor_parallel tp_linear_async_communication",
     # model
+    "they are counted from model.layers, .hidden, .ffn, .experts, .expert_ffn and .top_k; `distrain plan` prints how many there are":
+        "model.parameters model.params model.num_parameters model.n_params model.size model.active_parameters model.active_params "
+        "num_parameters n_params total_params active_params active_parameters",
     "model.kv_heads below model.heads": "group_query_attention",
     "rope turns elements i and i + D / 2 of a head, and 2i and 2i + 1 in family mla": "rotary_interleaved",
     "train.attention=flash keeps scores and their sums in fp32": "attention_softmax_in_fp32",
