@@ -123,6 +123,9 @@ KEYLESS_ROWS: Mapping[str, str] = {
     "each run folder has metrics.jsonl, a row for each logged step": "log.csv csv_logger csv_log",
     "rows have the norm of all gradients together, not of each layer":
         "log_grad_norm grad_norm log_gradient_norm log_layer_grad_norms log_params_norm",
+    "log=wandb turns it on; the variables WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_GROUP and WANDB_TAGS are wandb's own":
+        "wandb_project wandb.project log.project log.wandb_project wandb_entity wandb.entity log.entity wandb_group wandb.group log.group "
+        "wandb_tags wandb.tags log.tags",
     "logs are in the run folder, log.dir/name": "logging_dir wandb_save_dir save_tb_folder",
 }
 # fmt: on
