@@ -124,6 +124,10 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan conf=quickstart parallel.recompute=ful", ["parallel.recompute=ful is not one of none, selective, full: did you mean full?"]),
     ("plan conf=quickstart parallel.sequence=1", ["parallel.sequence=1 is not true or false: write true"]),
     ("plan conf=quickstart optim.lr=0", ["optim.lr=0 is not a number, above 0"]),
+    (
+        "plan conf=quickstart log.sinks=wandb",
+        ["log.sinks=wandb is not a list, each one of console, jsonl, wandb, tensorboard: write log.sinks=[console,jsonl,wandb]"],
+    ),
     ("plan conf=quickstart optim.betas=[0.9]", ["optim.betas=[0.9] is not a list of 2, each a number, at least 0, below 1"]),
     ("plan conf=quickstart train.seq=${train.sq}", ["train.seq=${train.sq} can't be resolved: Interpolation key 'train.sq' not found"]),
     ("plan conf=quickstart model.hf=/nowhere", ["model.hf=/nowhere: No such file or directory: name a config.json or its folder"]),
