@@ -33,7 +33,7 @@ class Arguments:
 
 def read_arguments(arguments: Sequence[str], verb: str, config_dir: Path | None) -> Arguments:
     """Sort the arguments of `distrain VERB conf=NAME [KEY=VALUE ...]`."""
-    arguments, spaced = _join_spaced(arguments)
+    arguments, spaced = _join_spaced(arguments, config_dir)
     arguments, with_comma = _without_last_commas(arguments)
     confs = [each.removeprefix("conf=") for each in arguments if each.startswith("conf=")]
     rest = [each for each in arguments if not each.startswith("conf=")]
@@ -53,20 +53,31 @@ def read_arguments(arguments: Sequence[str], verb: str, config_dir: Path | None)
     )
 
 
-def _join_spaced(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Return the arguments with KEY = VALUE, which a shell passes as two or three, as one each, and a problem for each of these."""
+def _join_spaced(arguments: Sequence[str], config_dir: Path | None) -> tuple[list[str], list[Problem]]:
+    """Return the arguments with KEY = VALUE and KEY VALUE, which a shell passes as two or three, as one each, and a problem for each of
+    these."""
     joined: list[str] = []
     spaced: set[int] = set()
+    problems: list[Problem] = []
     for argument in arguments:
         last = joined[-1] if joined else ""
         is_open = last.endswith("=") and last.count("=") == 1 and "=" not in argument
-        if last and (is_open or (argument.startswith("=") and "=" not in last)):
+        if _names_key(last, config_dir) and "=" not in argument and not _names_key(argument, config_dir):
+            joined[-1] = f"{last}={argument}"
+            problems.append(Problem(rule="syntax", says=f"{last} {argument} has no equals sign", mend=f"write {joined[-1]}"))
+        elif last and (is_open or (argument.startswith("=") and "=" not in last)):
             joined[-1] += argument
             spaced.add(len(joined) - 1)
         else:
             joined.append(argument)
     wrong = [joined[at] for at in sorted(spaced) if not joined[at].endswith("=")]
-    return joined, [Problem(rule="syntax", says=f"{each} is typed with a space beside =", mend="leave it out") for each in wrong]
+    problems += [Problem(rule="syntax", says=f"{each} is typed with a space beside =", mend="leave it out") for each in wrong]
+    return joined, problems
+
+
+def _names_key(argument: str, config_dir: Path | None) -> bool:
+    """Whether an argument is the whole name of a key or of a group, without a value."""
+    return argument == "conf" or argument in config_keys() or argument in config_files.groups(config_dir)
 
 
 def _without_last_commas(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
@@ -166,7 +177,8 @@ def option_problems(error: Any, argv: Sequence[str] = ()) -> list[Problem]:
     mends: dict[str, list[str]] = {}
     settings: dict[str, tuple[str, ...]] = {}
     for option in dict.fromkeys([name, *_unknown_options(argv, known)] if takes_keys and not verbs else [name]):
-        key = key_instead_of_option(option.lstrip("-"), _option_value(option, argv)) if takes_keys else None
+        word = "conf" if option in ("-c", "-C") else option.lstrip("-")  # -c names the file of a configuration in other programs
+        key = key_instead_of_option(word, _option_value(option, argv)) if takes_keys else None
         early = early_option(option, argv, options_of_verbs)
         mend = early or (key.mend if key else suggest_name(option, known))
         mends.setdefault("" if mend.startswith("known: ") else mend, []).append(option)

@@ -116,7 +116,7 @@ def _time(plan: Plan) -> Iterator[Markup]:
         for label, seconds, share in facts.time_parts(plan)
     ]
     yield table(("", "seconds", "share"), rows)
-    texts = [facts.speed_texts(plan)[0], documents_text(plan)]
+    texts = [facts.host_wait_text(plan), facts.speed_texts(plan)[0], documents_text(plan)]
     yield paragraphs([sentence(each) for each in texts if each], "note")
     headings, *operators = operator_rows(plan)
     yield table(headings, operators)

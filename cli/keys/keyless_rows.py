@@ -71,6 +71,9 @@ KEYLESS_ROWS: Mapping[str, str] = {
     "routers compute in fp32": "moe_router_dtype",
     "tensor ranks wait for their messages": "tp_comm_overlap enable_async_tensor_parallel tp_linear_async_communication",
     # model
+    "they are counted from model.layers, .hidden, .ffn, .experts, .expert_ffn and .top_k; `distrain plan` prints how many there are":
+        "model.parameters model.params model.num_parameters model.n_params model.size model.active_parameters model.active_params "
+        "num_parameters n_params total_params active_params active_parameters",
     "model.kv_heads below model.heads": "group_query_attention",
     "rope turns elements i and i + D / 2 of a head, and 2i and 2i + 1 in family mla": "rotary_interleaved",
     "train.attention=flash keeps scores and their sums in fp32": "attention_softmax_in_fp32",
@@ -131,6 +134,9 @@ KEYLESS_ROWS: Mapping[str, str] = {
     "each run folder has metrics.jsonl, a row for each logged step": "log.csv csv_logger csv_log",
     "rows have the norm of all gradients together, not of each layer":
         "log_grad_norm grad_norm log_gradient_norm log_layer_grad_norms log_params_norm",
+    "log=wandb turns it on; the variables WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_GROUP and WANDB_TAGS are wandb's own":
+        "wandb_project wandb.project log.project log.wandb_project wandb_entity wandb.entity log.entity wandb_group wandb.group log.group "
+        "wandb_tags wandb.tags log.tags",
     "logs are in the run folder, log.dir/name": "logging_dir wandb_save_dir save_tb_folder",
 }
 # fmt: on

@@ -206,10 +206,8 @@ ROWS: tuple[Synonym, ...] = (
     row("report_to", "log.sinks", "a list",
          {**dict.fromkeys(("wandb", "[wandb]"), "[console,jsonl,wandb]"),
           **dict.fromkeys(("tensorboard", "[tensorboard]"), "[console,jsonl,tensorboard]")}),
-    row("wandb wandb.enabled wandb_project use_wandb enable_wandb create_wandb_logger wandb_log wandb_entity "
-         "wandb.project wandb.entity", "log",
-         "log=wandb turns it on; WANDB_PROJECT names the project",
-         {"true": "wandb"}),
+    row("wandb wandb.enabled use_wandb enable_wandb create_wandb_logger wandb_log", "log",
+         "log=wandb turns it on", {"true": "wandb"}),
     row("tensorboard tensorboard.enabled tensorboard_dir enable_tensorboard", "log.sinks", "a list: [console,jsonl,tensorboard]",
          {"true": "[console,jsonl,tensorboard]"}),
     row("save_steps save_interval save_freq checkpoint_interval checkpoint.interval ckpt_interval checkpoint_every save_every_n_steps "

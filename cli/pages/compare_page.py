@@ -103,8 +103,21 @@ def progress(run: ComparedRun) -> str:
     return headline(run.measured).removeprefix(f"{one_line(run.measured.name)}: ")
 
 
+def lowest_loss_text(runs: Sequence[ComparedRun]) -> str:
+    """Which run has the lowest loss at the last step that all logged: of a validation where all have one; "" where none is lower."""
+    validated = all(run.measured.validation for run in runs)
+    curves = [run.measured.validation if validated else run.measured.losses for run in runs]
+    steps = common_steps(curves) if all(curves) else []
+    last = {run.mark: dict(curve)[steps[-1]] for run, curve in zip(runs, curves, strict=True)} if steps else {}
+    if len({f"{loss:.4f}" for loss in last.values()}) < 2:
+        return ""
+    best = min(last, key=lambda mark: last[mark])
+    return f"Lowest {'validation loss' if validated else 'loss'} at step {steps[-1]:,}, the last that all logged: {best}, {last[best]:.4f}"
+
+
 def _legend_lines(runs: Sequence[ComparedRun]) -> list[str]:
-    return [line for run in runs for line in wrap(f"{run.mark}  {run.given}: {progress(run)}", hang="   ")]
+    lines = [line for run in runs for line in wrap(f"{run.mark}  {run.given}: {progress(run)}", hang="   ")]
+    return [*lines, *(wrap(best, hang="  ") if (best := lowest_loss_text(runs)) else [])]
 
 
 def _difference_lines(runs: Sequence[ComparedRun]) -> list[str]:

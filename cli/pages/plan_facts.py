@@ -30,6 +30,8 @@ TIME_PARTS = {
 }
 MESSAGE_COLUMNS = ("axis", "verb", "link", "messages", "sent", "takes", "waited for")
 MAX_MESSAGES = 14  # rows of messages, the largest first
+HOST_WAIT = 0.2  # share of a step from which waiting for the host, a part of computing, is named
+FEWER_LAUNCHES = "a larger train.microbatch or train.seq shortens that"
 
 
 # The verdict
@@ -226,6 +228,14 @@ def time_parts(plan: Plan) -> list[tuple[str, float, float]]:
     assert plan.time
     parts = [(label, getattr(plan.time, part)) for part, label in TIME_PARTS.items()]
     return [(label, seconds, seconds / plan.time.step) for label, seconds in parts if seconds]
+
+
+def host_wait_text(plan: Plan) -> str:
+    """How much of what counts as computing waits for kernels to be launched, and what shortens it; "" where it is little."""
+    share, seconds = next(((each.share, each.seconds) for each in plan.operators if each.kind == "host"), (0.0, 0.0))
+    if share < HOST_WAIT:
+        return ""
+    return f"computing includes {seconds_text(seconds)} ({share_text(share)}) of waiting for the host to launch kernels: {FEWER_LAUNCHES}"
 
 
 def speed_texts(plan: Plan) -> tuple[str, str]:

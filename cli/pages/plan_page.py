@@ -113,11 +113,12 @@ def _time_lines(plan: Plan, style: Style) -> list[str]:
     parts = facts.time_parts(plan)
     lines = table([[label, seconds_text(seconds), share_text(share)] for label, seconds, share in parts])
     bars = [style.bar(share, min(30, page_width() - len(lines[0]) - 4)) for _, _, share in parts]
-    documents = documents_text(plan)
+    documents, waits = documents_text(plan), facts.host_wait_text(plan)
     arithmetic, tokens = facts.speed_texts(plan)
     return [
         f"Time of a step: {facts.step_figure(plan)}",
         *(f"  {line}  {bar}" for line, bar in zip(lines, bars, strict=True)),
+        *(wrap(waits, indent="  ") if waits else []),
         *wrap(arithmetic, indent="  "),
         f"  {tokens}",
         *(wrap(documents, indent="  ") if documents else []),

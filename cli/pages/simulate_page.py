@@ -9,8 +9,10 @@ from ...trainer.plan.timeline.column_shares import IDLE, column_shares
 from ...trainer.plan.timeline.critical_path import CriticalPath, slowest_stage
 from ...trainer.plan.timeline.step_simulation import StepSimulation
 from ...trainer.plan.timeline.timeline import StageTimeline, Timeline
+from ...trainer.plan.timeline.what_if import NO_LAUNCHES
 from ...trainer.spec.numbers.as_text import digits, plural, seconds_text, share_text, time_unit
 from ...trainer.spec.problem import one_line
+from .plan_facts import FEWER_LAUNCHES, HOST_WAIT
 from .text_layout import Style, evenly_spaced, narrow_table, page_width, with_heading, wrap
 
 MOST_ROWS = 16  # stages of the timeline, evenly spaced
@@ -150,7 +152,13 @@ def what_if_rows(step: StepSimulation) -> list[list[str]]:
 
 def _what_if_lines(step: StepSimulation) -> list[str]:
     rows = what_if_rows(step)
-    return ["What if", *(f"  {line}" for line in narrow_table(rows, (0,), width=page_width() - 2))] if rows else []
+    if not rows:
+        return []
+    least = (1 - HOST_WAIT) * step.timeline.seconds
+    is_slow = any(each.says == NO_LAUNCHES and each.seconds <= least for each in step.what_if)
+    hint = f"devices wait for kernels to be launched: {FEWER_LAUNCHES}" if is_slow else ""
+    table = narrow_table(rows, (0,), width=page_width() - 2)
+    return ["What if", *(f"  {line}" for line in table), *(wrap(hint, indent="  ") if hint else [])]
 
 
 def _change(seconds: float, before: float) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -38,13 +41,16 @@ LONGEST_NAME = 150  # characters of a run's name
 DIGEST_DIGITS = 8  # hexadecimal digits that distinguish values which look alike in a folder's name
 UNNAMED = ("conf", "name")  # keys whose swept values are in the runs' own names already
 
+WANDB_GROUP = "WANDB_RUN_GROUP"  # the variable of wandb's group, in which the runs of a sweep are shown together
 RESULTS = {OK: "trained", FAILED: "failed", STOPPED: "stopped and saved"}  # by exit status; 130 and the like are "stopped"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRun:
-    """One run of a sweep, under its own name; `swept` are the overrides that vary, `arguments` all of them, the recipe first."""
+    """One run of a sweep, under its own name; `group` is the recipe's, `swept` are the overrides that vary, `arguments` all of them, the
+    recipe first."""
 
+    group: str
     swept: tuple[str, ...]
     arguments: tuple[str, ...]
     run: Run
@@ -71,7 +77,8 @@ def fit_sweep(
     stopped = OK
     for number, each in enumerate(runs, 1):
         print_line(f"\nrun {number} of {len(runs)}: {short_overrides(each.swept) or each.run.name}")
-        result = _result(partial(fit, partial(_reread_run, each, config_dir)))
+        with _wandb_group(each.group):
+            result = _result(partial(fit, partial(_reread_run, each, config_dir)))
         statuses.append(result.status)
         if result.status not in (OK, FAILED):
             stopped = result.status
@@ -91,7 +98,12 @@ def _kind(runs: Sequence[SweepRun]) -> str:
 def sweep_runs(conf: str, overrides: Sequence[str], config_dir: Path | None) -> list[SweepRun]:
     """Return the runs of a sweep under their own names; raises Unreadable, also where two would share a folder."""
     runs = [
-        SweepRun(swept=each.swept, arguments=each.arguments, run=with_changes(each.run, [("name", sweep_name(each.run.name, each.swept))]))
+        SweepRun(
+            group=each.run.name,
+            swept=each.swept,
+            arguments=each.arguments,
+            run=with_changes(each.run, [("name", sweep_name(each.run.name, each.swept))]),
+        )
         for each in load_sweep(conf, overrides, config_dir)
     ]
     folders = Counter(run_folder(each.run) for each in runs)
@@ -133,7 +145,35 @@ def result_lines(runs: Sequence[SweepRun], statuses: Sequence[int]) -> list[str]
         lines += [name] if len(name) > wide else []
         lines.append(f"{(name if len(name) <= wide else '').ljust(wide)}  {line}")
     trained = [relative_folder(run_folder(each.run)) for each, status in zip(runs, statuses, strict=False) if status == OK]
+    lines += lowest_loss_lines(runs, statuses)
     return [*lines, *(["", "Next:", f"  {command_name()} report {' '.join(map(quote, trained))}"] if len(trained) > 1 else [])]
+
+
+def lowest_loss_lines(runs: Sequence[SweepRun], statuses: Sequence[int]) -> list[str]:
+    """Return which of the runs that trained ended with the lowest validation loss, or where one has none the lowest loss of a step; no
+    line where that is no news."""
+    trained = [each for each, status in zip(runs, statuses, strict=False) if status == OK]
+    found = {short_overrides(each.swept) or each.run.name: read_measured_run(run_folder(each.run)) for each in trained}
+    is_validated = all(each.validation for each in found.values())
+    curves = {name: each.validation if is_validated else each.losses for name, each in found.items()}
+    last = {name: curve[-1][1] for name, curve in curves.items() if curve and math.isfinite(curve[-1][1])}
+    if len({f"{loss:.4f}" for loss in last.values()}) < 2:
+        return []
+    best = min(last, key=lambda name: last[name])
+    return [f"lowest {'validation loss' if is_validated else 'loss'}: {one_line(best)}"]
+
+
+@contextmanager
+def _wandb_group(name: str) -> Iterator[None]:
+    """Name wandb's group for the runs that are started inside, unless the user has."""
+    if os.environ.get(WANDB_GROUP):
+        yield
+        return
+    os.environ[WANDB_GROUP] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(WANDB_GROUP, None)
 
 
 def _checked_runs(conf: str, overrides: Sequence[str], config_dir: Path | None) -> tuple[list[SweepRun], list[str]]:

@@ -113,7 +113,7 @@ def test_fit_without_a_step_left_ends_a_stopped_run_only_if_it_has_every_step(st
         written = json.loads((run / name).read_text())
         written[part]["steps"] = steps
         (run / name).write_text(json.dumps(written))
-    write_outcome(run, 75, "stopped; a checkpoint is saved")
+    write_outcome(run, 75, "stopped; a checkpoint is saved: the same command continues")
     assert command([*WORDS, f"log.dir={logs}"]) == 0
     found = run_summary(run)
     assert (found.steps, found.of, found.state) == (2, steps, state)

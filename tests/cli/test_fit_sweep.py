@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 from distrain.cli.app import command
 from distrain.cli.verbs.fit_sweep import LONGEST_NAME, fit_sweep, sweep_name, sweep_runs
 from distrain.trainer.launch.train_run import TrainingResult
+from distrain.trainer.rundir.files import run_folder
 from distrain.trainer.rundir.metric_rows import read_step_rows
 from distrain.trainer.rundir.run_summary import run_summary
 from distrain.trainer.spec.problem import Unreadable
@@ -128,15 +129,23 @@ def test_all_wrong_overrides_of_a_sweep_are_reported_at_once(tmp_path: Path, cap
     ],
 )
 def test_a_sweep_goes_on_after_a_failure_and_ends_when_it_is_stopped(
-    statuses: list[int], status: int, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    statuses: list[int],
+    status: int,
+    told: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    coming, names = iter(statuses), []
+    coming, names, groups = iter(statuses), [], set()
 
     def fit(read: Callable[[], Run]) -> TrainingResult:
         names.append(read().name)
+        groups.add(os.environ["WANDB_RUN_GROUP"])
         return TrainingResult(status=next(coming))
 
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
     assert sweep(tmp_path, fit, "train.seed=1,2,3") == status
+    assert (groups, os.environ.get("WANDB_RUN_GROUP")) == ({"quickstart"}, None)
     assert names == [f"quickstart.seed={seed}" for seed in (1, 2, 3)][: len(statuses)]
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("seed=")]
     assert [row.split(maxsplit=4)[4] for row in rows] == told
@@ -158,6 +167,22 @@ def test_ctrl_c_between_runs_is_no_traceback(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     assert sweep(tmp_path, fit, "train.seed=1,2") == 130
+
+
+@pytest.mark.parametrize(("key", "words"), [("validation_loss", "validation loss: seed=3"), ("loss", "loss: seed=2")])
+def test_the_run_with_the_lowest_last_loss_is_named(key: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = iter([(2.0, 2.1, 0), (1.5, 1.9, 0), (1.8, 1.2, 0), (0.1, 0.1, 1), (float("nan"), 3.0, 0)])
+
+    def fit(read: Callable[[], Run]) -> TrainingResult:
+        folder = run_folder(read())
+        folder.mkdir(parents=True)
+        loss, validation, status = next(rows)
+        row = {"step": 4, "loss": loss, "validation_loss": validation} if key != "loss" else {"step": 4, "loss": loss}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        return TrainingResult(status=status)
+
+    assert sweep(tmp_path, fit, "train.seed=1,2,3,4,5") == 1
+    assert f"\nlowest {words}\n" in capsys.readouterr().out
 
 
 # Whole sweeps

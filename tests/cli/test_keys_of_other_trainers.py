@@ -124,7 +124,10 @@ MESSAGES: list[tuple[str, str]] = [
     ("--batch=8", "no option --batch: did you mean train.batch or train.rampup.batch?"),
     ("--optim=adamw", "no option --optim: write optim=adamw, without dashes"),
     ("--optim.lrr=3", "no option --optim.lrr: did you mean optim.lr?"),
-    ("--wandb-project mine", "no option --wandb-project: write log=VALUE (log=wandb turns it on; WANDB_PROJECT names the project)"),
+    ("--wandb-project mine",
+        ("no option --wandb-project: log=wandb turns it on; the variables WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_GROUP and WANDB_TAGS are "
+         "wandb's own")),
+    ("--wandb true", "no option --wandb: write log=wandb (log=wandb turns it on)"),
     # without a value
     ("gradient_checkpointing",
         "no key gradient_checkpointing: write parallel.recompute=VALUE (none, selective or full)"),

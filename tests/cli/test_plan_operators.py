@@ -13,7 +13,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.operator_rows import operator_rows
 from distrain.trainer.plan.costs.operator_kinds import OPERATOR_KINDS
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.spec.numbers.as_text import seconds_text
+from distrain.trainer.spec.numbers.as_text import seconds_text, share_text
 
 
 def test_a_mixtures_page_names_what_only_mixtures_have(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +34,17 @@ def test_a_mixtures_page_names_what_only_mixtures_have(capsys: pytest.CaptureFix
 def test_without_the_option_the_page_has_no_such_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["plan", "conf=mixtral_8x7b"]) == 0
     assert "Operators of a step" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("seq", "waits"), [(512, True), (4096, False)])
+def test_a_step_that_waits_for_its_host_says_so_and_what_shortens_it(seq: int, waits: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["conf=qwen3_30b_a3b", f"train.seq={seq}"]
+    wait = next(each for each in make_plan(load_recipe("qwen3_30b_a3b", words[1:])).operators if each.kind == "host")
+    for verb, heading in (("plan", "Time of a step"), ("simulate", "What if")):
+        assert command([verb, *words]) in (0, 1)
+        section = " ".join(capsys.readouterr().out.partition(heading)[2].partition("\n\n")[0].split())
+        assert ("train.microbatch or train.seq" in section) == waits
+        assert (f"{seconds_text(wait.seconds)} ({share_text(wait.share)}) of waiting for the host" in section) == (waits and verb == "plan")
 
 
 def test_what_is_recomputed_has_a_column_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

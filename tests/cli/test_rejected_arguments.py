@@ -75,6 +75,12 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan conf=quickstart =2", ["=2 has no key: write KEY=VALUE"]),
     ("plan conf = quickstart", ["conf=quickstart is typed with a space beside =: leave it out"]),
     ("plan conf=quickstart parallel.tp= 2", ["parallel.tp=2 is typed with a space beside =: leave it out"]),
+    ("plan conf=quickstart optim.lr 1e-4", ["optim.lr 1e-4 has no equals sign: write optim.lr=1e-4"]),
+    (
+        "plan conf quickstart device h200",
+        ["conf quickstart has no equals sign: write conf=quickstart", "device h200 has no equals sign: write device=h200"],
+    ),
+    ("plan -c quickstart", ["no option -c: write conf=quickstart, without dashes"]),
     ("plan conf=gpt3_13b", ["no recipe gpt3_13b: it is a model: write model=gpt3_13b behind conf=RECIPE"]),
     ("plan conf=quickstart cluster=2\u00d78", ["cluster=2\u00d78: the value can't be read: write cluster=2x8"]),
     ("plan conf=quickstart optim.lr=3e\u22124", ["optim.lr=3e\u22124: the value can't be read: write optim.lr=3e-4"]),
@@ -118,6 +124,10 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan conf=quickstart parallel.recompute=ful", ["parallel.recompute=ful is not one of none, selective, full: did you mean full?"]),
     ("plan conf=quickstart parallel.sequence=1", ["parallel.sequence=1 is not true or false: write true"]),
     ("plan conf=quickstart optim.lr=0", ["optim.lr=0 is not a number, above 0"]),
+    (
+        "plan conf=quickstart log.sinks=wandb",
+        ["log.sinks=wandb is not a list, each one of console, jsonl, wandb, tensorboard: write log.sinks=[console,jsonl,wandb]"],
+    ),
     ("plan conf=quickstart optim.betas=[0.9]", ["optim.betas=[0.9] is not a list of 2, each a number, at least 0, below 1"]),
     ("plan conf=quickstart train.seq=${train.sq}", ["train.seq=${train.sq} can't be resolved: Interpolation key 'train.sq' not found"]),
     ("plan conf=quickstart model.hf=/nowhere", ["model.hf=/nowhere: No such file or directory: name a config.json or its folder"]),

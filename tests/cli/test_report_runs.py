@@ -65,6 +65,13 @@ def test_losses_are_side_by_side_at_the_steps_that_both_logged(runs: tuple[Path,
     assert [line.split()[1] for line in page["Validation loss"][1:]] == ["4", "8"]
 
 
+def test_the_run_with_the_lowest_loss_of_a_validation_is_named(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    last = {mark: read_measured_run(folder).validation[-1][1] for mark, folder in zip("AB", runs, strict=True)}
+    best = min(last, key=lambda mark: last[mark])
+    text = " ".join(run_command(f"report {runs[0]} {runs[1]}", capsys)[1].split())
+    assert f"Lowest validation loss at step 8, the last that all logged: {best}, {last[best]:.4f}" in text
+
+
 def test_speed_and_memory_are_shown_as_measured_and_as_planned(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     page = sections(run_command(f"report {runs[0]} {runs[1]}", capsys)[1])
     rows = {line.split("  ")[1].strip(): line for line in page["Measured, and (planned)"][1:]}

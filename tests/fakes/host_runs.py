@@ -55,7 +55,7 @@ def ready(folder=os.getcwd()):
 """
 QUICK_RUNNER = "openmpi" if which("mpirun") else "pdsh"  # with pdsh each host imports DeepSpeed once more, in each attempt
 SAVES = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), os._exit(75)))\nready()\n"
-STOPPED = "stopped; a checkpoint is saved"
+STOPPED = "stopped; a checkpoint is saved: the same command continues"
 
 
 def wait_for(condition: Callable[[], object], why: Callable[[], str] = lambda: "the deadline passed") -> None:

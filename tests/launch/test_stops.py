@@ -83,7 +83,10 @@ def test_a_signal_lets_the_ranks_save_and_the_run_exits_75(tmp_path: Path, numbe
     launched = LaunchedRanks(tmp_path, SAVES)
     launched.send(number)
     name = signal.Signals(number).name
-    assert launched.end() == (75, [f"{name}: finishing the step and saving; Ctrl-C stops at once", "stopped; a checkpoint is saved"])
+    assert launched.end() == (
+        75,
+        [f"{name}: finishing the step and saving; Ctrl-C stops at once", "stopped; a checkpoint is saved: the same command continues"],
+    )
 
 
 def test_ranks_that_stop_before_a_step_have_saved_no_checkpoint(tmp_path: Path) -> None:
@@ -135,7 +138,7 @@ def test_sigterm_to_the_ranks_or_their_agents_stops_the_run_too(tmp_path: Path, 
     launched = LaunchedRanks(tmp_path, SAVES)
     for rank in range(3):
         os.kill(launched.pids(rank)[which], signal.SIGTERM)
-    assert launched.end() == (75, ["stopped; a checkpoint is saved"])
+    assert launched.end() == (75, ["stopped; a checkpoint is saved: the same command continues"])
 
 
 def test_a_signal_that_the_launching_process_ignores_stays_ignored(tmp_path: Path) -> None:

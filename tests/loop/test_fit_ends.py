@@ -167,7 +167,7 @@ def test_sigterm_to_a_rank_that_is_importing_torch_stops_the_run_with_a_checkpoi
         output, errors = process.communicate(timeout=DEADLINE)
     finally:
         end_child(process)
-    assert (process.returncode, errors) == (STOPPED, "distrain: stopped; a checkpoint is saved\n"), output
+    assert (process.returncode, errors) == (STOPPED, "distrain: stopped; a checkpoint is saved: the same command continues\n"), output
 
 
 def rank_importing_torch(process: subprocess.Popen[str], run: bytes) -> int:

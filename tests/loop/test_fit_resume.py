@@ -252,7 +252,7 @@ def test_sigterm_to_fit_saves_and_the_next_attempt_resumes(start_fit, ranks: Ran
     until_a_step(process)
     process.send_signal(signal.SIGTERM)
     said, wrong = process.communicate(timeout=DEADLINE)
-    assert (process.returncode, wrong) == (STOPPED, "distrain: stopped; a checkpoint is saved\n")
+    assert (process.returncode, wrong) == (STOPPED, "distrain: stopped; a checkpoint is saved: the same command continues\n")
     assert "SIGTERM: finishing the step and saving" in said
     assert not processes(tmp_path)
     reached = read_step_rows(tmp_path / "run")[-1]["step"]

@@ -254,7 +254,8 @@ def test_metrics_jsonl_that_is_removed_or_rotated_is_made_again(
 # wandb and TensorBoard: what they write is read back with their own readers
 
 FIRST, AGAIN = range(1, 7), range(4, 10)  # steps of a start, and of the next, which resumes from step 3
-OWN = ("WANDB_MODE", "WANDB_SILENT", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_NAME", "WANDB_ENTITY", "WANDB_DIR")
+OWN = ("WANDB_MODE", "WANDB_SILENT", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_NAME", "WANDB_ENTITY", "WANDB_DIR",
+       "WANDB_RUN_GROUP")  # fmt: skip
 
 
 @pytest.fixture
@@ -333,6 +334,7 @@ NAMED: tuple[Named, ...] = (  # variables, and then the project, id, name, entit
     ({},                                               ("distrain", None,  "quickstart", "",     "")),
     ({"WANDB_PROJECT": "mine", "WANDB_NAME": "first"}, ("mine",     None,  "first",      "",     "")),
     ({"WANDB_RUN_ID": "abc", "WANDB_ENTITY": "team"},  ("distrain", "abc", "quickstart", "team", "")),
+    ({"WANDB_RUN_GROUP": "sweep"},                     ("distrain", None,  "quickstart", "",     "")),
     ({"WANDB_DIR": "elsewhere"},                       ("distrain", None,  "quickstart", "",     "elsewhere")),
 )
 # fmt: on
@@ -354,13 +356,14 @@ def test_wandb_variables_of_the_environment_take_precedence(
     for key in variables.keys() - {"WANDB_DIR"}:
         monkeypatch.delenv(key)
     wandb_starts([2])  # the next start may have forgotten them
+    group = variables.get("WANDB_RUN_GROUP", "")
     found = [
         record.run
         for file in sorted((tmp_path / place).glob("wandb/offline-run-*/*.wandb"))
         for record in records(file)
         if record.HasField("run")
     ]
-    assert [(each.project, each.entity) for each in found] == [(project, entity)] * 2
+    assert [(each.project, each.entity, each.run_group) for each in found] == [(project, entity, group)] * 2
     assert {each.run_id for each in found} == {number or found[0].run_id}
     assert found[0].display_name == name
 

@@ -166,9 +166,9 @@ BROKEN: list[tuple[Keys, str]] = [
          "set parallel.pp=1")),
     ({"parallel.ep": 2},
         "parallel.ep=2 splits experts, and family gpt has none: set parallel.ep=1"),
-    (MOE | {"model.family": "mla", "model.q_lora_rank": 0, "model.v_head_dim": 16},
-        ("family mla needs model.kv_lora_rank, model.qk_nope_head_dim, model.qk_rope_head_dim: "
-         "set them, as conf/model/deepseek_v3.yaml does")),
+    (MOE | {"model.family": "mla", "model.v_head_dim": 16},
+        ("family mla needs model.q_lora_rank, model.kv_lora_rank, model.qk_nope_head_dim, model.qk_rope_head_dim: "
+         "set them, as conf/model/deepseek_v3.yaml does (model.q_lora_rank=0: queries have no latent)")),
     (MOE | {"model.family": "mla", "model.q_lora_rank": 0, "model.kv_lora_rank": 8, "model.qk_nope_head_dim": 16, "model.v_head_dim": 16,
             "model.qk_rope_head_dim": 7, "model.positions": "rope"},
         "model.positions=rope turns pairs of elements, but a head has 7: set model.qk_rope_head_dim=8"),

@@ -235,7 +235,8 @@ def _hint(value: Any, hint: Any, key: str) -> str:
     kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in _choices(hint)]
     list_kind = next((kind for kind in kinds if get_origin(kind) is tuple), None)
     if list_kind is not None and isinstance(value, str) and not _is_list(value) and value in _allowed_names(get_args(list_kind)[0]):
-        return f"write {key}=[{value}]"
+        kept = _KEPT.get(key, "")
+        return f"write {key}=[{value if value in kept else kept + value}]"
     if list_kind is not None and isinstance(value, str) and value and _accepts(value, get_args(list_kind)[0]):
         return f"write {key}=[{value}]"
     if list_kind is not None and _is_list(value):
@@ -262,6 +263,7 @@ def _accepts(value: Any, hint: Any) -> bool:
 
 
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+_KEPT = {"log.sinks": "console,jsonl,"}  # what a list keeps beside a name that is added
 _TRUTH = {**dict.fromkeys(("yes", "on", "1", "y", "t"), "true"), **dict.fromkeys(("no", "off", "0", "n", "f"), "false")}
 _NOUNS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null", dict: "a mapping"}
 _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))

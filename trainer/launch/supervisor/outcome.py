@@ -153,8 +153,8 @@ def run_outcome(ended: Sequence[RankOutcome], stop_signal: int | None) -> Outcom
         if not any(each.has_stopped for each in ended):
             return Outcome(status=TRAINED, ranks=ranks)
         has_stepped = any(each.step is not None for each in ranks)
-        says = "stopped; a checkpoint is saved" if has_stepped else "stopped before the first step; the same command continues"
-        return Outcome(status=STOPPED, ranks=ranks, says=says)
+        at = "stopped; a checkpoint is saved:" if has_stepped else "stopped before the first step;"
+        return Outcome(status=STOPPED, ranks=ranks, says=f"{at} the same command continues")
     if stop_signal is not None and all(each.has_succeeded or each.has_ended_on_request for each in ended):
         name = signal.Signals(stop_signal).name
         at_once = any(each.killed and not each.has_succeeded for each in ended)

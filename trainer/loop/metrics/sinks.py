@@ -28,7 +28,7 @@ from .step_row import Row, console_line, finite_or_none
 METRICS = "jsonl"  # the sink that every run has
 MAX_ROW_BYTES = 1 << 16
 MAX_WAITING_ROWS = 100_000  # the newest rows, kept in memory until the disk has room
-WANDB = "wandb.json"  # in RUN_DIR: {"id", "project", "entity"} of the wandb run that all attempts of this run write to
+WANDB = "wandb.json"  # in RUN_DIR: {"id", "project", "entity", "group"} of the wandb run that all attempts of this run write to
 PLAN_KEYS = ("world", "mesh", "engine", "schedule", "microbatches", "model", "time", "bubble_fraction", "throughput", "run")
 TABLE_SECTIONS = ("model", "parallel", "train", "optim", "data", "plan")  # of the config, shown in TensorBoard's table of runs
 TABLE_CURVES = ("loss", validation_key(), "grad_norm", "tokens_per_second")  # metrics of that table, beside those of validation sets
@@ -144,6 +144,7 @@ class Wandb:
             "project": ("WANDB_PROJECT", saved.get("project") or "distrain"),
             "entity": ("WANDB_ENTITY", saved.get("entity")),
             "name": ("WANDB_NAME", context.run.name),
+            "group": ("WANDB_RUN_GROUP", saved.get("group")),
             "dir": ("WANDB_DIR", str(context.folder)),
             "resume": ("WANDB_RESUME", "allow"),
         }
@@ -153,7 +154,7 @@ class Wandb:
         self.run.define_metric("*", step_metric="step")
         if self.run.disabled:
             return
-        current = {"id": self.run.id, "project": self.run.project, "entity": self.run.entity or None}
+        current = {"id": self.run.id, "project": self.run.project, "entity": self.run.entity or None, "group": self.run.group or None}
         if current != saved:
             with suppress(OSError):  # metrics.jsonl warns of a full disk
                 write_atomically(file, f"{json.dumps(current)}\n".encode())

@@ -63,10 +63,11 @@ def model_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken
     needs = FAMILIES[words.family].needs if words.family in FAMILIES else ()
     if missing := [f"model.{key}" for key in needs if getattr(words, key) is None]:
         them = "it" if len(missing) == 1 else "them"
+        none = " (model.q_lora_rank=0: queries have no latent)" if "model.q_lora_rank" in missing else ""
         yield BrokenRule(
             "sizes",
             f"family {words.family} needs {', '.join(missing)}",
-            fix=f"set {them}, as conf/model/{EXAMPLES[words.family]}.yaml does",
+            fix=f"set {them}, as conf/model/{EXAMPLES[words.family]}.yaml does{none}",
         )
     if words.head_dim is None and "v_head_dim" not in needs and words.hidden % words.heads:
         yield BrokenRule(

@@ -20,6 +20,7 @@ VARIATION = 0.05  # of a pass's time, its standard deviation
 LEAST_STEPS, MOST_STEPS = 6, 100  # whose mean is taken where passes vary: the more, the fewer passes a step has
 MOST_VARIED = 20_000  # passes of a step for which that is done, and for which one of twice the batch is simulated
 LEAST_CHANGE = 5e-4  # share of the step; less is not shown
+NO_LAUNCHES = "kernels were launched in no time"
 
 
 class WhatIf(NamedTuple):
@@ -47,7 +48,7 @@ def _other_clusters(run: Run) -> Iterator[WhatIf]:
         ("devices computed twice as fast", _with_device(cluster, peak={name: 2 * peak for name, peak in device.peak.items()})),
         ("devices had twice the memory bandwidth", _with_device(cluster, bandwidth=2 * (device.bandwidth or 0.0))),
         ("hosts and their links were twice as fast", replace(cluster, host=_faster_host(cluster.host))),
-        ("kernels were launched in no time", _with_device(cluster, launch=0.0, dispatch=0.0)),
+        (NO_LAUNCHES, _with_device(cluster, launch=0.0, dispatch=0.0)),
     )
     for says, each in clusters:
         if each != cluster and (costs := step_costs(replace(run, cluster=each))):
