@@ -43,7 +43,10 @@ def composition_problem(error: Exception, file: Path, config_dir: Path | None, p
         return Problem(rule="yaml", says=f"{file} is not valid UTF-8", mend="save it as UTF-8")
     text = str(error) or str(error.__cause__ or type(error).__name__)
     missed = re.search(r"Could not (?:find|load) '([^']+)'", text)
-    return _missing_default(missed[1], file, config_dir) if missed else _hydra_problem(text, file, primary)
+    if not missed:
+        return _hydra_problem(text, file, primary)
+    named_in = re.search(r"In '([^']+)'", text)
+    return _default_inside(missed[1], file, config_dir, named_in[1] if named_in else "") or _missing_default(missed[1], file, config_dir)
 
 
 def _is_current_folder_gone() -> bool:
@@ -54,13 +57,30 @@ def _is_current_folder_gone() -> bool:
     return False
 
 
+def _default_inside(name: str, file: Path, config_dir: Path | None, named_in: str) -> Problem | None:
+    """Return the problem of a group that is looked for inside another, as the defaults of the option `named_in` are, unless they begin with
+    a slash; None where `name` is not of such a group."""
+    groups = config_files.groups(config_dir)
+    group, _, option = name.rpartition("/")
+    within, _, inner = group.rpartition("/")
+    if within not in groups or inner not in groups:
+        return None
+    parent_group, _, parent = named_in.rpartition("/")
+    if parent_group != within:  # the recipe names it
+        entry = DEFAULTS_ENTRY.get(f"{within}.{inner}", inner)
+        return Problem(rule="option", says=f"{file}: there is no group {group}", mend=f"write `- {entry}: {option}`")
+    own = config_files.options(within, config_dir).get(parent, file)
+    says = f"{own}: its defaults look for {option} in a group {group}, which does not exist"
+    if inner == within:
+        return Problem(rule="option", says=says, mend=f"write `- {option}`")
+    if any(key.startswith(f"{within}.{inner}.") for key in config_keys()):
+        return Problem(rule="option", says=says, mend=f"write `- /{inner}@{inner}: {option}`")
+    return Problem(rule="option", says=says, mend=f"choose {inner}={option} in the recipe")
+
+
 def _missing_default(name: str, file: Path, config_dir: Path | None) -> Problem:
     group, _, option = name.rpartition("/")
     groups = config_files.groups(config_dir)
-    within, _, inner = group.rpartition("/")
-    if within in groups and inner in groups:  # an option's defaults are of groups inside its own, unless they begin with a slash
-        says = f"{file}: the defaults of its {within} name {inner} {option} as a group inside {within}"
-        return Problem(rule="option", says=says, mend=f"write `- /{inner}@{inner}: {option}` there")
     if group and group not in groups:
         return Problem(
             rule="option", says=f"{file}: its defaults name group {group}, which does not exist", mend=suggest_name(group, groups)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...trainer.rundir.measured_run import MeasuredRun, read_measured_run
 from ...trainer.rundir.planned_measured import PlannedMeasured
@@ -103,16 +103,33 @@ def progress(run: ComparedRun) -> str:
     return headline(run.measured).removeprefix(f"{one_line(run.measured.name)}: ")
 
 
-def lowest_loss_text(runs: Sequence[ComparedRun]) -> str:
-    """Which run has the lowest loss at the last step that all logged: of a validation where all have one; "" where none is lower."""
-    validated = all(run.measured.validation for run in runs)
-    curves = [run.measured.validation if validated else run.measured.losses for run in runs]
+class LowestLoss(NamedTuple):
+    """The lowest loss of several runs at the last step that all logged: the words for it ("validation loss"), the step, the run, the loss."""
+
+    words: str
+    step: int
+    run: str
+    loss: float
+
+
+def lowest_loss(runs: Mapping[str, MeasuredRun]) -> LowestLoss | None:
+    """Return the lowest loss: of the first validation set that all have, else of training; None where none is lower."""
+    sets = [dict(run.validations) for run in runs.values()]
+    shared = next((name for name in sets[0] if all(each.get(name) for each in sets)), None) if sets else None
+    curves = [run.losses for run in runs.values()] if shared is None else [each[shared] for each in sets]
     steps = common_steps(curves) if all(curves) else []
-    last = {run.mark: dict(curve)[steps[-1]] for run, curve in zip(runs, curves, strict=True)} if steps else {}
+    last = {name: dict(curve)[steps[-1]] for name, curve in zip(runs, curves, strict=True)} if steps else {}
     if len({f"{loss:.4f}" for loss in last.values()}) < 2:
+        return None
+    best = min(last, key=lambda name: last[name])
+    return LowestLoss("loss" if shared is None else validation_words(shared), steps[-1], best, last[best])
+
+
+def lowest_loss_text(runs: Sequence[ComparedRun]) -> str:
+    """Which run has the lowest loss, in words; "" where none has."""
+    if (found := lowest_loss({run.mark: run.measured for run in runs})) is None:
         return ""
-    best = min(last, key=lambda mark: last[mark])
-    return f"Lowest {'validation loss' if validated else 'loss'} at step {steps[-1]:,}, the last that all logged: {best}, {last[best]:.4f}"
+    return f"Lowest {found.words} at step {found.step:,}, the last that all logged: {found.run}, {found.loss:.4f}"
 
 
 def _legend_lines(runs: Sequence[ComparedRun]) -> list[str]:

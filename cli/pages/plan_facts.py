@@ -30,8 +30,7 @@ TIME_PARTS = {
 }
 MESSAGE_COLUMNS = ("axis", "verb", "link", "messages", "sent", "takes", "waited for")
 MAX_MESSAGES = 14  # rows of messages, the largest first
-HOST_WAIT = 0.2  # share of a step from which waiting for the host, a part of computing, is named
-FEWER_LAUNCHES = "a larger train.microbatch or train.seq shortens that"
+HOST_WAIT = 0.2  # share of a step from which launching operators, a part of computing, is named
 
 
 # The verdict
@@ -231,11 +230,19 @@ def time_parts(plan: Plan) -> list[tuple[str, float, float]]:
 
 
 def host_wait_text(plan: Plan) -> str:
-    """How much of what counts as computing waits for kernels to be launched, and what shortens it; "" where it is little."""
+    """How much of what counts as computing is the launching of operators, and what shortens it; "" where it is little."""
     share, seconds = next(((each.share, each.seconds) for each in plan.operators if each.kind == "host"), (0.0, 0.0))
     if share < HOST_WAIT:
         return ""
-    return f"computing includes {seconds_text(seconds)} ({share_text(share)}) of waiting for the host to launch kernels: {FEWER_LAUNCHES}"
+    return (
+        f"computing includes {seconds_text(seconds)} ({share_text(share)}) of launching operators: {fewer_launches(plan.microbatches or 1)}"
+    )
+
+
+def fewer_launches(micros: int) -> str:
+    """What makes fewer and larger operators of a step with so many micro-batches."""
+    larger = "train.microbatch" if micros > 1 else "train.batch and train.microbatch"
+    return f"larger {larger} or train.seq make fewer of them"
 
 
 def speed_texts(plan: Plan) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from ...trainer.plan.timeline.timeline import StageTimeline, Timeline
 from ...trainer.plan.timeline.what_if import NO_LAUNCHES
 from ...trainer.spec.numbers.as_text import digits, plural, seconds_text, share_text, time_unit
 from ...trainer.spec.problem import one_line
-from .plan_facts import FEWER_LAUNCHES, HOST_WAIT
+from .plan_facts import HOST_WAIT, fewer_launches
 from .text_layout import Style, evenly_spaced, narrow_table, page_width, with_heading, wrap
 
 MOST_ROWS = 16  # stages of the timeline, evenly spaced
@@ -156,7 +156,7 @@ def _what_if_lines(step: StepSimulation) -> list[str]:
         return []
     least = (1 - HOST_WAIT) * step.timeline.seconds
     is_slow = any(each.says == NO_LAUNCHES and each.seconds <= least for each in step.what_if)
-    hint = f"devices wait for kernels to be launched: {FEWER_LAUNCHES}" if is_slow else ""
+    hint = f"launching operators takes much of the step: {fewer_launches(step.timeline.micros)}" if is_slow else ""
     table = narrow_table(rows, (0,), width=page_width() - 2)
     return ["What if", *(f"  {line}" for line in table), *(wrap(hint, indent="  ") if hint else [])]
 

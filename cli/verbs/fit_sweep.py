@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
@@ -31,6 +30,7 @@ from ...trainer.spec.run import Run
 from ..arguments.command_name import command_name
 from ..config.load import load_recipe, load_sweep
 from ..keys.keys import config_keys
+from ..pages.compare_page import lowest_loss
 from ..pages.printing import print_error, print_line
 from ..pages.text_layout import page_width, table
 from .exit_status import FAILED, OK
@@ -150,23 +150,17 @@ def result_lines(runs: Sequence[SweepRun], statuses: Sequence[int]) -> list[str]
 
 
 def lowest_loss_lines(runs: Sequence[SweepRun], statuses: Sequence[int]) -> list[str]:
-    """Return which of the runs that trained ended with the lowest validation loss, or where one has none the lowest loss of a step; no
-    line where that is no news."""
+    """Return which of the runs that trained has the lowest loss, as `report` compares them; no line where none has."""
     trained = [each for each, status in zip(runs, statuses, strict=False) if status == OK]
-    found = {short_overrides(each.swept) or each.run.name: read_measured_run(run_folder(each.run)) for each in trained}
-    is_validated = all(each.validation for each in found.values())
-    curves = {name: each.validation if is_validated else each.losses for name, each in found.items()}
-    last = {name: curve[-1][1] for name, curve in curves.items() if curve and math.isfinite(curve[-1][1])}
-    if len({f"{loss:.4f}" for loss in last.values()}) < 2:
-        return []
-    best = min(last, key=lambda name: last[name])
-    return [f"lowest {'validation loss' if is_validated else 'loss'}: {one_line(best)}"]
+    measured = {short_overrides(each.swept) or each.run.name: read_measured_run(run_folder(each.run)) for each in trained}
+    found = lowest_loss({name: each for name, each in measured.items() if each.losses})
+    return [f"lowest {found.words} at step {found.step:,}: {one_line(found.run)}"] if found else []
 
 
 @contextmanager
 def _wandb_group(name: str) -> Iterator[None]:
     """Name wandb's group for the runs that are started inside, unless the user has."""
-    if os.environ.get(WANDB_GROUP):
+    if WANDB_GROUP in os.environ:
         yield
         return
     os.environ[WANDB_GROUP] = name

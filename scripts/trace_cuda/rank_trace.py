@@ -93,7 +93,7 @@ def trace_compiled_bytes(run: Run, rank: int) -> int:
         parts = [part.module for part in build_parts(run, grid)]
         torch._dynamo.reset()
         for part in parts:
-            compile_layers(part, run.parallel, "aot_eager_decomp_partition")
+            compile_layers(part, "aot_eager_decomp_partition")
         passes = TracedPasses(run, grid, parts)
         for number in range(len(parts)):
             passes.forward(number, 0)

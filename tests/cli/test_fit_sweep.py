@@ -169,9 +169,9 @@ def test_ctrl_c_between_runs_is_no_traceback(tmp_path: Path) -> None:
     assert sweep(tmp_path, fit, "train.seed=1,2") == 130
 
 
-@pytest.mark.parametrize(("key", "words"), [("validation_loss", "validation loss: seed=3"), ("loss", "loss: seed=2")])
+@pytest.mark.parametrize(("key", "words"), [("validation_loss", "validation loss at step 4: seed=3"), ("loss", "loss at step 4: seed=2")])
 def test_the_run_with_the_lowest_last_loss_is_named(key: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = iter([(2.0, 2.1, 0), (1.5, 1.9, 0), (1.8, 1.2, 0), (0.1, 0.1, 1), (float("nan"), 3.0, 0)])
+    rows = iter([(2.0, 2.1, 0), (1.5, 1.9, 0), (1.8, 1.2, 0), (0.1, 0.1, 1), (None, 3.0, 0)])
 
     def fit(read: Callable[[], Run]) -> TrainingResult:
         folder = run_folder(read())

@@ -11,13 +11,14 @@ from distrain.cli.app import command
 from distrain.cli.arguments.arguments import key_instead_of_option
 from distrain.cli.config.load import load_recipe
 from distrain.cli.keys import config_files
-from distrain.cli.keys.keys import config_keys
+from distrain.cli.keys.keys import WRITTEN_KEYS, config_keys
 from distrain.cli.keys.synonym import Synonym
 from distrain.cli.keys.synonym_rows import ROWS
 from distrain.cli.keys.synonyms import TOP_LEVEL_ONLY, synonym_problem
 from distrain.trainer.spec.problem import Unreadable
 
 KNOWN = config_keys()
+MODEL_KEYS = sum(key.startswith("model.") and key not in WRITTEN_KEYS for key in KNOWN)
 NAMES = [name for row in ROWS for name in row.names]
 
 # fmt: off
@@ -107,7 +108,7 @@ MESSAGES: list[tuple[str, str]] = [
          "(FSDP offloads weights and optimizer)")),
     ("window_size=128", "no key window_size: write model.window=VALUE (tokens with its own: LEFT + 1 of Megatron-LM's LEFT,0)"),
     ("model.no_rope_layers=[0,1]", "no key model.no_rope_layers: every layer has the positions of model.positions"),
-    ("model.foo_bar_baz=1", "no key model.foo_bar_baz: known: the 78 keys that `distrain ls model` explains"),
+    ("model.foo_bar_baz=1", f"no key model.foo_bar_baz: known: the {MODEL_KEYS} keys that `distrain ls model` explains"),
     ("limit_val_batches=0", "no key limit_val_batches: write train.evaluate.batches=VALUE (at least 1)"),  # 0 is refused here
     ("seq_length=8k", "no key seq_length: write train.seq=VALUE (tokens in a sequence)"),
     ("validation.dataset=c4", "no key validation.dataset: write data.validate=VALUE (a set by a name of yours: {NAME: PATH})"),

@@ -43,8 +43,8 @@ def test_a_step_that_waits_for_its_host_says_so_and_what_shortens_it(seq: int, w
     for verb, heading in (("plan", "Time of a step"), ("simulate", "What if")):
         assert command([verb, *words]) in (0, 1)
         section = " ".join(capsys.readouterr().out.partition(heading)[2].partition("\n\n")[0].split())
-        assert ("train.microbatch or train.seq" in section) == waits
-        assert (f"{seconds_text(wait.seconds)} ({share_text(wait.share)}) of waiting for the host" in section) == (waits and verb == "plan")
+        assert ("larger train.microbatch or train.seq" in section) == waits
+        assert (f"{seconds_text(wait.seconds)} ({share_text(wait.share)}) of launching operators" in section) == (waits and verb == "plan")
 
 
 def test_what_is_recomputed_has_a_column_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -346,14 +346,24 @@ def test_the_message_names_an_option_with_wrong_yaml_and_its_line(tmp_path: Path
     assert capsys.readouterr().err.startswith(f"distrain: {tmp_path}/model/mine.yaml, line 2, column 9: ")
 
 
-def test_a_group_inside_an_options_group_is_told_how_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "cluster").mkdir()
-    (tmp_path / "cluster" / "mine.yaml").write_text("defaults: [{device: b200}]\nnodes: 1\ngpus: 1\n")
-    assert command(["plan", "conf=quickstart", "cluster=mine", "--config-dir", str(tmp_path)]) == 2
-    assert (
-        ": the defaults of its cluster name device b200 as a group inside cluster: write `- /device@device: b200`"
-        in capsys.readouterr().err
-    )
+INSIDE = (  # the file of an option or a recipe, what it holds, what is typed, and the mend
+    ("cluster/mine.yaml", "defaults: [{device: b200}]\n", "conf=quickstart cluster=mine", "write `- /device@device: b200`"),
+    ("model/mine.yaml", "defaults: [{optim: adamw}]\n", "conf=quickstart model=mine", "choose optim=adamw in the recipe"),
+    ("model/mine.yaml", "defaults: [{model: tiny}]\n", "conf=quickstart model=mine", "write `- tiny`"),
+    ("mine.yaml", "defaults: [quickstart, {cluster/device: b200}]\n", "conf=mine", "write `- override /device@cluster.device: b200`"),
+)
+
+
+@pytest.mark.parametrize(("file", "text", "words", "mend"), INSIDE)
+def test_a_group_inside_another_is_told_how_it_is_written(
+    file: str, text: str, words: str, mend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert command(["plan", *words.split(), "--config-dir", str(tmp_path)]) == 2
+    says = capsys.readouterr().err.strip()
+    assert says.startswith(f"distrain: {tmp_path / file}: ")
+    assert says.endswith(f": {mend}")
 
 
 def test_a_misspelt_path_gets_the_closest_file_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,6 +136,22 @@ def test_sigterm_between_two_attempts_stops_the_run(attempts: Attempts, saved: S
     assert len((attempts.folder / "ranks" / "0.log").read_text().split("== rank 0")) == 2, "one attempt"
 
 
+STOPS = """
+import sys
+from distrain.trainer.launch.rank.channel import STOPPED, Channel
+Channel.from_environment().report_step(6)
+sys.exit(STOPPED)
+"""
+
+
+@pytest.mark.parametrize(
+    ("resume", "onward"), [("auto", "the same command continues"), ("never", "checkpoint.resume=auto goes on from it")]
+)
+def test_a_stopped_run_says_how_it_goes_on(attempts: Attempts, resume: str, onward: str) -> None:
+    write_checkpoint(attempts.folder, 6)
+    assert attempts.run(STOPS, 1, f"checkpoint.resume={resume}").says == f"stopped; a checkpoint is saved: {onward}"
+
+
 STEPS_ONCE = """
 import os, sys, time
 from pathlib import Path

@@ -508,13 +508,28 @@ def test_shared_and_padded_heads_are_both_reported() -> None:
         ({}, None),
         ({"model.window": 64}, "one would with model.window=null (gpt2)"),
         ({"model.positions": "rope", "model.window": 64}, "one would with model.positions=learned model.window=null (gpt2)"),
+        (
+            {"model.window": 64, "model.layer_types": ("sliding_attention", "full_attention")},
+            "one would with model.window=null model.layer_types=null (gpt2)",
+        ),
         ({"model.norm_place": "both", "model.window": 64, "model.qk_norm": True}, ""),
     ],
-    ids=["gpt2", "one key", "two keys", "three keys"],
+    ids=["gpt2", "one key", "two keys", "layers with a window", "three keys"],
 )
 def test_a_model_that_export_would_refuse_is_warned_of_with_what_would_do(keys: Keys, classes: str | None) -> None:
+    """What would do does."""
     found = [each.mend for each in make_plan(with_changes(BASE, keys.items())).warnings if each.rule == "export"]
     assert found == ([] if classes is None else [classes])
+    for mend in filter(None, found):
+        words = mend.removeprefix("one would with ").partition(" (")[0].split()
+        changed = dict(keys) | {key: None if value == "null" else value for key, _, value in (word.partition("=") for word in words)}
+        plan = make_plan(with_changes(BASE, changed.items()))
+        assert (plan.problems, [each for each in plan.warnings if each.rule == "export"]) == ((), [])
+
+
+def test_a_mixture_is_no_gpt2() -> None:
+    words = ["model=tiny_moe", "model.norm=layernorm", "model.positions=learned", "model.act=gelu_tanh", "model.kv_heads=null"]
+    assert [each.mend for each in make_plan(load_recipe("quickstart", words)).warnings if each.rule == "export"] == [""]
 
 
 def test_all_problems_are_reported_at_once() -> None:

@@ -20,7 +20,7 @@ from .goodput import GoodputMeter
 from .hosts.hostfile import Host
 from .next_attempt import HostedRun, HostFaults, TooFewHosts, next_attempt
 from .rank.channel import STOPPED
-from .supervisor.outcome import FAILED, Outcome
+from .supervisor.outcome import CONTINUES, FAILED, Outcome
 from .suspect_checkpoints import SuspectCheckpoints
 from .watchdog_times import load_watchdog, save_phase_times
 
@@ -85,6 +85,8 @@ def run_attempts(
             show(goodput.write_summary())
     if outcome.status > 128:
         outcome = replace(outcome, says=f"{outcome.says}; {_what_remains(run, folder)}")
+    if outcome.status == STOPPED and run.checkpoint.resume == "never" and _newest_step(folder) is not None:
+        outcome = replace(outcome, says=outcome.says.replace(CONTINUES, "checkpoint.resume=auto goes on from it"))
     return outcome
 
 

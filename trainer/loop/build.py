@@ -38,25 +38,31 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
     parts = build_parts(run, grid, engine.parameter_partitioner(run, grid))
     if has_compiled_layers(run.train, run.parallel):
         for part in parts:
-            compile_layers(part.module, run.parallel)
+            compile_layers(part.module, options=compile_options(run))
     return engine(run, parts, grid)  # dp (ZeRO) and the pipeline schedule
 
 
-def compile_layers(module: nn.Module, parallel: Parallel, backend: str = "inductor") -> None:
+def compile_options(run: Run) -> dict[str, bool] | None:
+    """Return the options by which torch's compiler makes the layers of a run; None: its defaults.
+
+    The ranks of a tensor-parallel group compute routers each, and without sequence parallelism norms too, and must get the same bits. So
+    none may choose its kernels of a reduction by timing them. (A setting of torch's for all that it compiles would not stay: each compiled
+    frame restores torch.use_deterministic_algorithms, which sets it.)
+    """
+    alike = run.parallel.tp > 1 and (run.model.experts > 0 or not run.parallel.sequence)
+    return {"deterministic": True} if alike else None
+
+
+def compile_layers(module: nn.Module, backend: str = "inductor", options: dict[str, bool] | None = None) -> None:
     """Compile each layer of a part, all into one graph; a module without layers of ours as a whole.
 
     Embedding, head and loss stay as they are: a graph of the whole model takes minutes to compile.
     """
-    from torch._inductor import config as inductor
-
-    # Without sequence parallelism the ranks of a tensor-parallel group compute norms and routers each, and must get the same bits. So none
-    # chooses its kernels of a reduction by timing them.
-    inductor.deterministic = parallel.tp > 1 and not parallel.sequence
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers differ in their number alone, by which dropout is keyed
     layers = getattr(module, "layers", None)
     modules: list[Any] = list(getattr(module, "mtp", {}).values())
     for each in (*layers.values(), *(further.layer for further in modules)) if isinstance(layers, nn.ModuleDict) else [module]:
-        each.compile(backend=backend)
+        each.compile(backend=backend, options=options)
 
 
 def build_parts(run: Run, grid: Grid, partition: ParameterPartitioner | None = None) -> list[RankPart]:

@@ -13,6 +13,7 @@ from ..rank.channel import STOPPED, Fault
 from ..rank.log import SEARCHED_LINES, RankLog, RemoteLog, exception_line
 
 TRAINED, FAILED = 0, 1
+CONTINUES = "the same command continues"
 TAIL_LINES = 20  # of a log, that an outcome keeps
 MAX_CAUSE = 400  # characters
 
@@ -154,7 +155,7 @@ def run_outcome(ended: Sequence[RankOutcome], stop_signal: int | None) -> Outcom
             return Outcome(status=TRAINED, ranks=ranks)
         has_stepped = any(each.step is not None for each in ranks)
         at = "stopped; a checkpoint is saved:" if has_stepped else "stopped before the first step;"
-        return Outcome(status=STOPPED, ranks=ranks, says=f"{at} the same command continues")
+        return Outcome(status=STOPPED, ranks=ranks, says=f"{at} {CONTINUES}")
     if stop_signal is not None and all(each.has_succeeded or each.has_ended_on_request for each in ended):
         name = signal.Signals(stop_signal).name
         at_once = any(each.killed and not each.has_succeeded for each in ended)

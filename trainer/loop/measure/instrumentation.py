@@ -140,7 +140,8 @@ def write_ledger(ledger: Ledger, setup: TrainingSetup, first: int, done: int, *,
     problem = _write(setup, "ledger.json", {"step": done, "first": first, "averages": averages, "ranks": rows})
     if setup.world.size > ORDERED_RANKS:
         return problem
-    orders = _gather(setup, ledger.collectives)
+    orders: list[Any] | None = [None] * setup.world.size if setup.world.is_rank0 else None
+    torch.distributed.gather_object(ledger.collectives, orders, group=setup.host)
     return problem or _write(setup, "message_order.json", {"ranks": orders}, indent=None)
 
 

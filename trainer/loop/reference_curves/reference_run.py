@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from msgspec.json import decode
@@ -70,10 +70,13 @@ def plain_optimizer(run: Run, weights: Mapping[str, nn.Parameter]) -> torch.opti
             {"params": [each], "weight_decay": run.optim.weight_decay * divisor * is_decayed(name, each.dim()), "divisor": divisor}
         )
     made: torch.optim.Optimizer
-    if run.optim.name == "sgd":
-        made = torch.optim.SGD(groups, lr=run.optim.lr, momentum=run.optim.momentum)
-    else:
-        made = torch.optim.AdamW(groups, lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
+    match run.optim.name:
+        case "sgd":
+            made = torch.optim.SGD(groups, lr=run.optim.lr, momentum=run.optim.momentum)
+        case "adamw" | "muon":
+            made = torch.optim.AdamW(groups, lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
+        case _:
+            assert_never(run.optim.name)
     if run.optim.moments != "fp32":
         taken = torch.zeros((), dtype=torch.int64)
         made.register_step_post_hook(lambda *_: _round_moments(run, weights, made, taken.add_(1)))

@@ -99,29 +99,27 @@ def has_no_class(run: Run) -> bool:
 
 
 def nearest_classes(run: Run) -> str:
-    """Return which keys alone keep the model from being that of a model_type, each with the value that does and the type; where one key is
-    not enough, the first two that are; "" where no two are."""
+    """Return the single keys that, with the value shown, would make the model that of a model_type, which is named too; where none would,
+    the first two keys that do together; "" where no two do."""
     changes = [(key, value) for key, value in NEAR_VALUES if getattr(run.model, key) != value]
-    single = {}
-    for key, value in changes:
-        if key not in single and (model_type := _model_type(_with_keys(run, {key: value}))):
-            single[key] = f"model.{key}={value_text(value)} ({model_type})"
-    pairs = () if single else combinations(changes, 2)
-    types = ((pair, _model_type(_with_keys(run, dict(pair)))) for pair in pairs if pair[0][0] != pair[1][0])
-    found = (
-        list(single.values())
-        or [
-            " ".join(f"model.{key}={value_text(value)}" for key, value in pair) + f" ({model_type})"
-            for pair, model_type in types
-            if model_type
-        ][:1]
-    )
-    return f"one would with {' or '.join(found)}" if found else ""
+    single: dict[str, str] = {}
+    for change in changes:
+        if change[0] not in single and (found := _with_keys(run, change)):
+            single[change[0]] = found
+    if single:
+        return f"one would with {' or '.join(single.values())}"
+    pairs = (pair for pair in combinations(changes, 2) if pair[0][0] != pair[1][0])
+    return next((f"one would with {found}" for pair in pairs if (found := _with_keys(run, *pair))), "")
 
 
-def _with_keys(run: Run, keys: dict[str, object]) -> Run:
-    others: dict[str, object] = {"layer_types": None} if "window" in keys else {}
-    return replace(run, model=replace(run.model, **keys | others))  # type: ignore[arg-type]
+def _with_keys(run: Run, *changes: tuple[str, object]) -> str:
+    """Return the overrides that change keys of the model, and the model_type of which it is then; "" where it is of none."""
+    keys = dict(changes)
+    if "window" in keys and run.model.layer_types:  # which name layers that have it
+        keys["layer_types"] = None
+    model_type = _model_type(replace(run, model=replace(run.model, **keys)))  # type: ignore[arg-type]
+    words = " ".join(f"model.{key}={value_text(value)}" for key, value in keys.items())
+    return f"{words} ({model_type})" if model_type else ""
 
 
 def _model_type(run: Run) -> str:
@@ -139,7 +137,8 @@ def _model_type(run: Run) -> str:
     if run.model.family == "mla":
         return _latent_model_type(run.model) if form == ("rmsnorm", "rope") and keys["act"] == "swiglu" else ""
     if form == ("layernorm", "learned") and plain_heads and same_bias and keys["act"] in CONFIG_KINDS["gpt2"].acts.values():
-        return "" if run.model.windowed_layers or run.model.qk_norm or run.model.norm_place != "before" else "gpt2"
+        has_more = run.model.windowed_layers or run.model.qk_norm or run.model.norm_place != "before" or run.model.experts
+        return "" if has_more else "gpt2"
     if form == ("rmsnorm", "rope") and keys["act"] == "swiglu":
         return _rotary_model_type(run.model, bias=bool(keys["bias"]), qkv_bias=bool(keys["qkv_bias"]))
     return ""

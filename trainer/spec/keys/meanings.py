@@ -250,7 +250,7 @@ KEYS = {
     "log.dir":                      Key("folder of the run folders"),
     "log.profile":                  Key("first and last step to profile into the run folder's trace/", "steps", null="no profile"),
     "log.timeline":                 Key("first and last step whose actions every rank times, for report --timeline", "steps", null="none"),
-    "log.ledger":                   Key("count every message of one step (ledger.json), record samples (samples.json)"),
+    "log.ledger":                   Key("write messages of a step (ledger.json, message_order.json) and samples (samples.json)"),
 
     "checkpoint.every":             Key("interval between checkpoints; 0: only as checkpoint.final says", "steps"),
     "checkpoint.final":             Key("save after the last step; a run that is stopped saves in any case"),
