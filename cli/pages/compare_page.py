@@ -104,7 +104,7 @@ def progress(run: ComparedRun) -> str:
 
 
 class LowestLoss(NamedTuple):
-    """The lowest loss of several runs at the last step that all logged: the words for it ("validation loss"), the step, the run, the loss."""
+    """The lowest loss of several runs at the last step that all logged: of what ("validation loss"), the step, the run, the loss."""
 
     words: str
     step: int
