@@ -112,8 +112,9 @@ def test_linear_attention_wants_the_rate_in_float32() -> None:
 def test_a_warning_appears_once_and_alone(rule: str, keys: Keys, says: str) -> None:
     plan = make_plan(with_changes(BASE, keys.items()))
     assert plan.ok
-    assert [each.rule for each in plan.warnings] == [rule]
-    assert str(plan.warnings[0]).startswith(says)
+    found = [each for each in plan.warnings if each.rule != "export"]  # some of these models are of no class of transformers
+    assert [each.rule for each in found] == [rule]
+    assert str(found[0]).startswith(says)
 
 
 PEAK = Estimator(BASE)(BASE.parallel, BASE.train.microbatch).peak or 0
