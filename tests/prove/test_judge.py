@@ -181,7 +181,7 @@ def test_messages_of_steps_in_which_deepspeed_traces_weights_are_no_error(
     assert (found and found["verdict"]) == verdict
 
 
-def test_collectives_that_wait_for_each_other_are_messages_that_differ(tmp_path: Path) -> None:
+def test_collectives_that_can_deadlock_are_messages_that_differ(tmp_path: Path) -> None:
     """Of ranks that have counted what is planned."""
     recipe = RecipeForRanks("quickstart", (*TINY, f"log.dir={tmp_path}"), None)
     request = ProveRequest(steps=5, chosen="named", layouts=(ProveLayout(dp=2),), checks=False)
@@ -200,4 +200,4 @@ def test_collectives_that_wait_for_each_other_are_messages_that_differ(tmp_path:
     assert message_differences(compare_trial_messages(trial)) == ""
     collectives = [[[0, 1], group, "all_reduce", 4] for group in ("a", "b")]
     (trial.folder / "message_order.json").write_text(json.dumps({"ranks": [collectives, collectives[::-1]]}))
-    assert message_differences(compare_trial_messages(trial)).startswith("collectives of several groups wait for each other")
+    assert message_differences(compare_trial_messages(trial)).startswith("collectives of several groups can deadlock")

@@ -1,4 +1,4 @@
-"""Orders of collectives: all ranks of a group send the same, and no two wait for each other for good."""
+"""Orders of collectives: all ranks of a group send the same, and none can deadlock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TP0, TP1, DP0, DP1 = (
 )
 EIGHT = "all_reduce of 8 B over ranks"
 SENT, SENT_MORE = ([0, 1], "e", "all_to_all", 8), ([0, 1], "e", "all_to_all", 24)
-CIRCLE = "collectives of several groups wait for each other, as ranks send them in different orders: "
+CYCLE = "collectives of several groups can deadlock, as ranks send them in different orders: "
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,10 @@ CIRCLE = "collectives of several groups wait for each other, as ranks send them 
         ([[A, B, A], [A, B, A]], ""),
         ([[TP0, DP0], [TP0, DP1], [TP1, DP0], [TP1, DP1]], ""),
         ([[SENT, A], [SENT_MORE, A]], ""),
-        ([[A, B, A], [B, A, A]], f"{CIRCLE}all_gather of 16 B over ranks 0, 1; all_reduce of 8 B over ranks 0, 1"),
+        ([[A, B, A], [B, A, A]], f"{CYCLE}all_gather of 16 B over ranks 0, 1; all_reduce of 8 B over ranks 0, 1"),
         (
             [[TP0, DP0], [DP1, TP0], [DP0, TP1], [TP1, DP1]],
-            f"{CIRCLE}{EIGHT} 0, 2; {EIGHT} 2, 3; {EIGHT} 1, 3; {EIGHT} 0, 1",
+            f"{CYCLE}{EIGHT} 0, 2; {EIGHT} 2, 3; {EIGHT} 1, 3; {EIGHT} 0, 1",
         ),
         ([[A, A], [A]], "rank 0 sends all_reduce of 8 B over ranks 0, 1, and rank 1 does not"),
         (
@@ -44,7 +44,7 @@ CIRCLE = "collectives of several groups wait for each other, as ranks send them 
         ),
     ],
 )
-def test_an_order_in_which_a_rank_waits_for_good_is_named(orders: Sequence[object], says: str, tmp_path: Path) -> None:
+def test_an_order_that_can_deadlock_is_named(orders: Sequence[object], says: str, tmp_path: Path) -> None:
     (tmp_path / "message_order.json").write_text(json.dumps({"ranks": orders}))
     assert order_difference(tmp_path) == says
 

@@ -22,8 +22,8 @@ TRACED_STEPS = 2  # of a start, in which DeepSpeed's ZeRO 3 traces the order of 
 def compare_trial_messages(trial: Trial) -> dict[str, Any] | None:
     """Compare the messages that a layout counted with its plan; None if it counted none, or other ones in a step that is traced.
 
-    Returns {"verdict", "says": the differences in words, "ranks": the compared lines of each rank}. Orders of collectives in which a rank
-    may wait for good are a difference too.
+    Returns {"verdict", "says": the differences in words, "ranks": the compared lines of each rank}. Orders of collectives that can
+    deadlock are a difference too.
     """
     ledger = _read_ledger(trial)
     if ledger is None:

@@ -1,11 +1,10 @@
-"""Whether the ranks of a layout send the collectives of a step in orders in which none waits for another for good."""
+"""Whether the orders in which the ranks of a layout send the collectives of a step can deadlock."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,11 +36,13 @@ class Place(NamedTuple):
 
 def order_difference(folder: Path) -> str:
     """How the orders in RUN_DIR/message_order.json differ, in words; "" if they don't, or there is none."""
-    with suppress(OSError, ValueError):
-        told: list[list[Any]] = json.loads((folder / "message_order.json").read_text())["ranks"]
-        ranks = [[Collective(tuple(each[0]), *each[1:]) for each in order] for order in told]
-        return _mismatch(ranks) or _cycle(ranks)
-    return ""
+    try:
+        text = (folder / "message_order.json").read_text()
+    except OSError:
+        return ""
+    told: list[list[Any]] = json.loads(text)["ranks"]
+    ranks = [[Collective(tuple(each[0]), *each[1:]) for each in order] for order in told]
+    return _mismatch(ranks) or _cycle(ranks)
 
 
 def _mismatch(ranks: Sequence[Sequence[Collective]]) -> str:
@@ -69,9 +70,9 @@ def _matched(collective: Collective) -> tuple[str, int]:
 
 
 def _cycle(ranks: Sequence[Sequence[Collective]]) -> str:
-    """Collectives of several groups that ranks send in orders that contradict each other: each waits until all of its ranks have come.
+    """Collectives of several groups that can deadlock, as one rank sends A before B and another B before A, or so on around a cycle.
 
-    Over gloo those that were started and not yet awaited hide it; NCCL's documentation forbids it.
+    gloo runs asynchronous ones side by side, which hides it; NCCL's documentation forbids it.
     """
     after: dict[Place, set[Place]] = defaultdict(set)
     sent: dict[Place, Collective] = {}
@@ -96,9 +97,9 @@ def _cycle(ranks: Sequence[Sequence[Collective]]) -> str:
     while place not in path:
         path.append(place)
         place = before_of[place]
-    circle = [str(sent[each]) for each in reversed(path[path.index(place) :])]
-    more = f" and {len(circle) - SHOWN} more" if len(circle) > SHOWN else ""
-    return f"collectives of several groups wait for each other, as ranks send them in different orders: {'; '.join(circle[:SHOWN])}{more}"
+    cycle = [str(sent[each]) for each in reversed(path[path.index(place) :])]
+    more = f" and {len(cycle) - SHOWN} more" if len(cycle) > SHOWN else ""
+    return f"collectives of several groups can deadlock, as ranks send them in different orders: {'; '.join(cycle[:SHOWN])}{more}"
 
 
 def _places(order: Sequence[Collective]) -> Iterator[tuple[Place, Collective]]:
