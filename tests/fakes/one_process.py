@@ -40,12 +40,18 @@ def reference_further_losses(words: tuple[str, ...]) -> list[float]:
     return _train(words, frozenset()).further
 
 
+def reference_routing(words: tuple[str, ...]) -> list[dict[str, float]]:
+    """What rows say of the routing of a mixture in each step of a run."""
+    return _train(words, frozenset()).routing
+
+
 class Trained(NamedTuple):
-    """What one process trains: its losses, norms, losses of further tokens, moments in bf16 or 8 bits."""
+    """What one process trains: its losses, norms, losses of further tokens, figures of routing, moments in bf16 or 8 bits."""
 
     losses: list[float]
     norms: list[float]
     further: list[float]
+    routing: list[dict[str, float]]
     moments: dict[tuple[str, str], Tensor]
 
 
@@ -57,7 +63,7 @@ def _train(words: tuple[str, ...], left_out: frozenset[int]) -> Trained:
     batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)
     module = build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed)
     optimizer = plain_optimizer(run, module)
-    losses, norms, further = [], [], []
+    losses, norms, further, routing = [], [], [], []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, steps) * group.get("rate", 1)
@@ -67,10 +73,11 @@ def _train(words: tuple[str, ...], left_out: frozenset[int]) -> Trained:
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), run.train.clip or torch.inf)))
         if step not in left_out:
             optimizer.step()
+        routing += routing_figures(run, module)
         _step_biases(run, module, skip=step in left_out)
         losses.append(loss.item())
         further += [float(each) for each in further_means(module, batches, step, run)]
-    return Trained(losses, norms, further, optimizer.moments() if run.optim.moments != "fp32" else {})
+    return Trained(losses, norms, further, routing, optimizer.moments() if run.optim.moments != "fp32" else {})
 
 
 def further_means(module: nn.Module, batches: Batches, step: int, run: Run) -> list[Tensor]:
@@ -81,11 +88,29 @@ def further_means(module: nn.Module, batches: Batches, step: int, run: Run) -> l
     return means
 
 
+def routing_figures(run: Run, module: nn.Module) -> list[dict[str, float]]:
+    """Return what a row says of the routing of the forward just done, of data whose labels all count; nothing without experts."""
+    counts: list[Tensor] = list(getattr(module, "routing_counts", {}).values())
+    if not counts:
+        return []
+    loads = [each[:-2].double() for each in counts]
+    peaks, idle = [float(each.max() / each.mean()) for each in loads], sum(int((each == 0).sum()) for each in loads)
+    found: dict[str, float] = {"expert_load": max(peaks), "busiest_layer": peaks.index(max(peaks)), "idle_experts": idle}
+    if run.model.capacity:
+        found["dropped_copies"] = 1 - sum(float(each[-2]) for each in counts) / sum(float(each.sum()) for each in loads)
+    if added := getattr(module, "added_losses", []):
+        found["router_loss"] = float(sum(added)) / (run.train.batch * run.train.seq)
+        added.clear()
+    return [found]
+
+
 def _step_biases(run: Run, module: nn.Module, *, skip: bool) -> None:
     """arXiv:2408.15664 algorithm 1: b_e += rate x sign(mean load - load of e)."""
-    for (_, bias), load in zip(named_constants(module), getattr(module, "loads", {}).values(), strict=bool(run.model.router.bias_rate)):
-        bias += (not skip) * run.model.router.bias_rate * torch.sign(load.double().mean() - load.double()).float()
-    getattr(module, "loads", {}).clear()
+    counts = getattr(module, "routing_counts", {})
+    for (_, bias), (*load, _, _) in zip(named_constants(module), counts.values(), strict=bool(run.model.router.bias_rate)):
+        chosen = torch.tensor(load, dtype=torch.float64)
+        bias += (not skip) * run.model.router.bias_rate * torch.sign(chosen.mean() - chosen).float()
+    counts.clear()
 
 
 def plain_optimizer(run: Run, module: nn.Module) -> Any:

@@ -258,8 +258,8 @@ def test_every_layer_of_a_group_is_balanced_and_counts_its_tokens() -> None:
     routers = [name for name in found[0] if name.endswith("router.weight")]
     assert len(routers) == 6
     assert all((found[0][name] - found[1][name]).abs().max() > 1e-4 for name in routers)
-    assert sorted(modules[0].loads) == [f"layers.{group}.{at}" for group in range(2) for at in range(3)]
-    assert len(modules[0].near_ties) == 6
+    assert sorted(modules[0].routing_counts) == [f"layers.{group}.{at}" for group in range(2) for at in range(3)]
+    assert all(int(each[:-2].sum()) == 72 * balanced.model.top_k for each in modules[0].routing_counts.values())
 
 
 @pytest.mark.parametrize("engine", ["papers", "native"])

@@ -22,7 +22,8 @@ from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights, named_constants, named_weights  # noqa: E402
 from distrain.trainer.models.families import op_table  # noqa: E402
-from distrain.trainer.models.moe.routing import earlier_choices, expert_loads, imbalance, near_tie_count, route, step_bias  # noqa: E402
+from distrain.trainer.models.moe.routing import earlier_choices, imbalance, near_tie_count, route  # noqa: E402
+from distrain.trainer.models.moe.routing_counts import expert_loads, step_bias  # noqa: E402
 from distrain.trainer.models.ops.op_table import model_constants  # noqa: E402
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
@@ -241,7 +242,7 @@ def bf16_departure(seed: int, choice: list[float]) -> tuple[float, int]:
             bias.copy_(torch.tensor(choice))
         total, labels = module(*batch_of(run))
         losses.append(total.item() / int(labels))
-        ties = sum(int(each) for each in module.near_ties)
+        ties = sum(int(each[-1]) for each in module.routing_counts.values())
     return losses[1] - losses[0], ties
 
 

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from distrain.cli.config.load import load_recipe
-from distrain.tests.fakes.one_process import reference_curve
+from distrain.tests.fakes.one_process import reference_curve, reference_routing
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages
 from distrain.trainer.plan.mesh_position import mesh_position
 from distrain.trainer.plan.plan import make_plan
@@ -118,6 +118,9 @@ def test_every_layout_trains_as_one_process_does(train_ranks: Any, row: tuple[st
     assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
     assert all(0 <= close < 8 for close in job.figures("near_ties"))  # of 512 tokens and layers a step
+    for name in reference_routing((*BASE, *CURVES[row[0]]))[0]:
+        wanted = [each[name] for each in reference_routing((*BASE, *CURVES[row[0]]))]
+        assert job.figures(name) == pytest.approx(wanted, abs=1e-4), name
 
 
 def test_expert_ranks_in_bf16_round_as_one_process_does(ranks: RankPool, tmp_path: Path) -> None:

@@ -75,15 +75,21 @@ class CountingEngine(Engine):
         """Unused."""
 
 
-def test_near_ties_are_counted_by_the_first_rank_of_each_tensor_group() -> None:
-    run, mesh = load_recipe("quickstart", []), Mesh(tp=2, dp=3)
+def test_routing_is_counted_by_the_first_rank_of_each_tensor_group() -> None:
+    run, mesh = load_recipe("quickstart", ["model=tiny_moe", "model.layers=2", "model.aux_loss=0.1"]), Mesh(tp=2, dp=3)
     for rank in range(mesh.world):
-        part = torch.nn.Module()
-        part.near_ties = [torch.tensor(2), torch.tensor(5)]
+        part, own = torch.nn.Module(), mesh.coordinates(rank)["tp"] == 0
+        part.routing_counts = {"layers.1": torch.tensor([6, 3, 2, 1, 11, 5])}
+        part.added_losses = [torch.tensor(2.0), torch.tensor(0.5)]
         with grid_of(mesh, rank) as grid:
-            engine = CountingEngine(run, [RankPart(module=part, weight_shards={})], grid)
-            assert engine._sum_near_ties() == (7 if mesh.coordinates(rank)["tp"] == 0 else 0)
-            assert engine._sum_near_ties() == 0
+            figures = CountingEngine(run, [RankPart(module=part, weight_shards={})], grid).figures
+            others = figures.take_all()
+            assert others.tolist() == [2.5, *[0] * 6, 6, 3, 2, 1, 11, 5] if own else not any(others)
+            assert not any(figures.take_all())
+            sums = figures.join(torch.tensor(8.0), torch.tensor(9.0, dtype=torch.float64), others)
+            (loss, squares, *further), counts = figures.split(sums)
+            assert (loss, squares) == (8 * own, 9)
+            assert figures.named(further, counts)["router_loss"] == 2.5 * own
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ PLANNED: tuple[tuple[tuple[str, ...], dict[tuple[str, int], int]], ...] = (  # w
     (("cluster.gpus=2", "parallel.pp=2", "parallel.zero=0"), {("all_reduce", 4): 2, ("all_reduce", 8): 1}),
     (("cluster.gpus=2", "parallel.zero=0", "data.documents=true"), {("all_reduce", 4): 2, ("all_reduce", 8): 1}),  # and labels
     (("model=tiny_moe", "model.layers=2", "cluster.gpus=2", "parallel.ep=2", "parallel.zero=1"),
-     {("all_reduce", 4): 5, ("all_reduce", 8): 1, ("all_to_all", 32): 8}),  # 2 layers x 4 micro-batches of counts for 4 experts
+     {("all_reduce", 4): 5, ("all_reduce", 96): 1, ("all_to_all", 32): 8}),  # 2 layers x 4 micro-batches of counts for 4 experts
 )
 # fmt: on
 

@@ -6,53 +6,45 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers.group_messages import all_reduce
-from ..layers.preference_loss import FIGURES, take_pair_results
-from ..layers.transformer.multi_token_prediction import take_further_losses
 from ..models.build import named_constants
-from ..models.moe.routing import step_bias, take_loads
+from ..models.moe.module import MoELayer, mixture_layers
+from ..models.moe.routing_counts import RoutingCounts, step_biases
 from ..parallel.process_groups import Grid, GroupName
 from ..parallel.rank_model import RankPart
 from ..plan.axes.weight_slices import WeightShard
-from ..plan.costs.control_message import further_losses
 from ..plan.timeline.timed_spans import NONE
 from ..spec.run import Run
 from .held_bytes import ByteCounter, bytes_by_kind, parameters_of, tensors_in
 from .rank_parameter import ERROR, OptimizerShard, RankParameter, whole_parameter
 from .span_recorder import SpanRecorder
+from .step_figures import PreferenceFigures, StepFigures
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """Figures of one optimizer step: the mean loss of the global batch (nats a token), the global gradient norm before clipping (None: the
-    engine gives none), whether the step was skipped because a number was not finite or beyond the engine's limits, which of both, for a
-    mixture of experts how many tokens were routed by a margin so small that rounding decides (over all layers), and where modules predict
-    further tokens the mean of their losses, each divided by the labels of the loss (arXiv:2412.19437 equation 24); of preferences the
-    figures of the batch's pairs."""
+    engine gives none), whether the step was skipped because a number was not finite or beyond the engine's limits, which of both; for a
+    mixture of experts the counts of its routing, and what its routers' losses add to the mean loss, where they have any; where modules
+    predict further tokens the mean of their losses, each divided by the labels of the loss (arXiv:2412.19437 equation 24); of preferences
+    the figures of the batch's pairs."""
 
     loss: float
     grad_norm: float | None
     skipped: bool
     beyond_limits: bool = False
-    near_ties: int | None = None
+    routing: RoutingCounts | None = None
+    router_loss: float | None = None
     mtp_loss: float | None = None
     preferences: PreferenceFigures | None = None
-
-
-class PreferenceFigures(NamedTuple):
-    """Means over pairs: the share whose chosen answer has the higher reward, the reward of chosen and of rejected answers."""
-
-    accuracy: float
-    chosen_reward: float
-    rejected_reward: float
 
 
 class StepLimits(NamedTuple):
@@ -91,6 +83,7 @@ class Engine(ABC):
     def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
         self.run, self.grid, self.parts = run, grid, tuple(parts)
         self.micros = run.train.batch // (grid.size("dp") * run.train.microbatch)
+        self.figures = StepFigures(run, grid, [each.module for each in self.parts])
         self.clock: dict[str, float] = {}  # seconds of the last step by part
         self.recorder: SpanRecorder | None = None  # of the step's spans, while someone asks for them
         self.parameters = tuple(
@@ -166,14 +159,15 @@ class Engine(ABC):
 
     def step_biases(self, result: StepResult) -> None:
         """Step the biases of routers by the tokens that all replicas sent to each expert in the step just done, as model.router.bias_rate
-        says; not after a skipped step. Every rank of a step calls it."""
-        if loads := [load for each in self.parts for load in take_loads(each.module)]:
-            counts = torch.stack([load for _, load in loads])  # [layers, experts]
-            if group := self.grid.group("data"):
-                dist.all_reduce(counts, group=group.handle)
-            if not result.skipped:
-                for (bias, _), count in zip(loads, counts, strict=True):
-                    step_bias(bias, count, self.run.model.router.bias_rate)
+        says; not after a skipped step."""
+        if result.routing and not result.skipped:
+            step_biases(self._balanced_layers, result.routing, self.run.model.router.bias_rate)
+
+    @cached_property
+    def _balanced_layers(self) -> dict[str, MoELayer]:
+        """This rank's layers whose router's bias each step changes, by logical name."""
+        parts = self.parts if self.run.model.router.steps_bias else ()
+        return {name: layer for each in parts for name, layer in mixture_layers(each.module).items()}
 
     def counters(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside shards: optimizer steps taken, skipped steps, the state of fp16's loss scale."""
@@ -273,60 +267,6 @@ class Engine(ABC):
                     all_reduce(flat, group)
                 for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
                     gradient.copy_(part.view_as(gradient))
-
-    def _sum_near_ties(self) -> int | None:
-        """Return the near ties of the step just done on all ranks; None where no module counts them."""
-        total = self._take_own_near_ties()
-        if total is None:
-            return None
-        dist.all_reduce(total)
-        return int(total)
-
-    def _take_own_near_ties(self) -> Tensor | None:
-        """Return the near ties of the step just done that this rank counts, and count anew; None where no module counts them."""
-        modules: list[Any] = [each.module for each in self.parts]
-        counters: list[list[Tensor]] = [each.near_ties for each in modules if hasattr(each, "near_ties")]
-        if not counters:
-            return None
-        total = sum((each for counts in counters for each in counts), torch.zeros((), dtype=torch.int64, device=self.grid.world.device))
-        for counts in counters:
-            counts.clear()
-        if self.grid.coordinate("tp"):
-            total.zero_()  # all ranks of a tensor-parallel group route the same tokens
-        return total
-
-    def _take_losses(self, total: Tensor) -> Tensor:
-        """Return the sum of a step's losses on this rank and behind it, where modules predict further tokens, that of theirs, or the sums
-        of a batch of preferences (PairResults): float32, and counts the latter anew."""
-        held = [each for part in self.parts for each in take_further_losses(part.module)]
-        losses = [total, sum(held, torch.zeros_like(total))] if self.run.model.mtp.layers else [total]
-        if self.run.data.has_preferences:
-            losses.extend(self.take_pair_sums())
-        return torch.stack([each.float() for each in losses])
-
-    def take_pair_sums(self) -> Tensor:
-        """Return the sums of all pairs (PairResults) that this rank's forwards have found since this was last called, float64 [3]."""
-        found = [each.sums for part in self.parts for each in take_pair_results(part.module)]
-        return sum(found, torch.zeros(FIGURES, dtype=torch.float64, device=self.grid.world.device))
-
-    def _take_own_figures(self) -> Tensor:
-        """Return what this rank counts of a step beside loss and norm, float64: near ties and losses of further tokens, where the model has
-        them, and the sums of preferences, each counted by one rank of a tensor-parallel group. Counts them anew."""
-        ties, device = self._take_own_near_ties(), self.grid.world.device
-        further = self._take_losses(torch.zeros((), device=device))[1:] * (not self.grid.coordinate("tp"))
-        return torch.cat([torch.zeros(0, device=device) if ties is None else ties.view(1), further]).double()
-
-    def _named_figures(self, sums: Sequence[float], label_count: int) -> dict[str, Any]:
-        """Return the fields of a StepResult with the sums of all ranks' `_take_own_figures`."""
-        further = further_losses(self.run)
-        ties = int(sums[0]) if len(sums) > further else None
-        return {"near_ties": ties, **self._named_means([each / label_count for each in sums[len(sums) - further :]])}
-
-    def _named_means(self, means: Sequence[float]) -> dict[str, Any]:
-        """Return the fields of a StepResult with the means over the global batch of what `_take_losses` has behind the loss."""
-        if self.run.data.has_preferences:
-            return {"preferences": PreferenceFigures(*means)}
-        return {"mtp_loss": means[0]} if means else {}
 
     @contextmanager
     def _record_span(self, kind: str, micro: int = NONE, of: int = NONE) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..plan.axes import AXES
 from ..plan.compare_rank_messages import CONTROL, MessageRow
-from .process_groups import Grid
+from .process_groups import FIGURES_GROUP, Grid
 
 SMALL_ELEMENTS = 8  # elements up to which a sum or a broadcast is control, unless one of our layers sends it
 AGREEMENTS = ("all_reduce", "broadcast", "reduce")  # verbs of small messages by which ranks agree on a number
@@ -96,14 +96,18 @@ class GroupAxes:
 
     def __init__(self, grid: Grid) -> None:
         groups = {axis: group for axis, group in grid.groups.items() if axis != "dp"}  # its messages are those of `data`
+        self._all_ranks = dist.group.WORLD.group_name if dist.group.WORLD else None
         self._own = {group.handle.group_name: PLANNED_AS.get(axis, axis) for axis, group in groups.items()}
         others = ("tp", "data", "ends", "pp", "copies", "model")  # DeepSpeed makes groups of the same ranks
         self._ranks = [(PLANNED_AS.get(axis, axis), groups[axis].ranks) for axis in others if axis in groups]
 
     def axis_of(self, group: dist.ProcessGroup, verb: str, payload: list[Tensor]) -> str:
         """The axis of a message. A send is the pipeline's, unless it is to or from a parameter server; integers are control, and so are
-        small messages, except those of layers."""
+        small messages, except those of layers, and float64 sums over the group of all ranks: the figures of a step."""
         own = self._own.get(group.group_name)
+        sums_figures = group.group_name == self._all_ranks or group.group_desc == FIGURES_GROUP
+        if sums_figures and verb == "all_reduce" and payload[0].dtype == torch.float64:
+            return CONTROL
         layers_only = own == "copies" or (own in AXES and AXES[own].layers_only)
         if verb == "barrier" or _holds_integers(payload) or (not layers_only and verb in AGREEMENTS and _is_small(payload)):
             return CONTROL

@@ -14,7 +14,8 @@ from ..plan.layout.mesh import Mesh, mesh_order
 from ..plan.mesh_position import MeshPosition
 from .world import COLLECTIVE_TIMEOUT, World
 
-__all__ = ["Grid", "Group", "GroupName", "make_grid"]
+__all__ = ["FIGURES_GROUP", "Grid", "Group", "GroupName", "make_grid"]
+FIGURES_GROUP = "figures of steps"  # describes a group of all ranks that sums these apart from other messages
 
 Ranks = tuple[int, ...]
 

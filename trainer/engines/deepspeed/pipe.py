@@ -81,7 +81,7 @@ class PipeEngine(DeepSpeedAdapter):
         for each in modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale / self.micros * getattr(self.stepper, "loss_scale", 1.0)
         step = PipelineStep(read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter)
-        losses = self._take_losses(self.engine.train_step(step))
+        losses = self.figures.take_losses(self.engine.train_step(step))
         if self.grid.coordinate("tp"):  # all ranks of a tensor-parallel group compute the same loss
             losses.zero_()
         with self._record_span("sync"):
@@ -92,8 +92,7 @@ class PipeEngine(DeepSpeedAdapter):
             loss=means[0],
             grad_norm=float(norm),
             skipped=self.skipped_steps > skipped,
-            near_ties=self._sum_near_ties(),
-            **self._named_means(means[1:]),
+            **self.figures.named(means[1:], self.figures.sum_counts()),
         )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:

@@ -141,7 +141,7 @@ class ZeroEngine(DeepSpeedAdapter):
                 self.engine.clip_fp32_gradients = partial(clip, self.module.parameters(), norm, self.run.train.clip)
             with self._measure_time("step", "step"), self._optimizer_step(skip=not finite):
                 self.engine.step()
-        losses = self._take_losses(total)
+        losses = self.figures.take_losses(total)
         if group := self.grid.group("data"):
             with self._record_span("sync"):
                 dist.all_reduce(losses, group=group.handle)
@@ -151,8 +151,7 @@ class ZeroEngine(DeepSpeedAdapter):
             loss=means[0],
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=self.skipped_steps > skipped,
-            near_ties=self._sum_near_ties(),
-            **self._named_means(means[1:]),
+            **self.figures.named(means[1:], self.figures.sum_counts()),
         )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:

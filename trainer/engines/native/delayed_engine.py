@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...parallel.process_groups import Grid
+from ...parallel.process_groups import FIGURES_GROUP, Grid
 from ...parallel.rank_model import RankPart
 from ...parallel.world import COLLECTIVE_TIMEOUT
 from ...plan.layout.actions_without_flush import flush_actions, step_actions
@@ -55,7 +55,8 @@ class DelayedEngine(NativeEngine, PassHooks):
         self._open: dict[int, OpenStep] = {}  # by number
         self._met: dict[int, int] = {}  # micro-batch whose backward is to come -> the version that its forward met
         self._begun = self._forwards = 0  # steps, micro-batches
-        self._all = dist.new_group(timeout=COLLECTIVE_TIMEOUT)  # results travel apart from what ranks agree on between steps
+        # results travel apart from what ranks agree on between steps
+        self._all = dist.new_group(timeout=COLLECTIVE_TIMEOUT, group_desc=FIGURES_GROUP)
         self._stage_group = _stage_group(grid)
         self.reducer.begin(self.micros // self._updates)
 
@@ -135,9 +136,7 @@ class DelayedEngine(NativeEngine, PassHooks):
 
     def _send_result(self, step: OpenStep, total: Tensor) -> None:
         """Begin to sum a step's figures over all ranks: its loss, the mean square of its updates' gradients, its other figures."""
-        own = torch.zeros((), dtype=torch.float64, device=total.device)
-        figures = [own if self.grid.coordinate("tp") else total.double(), step.squares / self._updates, *self._take_own_figures()]
-        step.sums = torch.stack(figures)
+        step.sums = self.figures.join(total, step.squares / self._updates, self.figures.take_all())
         step.work = dist.all_reduce(step.sums, group=self._all, async_op=True)
 
     def _finish_oldest(self) -> StepResult:
@@ -145,11 +144,11 @@ class DelayedEngine(NativeEngine, PassHooks):
         step = self._open.pop(min(self._open))
         assert step.sums is not None
         step.work.wait()
-        loss, square, *others = step.sums.tolist()
+        (loss, square, *others), counts = self.figures.split(step.sums)
         skipped = not (square < torch.inf and abs(loss) < torch.inf)  # nan is neither
         self.skipped_steps += skipped
         norm = square**0.5 if square == square else square
-        figures = self._named_figures(others, step.label_count)
+        figures = self.figures.named([each / step.label_count for each in others], counts)
         return StepResult(loss=loss / step.label_count, grad_norm=norm, skipped=skipped, **figures)
 
     def _pass_hooks(self) -> PassHooks:

@@ -100,7 +100,7 @@ class NativeEngine(Engine):
     ) -> StepResult | None:
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         total = self._run_passes(read_microbatch, label_count, byte_counter)
-        return self._take_step(total, self._take_own_figures(), lr, label_count)
+        return self._take_step(total, self.figures.take_all(), lr, label_count)
 
     def _run_passes(self, read_microbatch: ReadMicrobatch, label_count: int, byte_counter: ByteCounter | None) -> Tensor:
         """Run a step's forwards and backwards, and the sums of gradients up to the data axis's. Return the sum of this rank's losses."""
@@ -141,13 +141,13 @@ class NativeEngine(Engine):
             is_taken = is_finite & (sums[0] <= most_loss) & (sums[1] <= most_norm)
             self._step_optimizer(squares.sqrt() / self.backward_scale if self.together else sums[1], is_taken)
             self._alone = self.together is not None
-            loss, norm, *others = sums.tolist()
+            (loss, norm, *others), counts = self.figures.split(sums)
             overflow = not (norm < torch.inf and abs(loss) < torch.inf)  # nan is neither
             beyond = not overflow and (loss > most_loss or norm > most_norm)
             self.skipped_steps += overflow or beyond
             if self.scale:
                 self.scale.update(overflow=overflow)
-        named, skipped = self._named_figures(others, label_count), overflow or beyond
+        named, skipped = self.figures.named([each / label_count for each in others], counts), overflow or beyond
         return StepResult(loss=loss / label_count, grad_norm=norm, skipped=skipped, beyond_limits=beyond, **named)
 
     def step_together(self) -> None:
@@ -237,11 +237,9 @@ class NativeEngine(Engine):
         """Return the sums over all ranks of the loss, of the squares of the gradients, and of the other figures of a step, in one message.
         Each figure is added by the first of the ranks that have it. Where workers step alone, the mean of their squares is
         returned, and `squares` becomes the sum over this rank's worker, by which it clips."""
-        own = torch.zeros((), dtype=torch.float64, device=total.device)
-        figures = [own if self.grid.coordinate("tp") else total.double(), squares / self._workers, *others]
+        sums = self.figures.join(total, squares / self._workers, others)
         if worker := self.grid.group("worker"):
             all_reduce(squares, worker)
-        sums = torch.stack(figures)
         if self.grid.world.size > 1:
             dist.all_reduce(sums)
         return sums

@@ -49,7 +49,7 @@ class StaleEngine(NativeEngine):
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         total = self._run_passes(read_microbatch, label_count, byte_counter)
         sums = [each.set_sum_aside() for each in self.buckets]
-        self._unused.append(UnusedStep(lr, label_count, total, self._take_own_figures(), sums))
+        self._unused.append(UnusedStep(lr, label_count, total, self.figures.take_all(), sums))
         return self._use_oldest() if len(self._unused) > self.late_steps else None
 
     def flush(self) -> list[StepResult]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from ...engines.engine import PreferenceFigures, StepResult
+from ...engines.engine import StepResult
+from ...engines.step_figures import PreferenceFigures
 from ...rundir.metric_rows import ACCURACY_KEY, AVERAGED_KEY, VALIDATION_KEY, figures_of_sets, key_of_set
 from ..step.train_progress import TrainProgress
 from .throughput import ThroughputMeter
@@ -16,6 +17,7 @@ Row = Mapping[str, Any]  # the metrics of a step by name; `step` is always there
 SHOWN_FIGURES = (  # on the console: a word, the key in the row, its format
     ("loss",     "loss",     ".4f"),
     ("mtp",      "mtp_loss", ".4f"),
+    ("busiest expert", "expert_load", ".2f"),
     ("accuracy", "accuracy", ".3f"),
     ("margin",   "margin",   ".4f"),
 )
@@ -36,10 +38,11 @@ def step_row(progress: TrainProgress, result: StepResult, lr: float, meter: Thro
         "lr": lr,
         "tokens": progress.tokens,
     }
-    if result.near_ties is not None:
-        row["near_ties"] = result.near_ties
-    if result.mtp_loss is not None:
-        row["mtp_loss"] = finite_or_none(result.mtp_loss)
+    if result.routing is not None:
+        row |= result.routing.figures()
+    for name, loss in (("router_loss", result.router_loss), ("mtp_loss", result.mtp_loss)):
+        if loss is not None:
+            row[name] = finite_or_none(loss)
     if result.preferences is not None:
         row |= preference_row(result.preferences)
     return row | meter.take_row()

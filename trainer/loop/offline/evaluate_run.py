@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from ...engines.engine import PreferenceFigures
+from ...engines.step_figures import PreferenceFigures
 from ...models.families import is_made_by_transformers
 from ...spec.numbers.as_text import plural
 from ...spec.problem import Problem, Unreadable

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...engines.engine import PreferenceFigures
+from ...engines.step_figures import PreferenceFigures
 from ...layers.preference_loss import FIGURES, take_pair_results
 from ...models.build import build_model, load_weights
 from ...models.hf_format.adapter_reader import open_adapter

@@ -17,7 +17,8 @@ from ...layers.counter_rng import dropout_keys, normal_block
 from ...layers.cross_entropy import IGNORED
 from ...layers.transformer.multi_token_prediction import further_arguments
 from ...models.build import named_constants
-from ...models.moe.routing import step_bias, take_loads
+from ...models.moe.module import mixture_layers
+from ...models.moe.routing_counts import RoutingCounts, step_biases, take_routing_counts
 from ...plan.axes.powersgd_factors import compressed_stack
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.mesh_position import mesh_position
@@ -97,8 +98,9 @@ def compressed_curve(run: Run) -> ReferenceCurve:
         norms.append(float(nn.utils.clip_grad_norm_(weights.values(), train.clip or torch.inf)))
         set_rate(optimizer, learning_rate(run.optim, step, steps))
         optimizer.step()
-        for bias, load in take_loads(module):
-            step_bias(bias, load, run.model.router.bias_rate)
+        if run.model.router.steps_bias:
+            counts = RoutingCounts(run.model, take_routing_counts([module], run.model, torch.device("cpu")))
+            step_biases(mixture_layers(module), counts, run.model.router.bias_rate)
         losses.append(total)
         if is_due(run.checkpoint.every, step + 1):
             for block in blocks:

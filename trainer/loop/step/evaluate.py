@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...engines.engine import Engine, PreferenceFigures
+from ...engines.engine import Engine
+from ...engines.step_figures import PreferenceFigures
 from ...launch.rank.channel import OnProgress, ignore_text
 from ...layers.preference_loss import FIGURES
 from ...parallel.process_groups import Grid
@@ -89,7 +90,7 @@ def evaluate_unless_stopped(
         loss, counted = engine.evaluate(tokens, labels, **further)
         sums[:2] += torch.stack([loss.double(), counted.double()])
         if figures:
-            sums[2:] += engine.take_pair_sums()
+            sums[2:] += engine.figures.take_pair_sums()
         on_progress("evaluate")
         if stop and first + dp * size < samples.stop and votes.vote(requested=stop.requested):
             votes.end()

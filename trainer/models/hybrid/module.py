@@ -29,7 +29,7 @@ from ..moe.module import MoELayer, MoETransformer
 
 # B batch, S sequence, H hidden, K key heads, R value heads of each, D width of a key, V of a value; K as this rank has them
 
-LAYER_OUTPUTS = 3  # of a mixture's layer besides its hidden states
+LAYER_OUTPUTS = 2  # of a mixture's layer besides its hidden states
 
 
 class GatedDeltaNet(nn.Module):

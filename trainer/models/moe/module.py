@@ -25,7 +25,8 @@ from ...layers.transformer.document_bounds import DocumentBounds
 from ...layers.transformer.feed_forward import FeedForward, make_gate
 from ...layers.transformer.transformer import AttentionHalf, LayerInputs, Transformer
 from ...spec.run import Model, Run
-from .routing import Routing, expert_loads, imbalance, near_tie_count, route, squared_log_sums
+from .routing import Routing, imbalance, near_tie_count, route, squared_log_sums
+from .routing_counts import count_routing
 
 # B batch, S sequence, H hidden, E experts, K experts per token, C copies of tokens that are computed, F expert_ffn
 
@@ -120,19 +121,18 @@ class MoELayer(AttentionHalf):
         # tokens of each sequence that an expert takes
         self.capacity = None if model.capacity is None else int(model.capacity * model.top_k * run.train.seq / model.experts)
 
-    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Return (hidden states [B, S, H], each sequence's losses of the router [B] where there are any, near ties, how many tokens chose
-        each expert [E] where that steps a bias)."""
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return (hidden states [B, S, H], each sequence's losses of the router [B] where there are any, counts of the routing [E + 2])."""
         x = self.attend(x, inputs)
         normed = self.second_input(x)
-        mixture, losses, near_ties, load = self.mixture(normed, inputs.cp)
+        mixture, losses, counts = self.mixture(normed, inputs.cp)
         if self.shared is not None:
             shared = self.shared(normed)
             mixture = mixture + shared if self.shared_gate is None else add_gated(mixture, shared, self.shared_gate(normed))
-        return self.add(x, mixture, self.post_norm2, self.dropout2, inputs), losses, near_ties, load
+        return self.add(x, mixture, self.post_norm2, self.dropout2, inputs), losses, counts
 
-    def mixture(self, x: Tensor, cp: ContextParallel | None = None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Return (the routed experts' output [B, S, H], losses of the router, near ties, tokens of each expert).
+    def mixture(self, x: Tensor, cp: ContextParallel | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return (the routed experts' output [B, S, H], losses of the router, counts of the routing).
 
         All ranks of a tensor-parallel group route all tokens alike: each gathers the logits and the tokens whole.
         """
@@ -148,13 +148,16 @@ class MoELayer(AttentionHalf):
         if self.rule.z_loss:
             losses.append(squared_log_sums(logits, cp) * self.rule.z_loss)
         near_ties = near_tie_count(logits, self.top_k, x.dtype, self.rule, bias)
-        load = expert_loads(routing.chosen, logits.shape[-1]) if self.rule.steps_bias else None
         return (
             (output if self.tp is None else reduce_outputs(output, self.tp)),
             torch.stack(losses).sum(0) if losses else None,
-            near_ties,
-            load,
+            count_routing(routing, near_ties),
         )
+
+
+def mixture_layers(module: nn.Module) -> dict[str, MoELayer]:
+    """Return the layers with experts of a part of the model by logical name."""
+    return {name: each for name, each in module.named_modules() if isinstance(each, MoELayer)}
 
 
 class MoETransformer(Transformer):
@@ -168,8 +171,8 @@ class MoETransformer(Transformer):
         super().__init__(*arguments, **options)
         self.loss_gradient = 1.0
         self.router_losses: list[Tensor] = []  # [B] of each layer, of the forward under way
-        self.near_ties: list[Tensor] = []  # of each layer, of all training forwards since the engine last took them
-        self.loads: dict[str, Tensor] = {}  # [E] by layer, of the same forwards
+        self.routing_counts: dict[str, Tensor] = {}  # [E + 2] by layer, of all training forwards since the engine last took them
+        self.added_losses: list[Tensor] = []  # sums over labels of the routers' losses, of the same forwards
 
     def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
         if index < run.model.dense_layers:
@@ -209,8 +212,10 @@ class MoETransformer(Transformer):
         if losses:
             ranks = self.tp.group.size if self.tp else 1  # each computes all of it, and their gradients add up
             counts = (labels != IGNORED).sum(1) if label_counts is None else label_counts
-            weighed = (torch.stack(losses).sum(0) * counts).sum() / ranks
-            out = add_gradient(out, weighed, None if self.last else self.loss_gradient)
+            added = (torch.stack(losses).sum(0) * counts).sum()
+            if self.training:
+                self.added_losses.append(added.detach())
+            out = add_gradient(out, added / ranks, None if self.last else self.loss_gradient)
         return out, count
 
     def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
@@ -224,11 +229,9 @@ class MoETransformer(Transformer):
         return x
 
     def take_outputs(self, layer: str, outputs: tuple[Tensor | None, ...]) -> None:
-        losses, near_ties, load = outputs
+        losses, counts = outputs
         if self.training:
-            assert near_ties is not None
-            self.near_ties.append(near_ties)
-            if load is not None:
-                self.loads[layer] = self.loads.get(layer, 0) + load
+            assert counts is not None
+            self.routing_counts[layer] = self.routing_counts.get(layer, 0) + counts
         if losses is not None:
             self.router_losses.append(losses)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...layers.transformer.context_parallel import ContextParallel
@@ -154,28 +154,6 @@ def earlier_choices(chosen: Tensor, experts: int) -> Tensor:
 def one_hot_choices(chosen: Tensor, experts: int) -> Tensor:
     """Return 1 where a token chose an expert, else 0: [B, S, E]."""
     return chosen.new_zeros(*chosen.shape[:2], experts).scatter_(2, chosen, 1)
-
-
-def expert_loads(chosen: Tensor, experts: int) -> Tensor:
-    """Return how many tokens chose each expert, [E]. torch's bincount would wait for a GPU."""
-    each = chosen.flatten()
-    return each.new_zeros(experts).scatter_add_(0, each, torch.ones_like(each))
-
-
-def take_loads(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return (bias, tokens that chose each expert) [E] of each layer, over all training forwards since they were last taken; none where no
-    bias is stepped."""
-    loads: dict[str, Tensor] = getattr(module, "loads", {})
-    layers: dict[str, Any] = {name: module.get_submodule(name) for name in loads}
-    taken = [(layers[name].router.constants["bias"], load) for name, load in loads.items()]
-    loads.clear()
-    return taken
-
-
-def step_bias(bias: Tensor, load: Tensor, rate: float) -> None:
-    """Add `rate` to the bias [E] of each expert that fewer tokens chose than the mean, and take it off where more did (arXiv:2408.15664
-    algorithm 1)."""
-    bias.add_((load.sum() - len(load) * load).sign().to(bias.dtype), alpha=rate)
 
 
 def near_tie_count(logits: Tensor, top_k: int, dtype: torch.dtype, router: Router = MIXTRAL, bias: Tensor | None = None) -> Tensor:

@@ -23,20 +23,22 @@ class ControlMessage:
 
 
 def further_losses(run: Run) -> int:
-    """Return how many numbers the engines sum beside the loss: the loss of further tokens, or of preferences the share of pairs in order,
-    and the two mean rewards."""
-    return 3 if run.data.has_preferences else int(run.model.mtp.layers > 0)
+    """Return how many numbers the engines sum beside the loss: the loss of further tokens, what routers add to the loss, and of preferences
+    the share of pairs in order and the two mean rewards."""
+    return (run.model.mtp.layers > 0) + run.model.adds_router_loss + 3 * run.data.has_preferences
+
+
+def counts_of_routing(run: Run) -> int:
+    """Return how many numbers the engines sum of the routing of all layers: tokens of each expert, copies computed, near ties."""
+    return run.model.mixture_layers * (run.model.experts + 2) if has_experts(run.model) else 0
 
 
 def routing_messages(run: Run, mesh: Mesh, layers: int) -> Iterator[ControlMessage]:
     """What the routers of a rank's `layers` send: the rows for each expert, and, of the tokens of a sequence that other ranks have, the
-    choices (for an expert's capacity) or how many chose each expert (for the auxiliary loss); once a step, the tokens of each expert of
-    all layers, which step its bias."""
+    choices (for an expert's capacity) or how many chose each expert (for the auxiliary loss)."""
     model, train = run.model, run.train
     if not has_experts(model):
         return
-    if layers and mesh.size("data") > 1 and model.router.steps_bias:
-        yield ControlMessage(verb="all_reduce", payload=INTEGER * model.experts * layers, count=1, says="tokens of each expert")
     forwards = layers * (train.batch // (mesh.dp * train.microbatch)) * (2 if run.parallel.recompute == "full" else 1)
     if mesh.ep > 1:
         yield ControlMessage(verb="all_to_all", payload=INTEGER * model.experts, count=forwards, says="rows for each expert")

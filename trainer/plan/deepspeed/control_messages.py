@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import prod
 
-from ...models.families import has_experts
 from ...spec.run import Run
 from ..axes.weight_slices import WeightShard
-from ..costs.control_message import ControlMessage, further_losses, routing_messages
+from ..costs.control_message import ControlMessage, counts_of_routing, further_losses, routing_messages
 from ..costs.precision import MASTER_BYTES, widths
 from ..layout.mesh import Mesh
 from .defaults import SUBGROUP
@@ -41,8 +40,8 @@ def _loop_messages(run: Run, mesh: Mesh) -> Iterator[Row]:
     yield "all_reduce", losses * FLOAT32_BYTES, is_parallel if _is_pipe(run, mesh) else int(mesh.size("data") > 1), "loss"
     if run.data.documents:
         yield "all_reduce", WIDE_BYTES, is_parallel, "label count"
-    if has_experts(run.model):
-        yield "all_reduce", WIDE_BYTES, is_parallel, "count of near ties"
+    if counts := counts_of_routing(run):
+        yield "all_reduce", counts * WIDE_BYTES, is_parallel, "counts of routing"
 
 
 def _norm_messages(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterator[Row]:

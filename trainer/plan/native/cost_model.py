@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...models.families import has_experts
 from ...spec.run import Parallel, Run
 from ..axes import dp
 from ..axes.powersgd_factors import FactorElements, compressed_stack, factor_elements
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..costs.block_costs import BlockCosts
-from ..costs.control_message import ControlMessage, further_losses, routing_messages
+from ..costs.control_message import ControlMessage, counts_of_routing, further_losses, routing_messages
 from ..costs.cost_context import CostContext
 from ..costs.cost_model import (
     CostModel,
@@ -213,13 +212,13 @@ class NativeCosts(CostModel):
                 yield TrafficTerm(verb="all_gather", bytes=bucket.elements * width.weight, every=every, says="its averaged weights")
 
     def control_messages(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
-        """One message a step sums the loss, the squares of gradients and near ties over all ranks. Without a flush the ranks of a stage
-        sum theirs before each update."""
+        """One message a step sums the loss, the squares of gradients and the counts of routing over all ranks. Without a flush the ranks
+        of a stage sum theirs before each update."""
         rows: list[tuple[str, int, int, str]] = []
-        is_parallel, experts, further = int(mesh.world > 1), has_experts(run.model), further_losses(run)
-        beside = ", figures of pairs" if run.data.has_preferences else ", loss of further tokens"
-        says = "loss, squares of gradients" + ", near ties" * experts + beside * bool(further)
-        rows.append(("all_reduce", (2 + experts + further) * FLOAT64_BYTES, is_parallel, says))
+        is_parallel, counts, further = int(mesh.world > 1), counts_of_routing(run), further_losses(run)
+        beside = ", figures of pairs" if run.data.has_preferences else ", further losses"
+        says = "loss, squares of gradients" + beside * bool(further) + ", counts of routing" * bool(counts)
+        rows.append(("all_reduce", (2 + further + counts) * FLOAT64_BYTES, is_parallel, says))
         if delay_of(run.parallel):
             updates = _updates(run, run.train.batch // (mesh.dp * run.train.microbatch))
             rows.append(("all_reduce", FLOAT64_BYTES, updates * (mesh.world > mesh.pp), "squares of a stage's gradients"))

@@ -175,6 +175,12 @@ class Model:
         return max(1, self.layer_groups - self.dense_layers)
 
     @property
+    def mixture_layers(self) -> int:
+        """The number of layers with routed experts, of a family that has them: all but the dense ones, and those of modules that predict
+        further tokens."""
+        return (self.layer_groups - self.dense_layers) * self.layers_in_group + self.mtp.layers
+
+    @property
     def windowed_layers(self) -> int:
         """The number of layers that have the window."""
         if self.window is None:
