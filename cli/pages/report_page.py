@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ...trainer.rundir.measured_run import MeasuredRun
 from ...trainer.rundir.planned_measured import PlannedMeasured
@@ -167,9 +167,28 @@ def history_sentences(run: MeasuredRun) -> list[str]:
     says += saves_sentences(run.saves)
     for figure, curves in (("loss", run.validations), ("loss of the averaged weights", run.averaged), ("accuracy", run.accuracies)):
         for name, values in curves:
-            points = ", ".join(f"{value:.3f} at step {step}" for step, value in evenly_spaced(values, 8))
-            says.append(f"{validation_words(name, figure)} {points}")
+            says.append(f"{validation_words(name, figure)} {_points(values, '.3f', 8)}")
+    return [*says, *routing_sentences(run)]
+
+
+def routing_sentences(run: MeasuredRun) -> list[str]:
+    """How even a mixture's routing was, how many copies it dropped, what its routers add to the loss; none of other models."""
+    says = []
+    if run.expert_load:
+        idle = f"; {plural(run.idle_experts, 'expert')} without a token" if run.idle_experts else ""
+        where = f" (layer {run.busiest_layer})" if run.busiest_layer is not None else ""
+        says.append(f"busiest expert, tokens over its layer's mean {_points(run.expert_load, '.2f')}{where}{idle}")
+    if run.dropped_copies:
+        percent = tuple((step, 100 * share) for step, share in run.dropped_copies)
+        says.append(f"copies beyond model.capacity, % {_points(percent, '.1f')}")
+    if run.router_loss:
+        says.append(f"routers add to the loss {_points(run.router_loss, '.4f')}")
     return says
+
+
+def _points(curve: Sequence[tuple[int, float]], form: str, most: int = 4) -> str:
+    """At most so many figures of a curve, each with its step."""
+    return ", ".join(f"{value:{form}} at step {step}" for step, value in evenly_spaced(curve, most))
 
 
 def validation_words(name: str, figure: str = "loss") -> str:

@@ -95,7 +95,11 @@ def routing_figures(run: Run, module: nn.Module) -> list[dict[str, float]]:
         return []
     loads = [each[:-2].double() for each in counts]
     peaks, idle = [float(each.max() / each.mean()) for each in loads], sum(int((each == 0).sum()) for each in loads)
-    found: dict[str, float] = {"expert_load": max(peaks), "busiest_layer": peaks.index(max(peaks)), "idle_experts": idle}
+    found: dict[str, float] = {
+        "expert_load": max(peaks),
+        "busiest_layer": peaks.index(max(peaks)) + run.model.dense_layers,
+        "idle_experts": idle,
+    }
     if run.model.capacity:
         found["dropped_copies"] = 1 - sum(float(each[-2]) for each in counts) / sum(float(each.sum()) for each in loads)
     if added := getattr(module, "added_losses", []):

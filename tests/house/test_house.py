@@ -68,6 +68,7 @@ MODULES = sorted(name for name, path in FILES.items() if path.stat().st_size)
 TORCH_MODELS = (
     "trainer.models.build",
     "trainer.models.moe.routing",
+    "trainer.models.moe.routing_counts",
     "trainer.models.hf_format.weights",
     "trainer.models.hf_format.sliced_weight",
     "trainer.models.hf_format.tensor_reader",

@@ -68,6 +68,11 @@ class MeasuredRun:
     validations: FigureCurves = ()
     averaged: FigureCurves = ()  # losses of the average of the weights
     accuracies: FigureCurves = ()  # of preferences: the share of pairs in order
+    expert_load: tuple[tuple[int, float], ...] = ()  # of a mixture: tokens of its busiest expert, over the mean of its layer, by step
+    busiest_layer: int | None = None  # where that expert is at the last step, numbered as in weights' names
+    idle_experts: int | None = None  # experts, of all layers, that no token of the last logged step chose
+    dropped_copies: tuple[tuple[int, float], ...] = ()  # share of the tokens' copies beyond model.capacity, by step
+    router_loss: tuple[tuple[int, float], ...] = ()  # what the routers' losses add to the loss, nats a token, by step
     without_core: float | None = None  # share of a median step, of those whose times are compared, that rank 0 had no core; None: unknown
 
 
@@ -84,6 +89,10 @@ class _StepRows:
     def skipped_spikes(self) -> int:
         """How many steps were skipped because a loss or norm was far above those before."""
         return sum("skipped" in row and ("spike" in row or "norm_spike" in row) for row in self.steps)
+
+    def last_count(self, key: str) -> int | None:
+        """A count at the last step that has it; None where none has."""
+        return next((int(row[key]) for row in reversed(self.figures) if key in row), None)
 
     def curve(self, key: str) -> tuple[tuple[int, float], ...]:
         """A figure by step, of the steps that have it."""
@@ -149,6 +158,11 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         batch=timed.batch,
         whole_batch=timed.whole_batch,
         loss_unit="of a pair of answers" if nested_value(run, "data", "name") == "preferences" else "nats a token",
+        expert_load=rows.curve("expert_load"),
+        busiest_layer=rows.last_count("busiest_layer"),
+        idle_experts=rows.last_count("idle_experts"),
+        dropped_copies=rows.curve("dropped_copies"),
+        router_loss=rows.curve("router_loss"),
         accuracy=next((row["accuracy"] for row in reversed(rows.figures) if "accuracy" in row), None),
     )
 

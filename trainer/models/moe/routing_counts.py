@@ -62,6 +62,7 @@ class RoutingCounts:
         """Take counts of any dtype, [L (E + 2)]."""
         names = mixture_layer_names(model)
         self._has_capacity = model.capacity is not None
+        self._first = model.layers + model.mtp.layers - len(names)  # layers without experts, which come first
         self._rows = dict(zip(names, counts.view(len(names), -1), strict=True))
         self._counts = counts
 
@@ -75,7 +76,7 @@ class RoutingCounts:
 
         - `near_ties`: tokens, of all layers, whose choice rounding decides.
         - `expert_load`: tokens that chose the busiest expert, over the mean of its layer's experts; of the layer where that is most,
-          `busiest_layer`, numbered from 0. arXiv:2408.15664's MaxVio is this less 1.
+          `busiest_layer`, numbered as in weights' names. arXiv:2408.15664's MaxVio is this less 1.
         - `idle_experts`: experts, of all layers, that no token chose.
         - `dropped_copies`, where experts have a capacity: the share of the tokens' copies beyond it.
         """
@@ -86,10 +87,10 @@ class RoutingCounts:
         found: dict[str, Any] = {
             "near_ties": int(sum(row[-1] for row in rows)),
             "expert_load": round(max(peaks), 4),
-            "busiest_layer": peaks.index(max(peaks)),
+            "busiest_layer": self._first + peaks.index(max(peaks)),
             "idle_experts": sum(load.count(0) for load in loads),
         }
-        return found | ({"dropped_copies": round(1 - computed / max(1, copies), 6)} if self._has_capacity else {})
+        return found | ({"dropped_copies": round((copies - computed) / max(1, copies), 6)} if self._has_capacity else {})
 
 
 def step_biases(layers: Mapping[str, Any], counts: RoutingCounts, rate: float) -> None:
