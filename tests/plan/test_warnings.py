@@ -14,9 +14,11 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.warnings import WARNINGS
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Data, DataStage, Offload
+from distrain.trainer.spec.sections.router import Router
 
 # Runs that are legal but slow, wasteful or not fully planned: (the warning's rule, keys, how the warning begins).
 
+BALANCED: Keys = {"model.aux_loss": 0.01}
 # fmt: off
 COSTLY: list[tuple[str, Keys, str]] = [
     ("time", {"cluster.device.peak": {}},
@@ -29,10 +31,13 @@ COSTLY: list[tuple[str, Keys, str]] = [
         "no times: how fast its node's host is, to which the run offloads, is not stated: set cluster.host.bandwidth (bytes/s) and .link "),
     ("time", {"parallel.zero": 1, "parallel.offload.optimizer": True, "cluster.device.kind": "cpu"},
         "no times: a CPU has no separate host: offloading copies within its memory"),
-    ("routing", MOE | {"parallel.ep": 4},
+    ("routing", MOE | BALANCED | {"parallel.ep": 4},
         "memory, messages and times of expert ranks are planned for even routing, 8 experts over 4 ranks"),
-    ("capacity", MOE | {"model.capacity": 1.25},
+    ("capacity", MOE | BALANCED | {"model.capacity": 1.25},
         "model.capacity=1.25: planned as if no token were dropped"),
+    ("balance", MOE,
+        ("nothing evens out the experts' loads: model.aux_loss and model.router.bias_rate are 0: "
+         "set model.aux_loss=0.01, or model.router.bias=true model.router.bias_rate=0.001")),
     ("tp", {"cluster.gpus": 2, "cluster.nodes": 8, "parallel.tp": 4},
         "parallel.tp=4 crosses nodes of 2: every layer waits for the link between nodes: "),
     ("link", {"cluster.inside.bandwidth": 9e6},
@@ -106,6 +111,14 @@ def test_linear_attention_wants_the_rate_in_float32() -> None:
         each for each in make_plan(load_recipe("quickstart", [*words, "~cluster.device.peak.fp32"])).warnings if each.rule == "time"
     ]
     assert unstated.says.endswith("in fp32 is not stated: linear attention is planned as if it were in bf16")
+
+
+@pytest.mark.parametrize(
+    "balance", [BALANCED, {"model.router": Router(score="sigmoid", bias=True, bias_rate=0.001)}, {"model.weights": "of_a_folder"}]
+)
+def test_a_mixture_that_is_balanced_or_was_trained_is_not_warned_of(balance: Keys) -> None:
+    plan = make_plan(with_changes(BASE, (MOE | balance).items()))
+    assert [each.rule for each in plan.warnings if each.rule == "balance"] == []
 
 
 @pytest.mark.parametrize(("rule", "keys", "says"), COSTLY, ids=[f"{rule}: {says}" for rule, _, says in COSTLY])

@@ -41,7 +41,7 @@ class StepFigures:
         self.counts_tokens = not grid.coordinate("tp")  # the ranks of a tensor-parallel group compute the same figures
 
     def take_losses(self, total: Tensor) -> Tensor:
-        """Return the sum of a step's losses on this rank and behind it those of `further_losses`: float32. Counts the latter anew."""
+        """Return the sum of a step's losses on this rank and behind it those of `further_losses`: float64. Counts the latter anew."""
         zero, losses = torch.zeros_like(total), [total]
         if self.run.model.mtp.layers:
             losses.append(sum((each for module in self.modules for each in take_further_losses(module)), zero))
@@ -49,7 +49,7 @@ class StepFigures:
             losses.append(sum((each for module in self.modules for each in take_router_losses(module)), zero))
         if self.run.data.has_preferences:
             losses.extend(self.take_pair_sums())
-        return torch.stack([each.float() for each in losses])
+        return torch.stack([each.double() for each in losses])
 
     def take_pair_sums(self) -> Tensor:
         """Return the sums of all pairs (PairResults) that this rank's forwards have found since this was last called, float64 [3]."""
@@ -59,7 +59,7 @@ class StepFigures:
     def take_all(self) -> Tensor:
         """Return all figures but the loss, float64: `further_losses`, and the counts of routing. Counts them anew."""
         further = self.take_losses(torch.zeros((), device=self.grid.world.device))[1:] * self.counts_tokens
-        return torch.cat((further.double(), self._take_counts().double()))
+        return torch.cat((further, self._take_counts().double()))
 
     def join(self, total: Tensor, squares: Tensor, others: Tensor) -> Tensor:
         """Return this rank's terms of a step's sums, float64: the loss, the squares of gradients, and `others`, of `take_all`."""

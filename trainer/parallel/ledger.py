@@ -20,7 +20,7 @@ from ..plan.axes import AXES
 from ..plan.compare_rank_messages import CONTROL, MessageRow
 from .process_groups import FIGURES_GROUP, Grid
 
-SMALL_ELEMENTS = 8  # elements up to which a sum or a broadcast is control, unless one of our layers sends it
+FEW_FIGURES = 8  # float64 elements up to which a sum or a broadcast is control, unless one of our layers sends it
 AGREEMENTS = ("all_reduce", "broadcast", "reduce")  # verbs of small messages by which ranks agree on a number
 # Groups over which gradients are summed and weights are sharded: the plan counts their messages to the data axis.
 PLANNED_AS = dict.fromkeys(
@@ -120,8 +120,9 @@ class GroupAxes:
 
 
 def _is_small(payload: list[Tensor]) -> bool:
-    """Whether a message has few elements: a norm, a loss, a flag."""
-    return sum(map(Tensor.numel, payload)) <= SMALL_ELEMENTS
+    """Whether a message is a norm, a flag, or the losses of a step, which are sent in float64: gradients may have few elements too."""
+    elements = sum(map(Tensor.numel, payload))
+    return elements <= 1 or (elements <= FEW_FIGURES and payload[0].dtype == torch.float64)
 
 
 def _holds_integers(payload: list[Tensor]) -> bool:

@@ -293,6 +293,13 @@ def _even_routing(context: CostContext, layout: Layout, cost: LayoutCost, throug
         yield Problem(rule="capacity", says=says)
 
 
+def _unbalanced_routing(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    model = context.run.model
+    if has_experts(model) and not (model.weights or model.aux_loss or model.router.steps_bias):
+        says = "nothing evens out the experts' loads: model.aux_loss and model.router.bias_rate are 0"
+        yield Problem(rule="balance", says=says, mend="set model.aux_loss=0.01, or model.router.bias=true model.router.bias_rate=0.001")
+
+
 def _unused_keys(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     yield from unused_keys(context.run, layout.mesh)
 
@@ -328,6 +335,7 @@ WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], I
     _useless_recompute,
     _mfu_beyond_measured,
     _even_routing,
+    _unbalanced_routing,
     _unused_keys,
     _engine_limits,
     _no_hf_class,

@@ -37,7 +37,7 @@ def _loop_messages(run: Run, mesh: Mesh) -> Iterator[Row]:
     is_parallel = int(mesh.world > 1)
     yield "all_reduce", FLOAT32_BYTES, is_parallel, "finite check"
     losses = 1 + further_losses(run)
-    yield "all_reduce", losses * FLOAT32_BYTES, is_parallel if _is_pipe(run, mesh) else int(mesh.size("data") > 1), "loss"
+    yield "all_reduce", losses * WIDE_BYTES, is_parallel if _is_pipe(run, mesh) else int(mesh.size("data") > 1), "loss"
     if run.data.documents:
         yield "all_reduce", WIDE_BYTES, is_parallel, "label count"
     if counts := counts_of_routing(run):
