@@ -60,7 +60,10 @@ PLANNED = {
     "mixtral 2 layers": PlannedRun(
         recipe="mixtral_8x7b",
         grouped=True,
-        words=("model.layers=2", "model.aux_loss=0", *ONE_RANK, "train.seq=4096", "train.batch=4", "train.microbatch=1", "train.compile=false"),
+        words=(
+            *("model.layers=2", "model.aux_loss=0", *ONE_RANK, "train.compile=false"),
+            *("train.seq=4096", "train.batch=4", "train.microbatch=1"),
+        ),
     ),
     "llama3_2_1b zero3": PlannedRun(
         recipe="llama3_2_1b_1node",
