@@ -8,6 +8,8 @@ import sys
 TRAINS_WITHOUT_DYNAMO = """
 import sys
 import torch
+import distrain.trainer.loop.train_rank  # all that a rank imports before its engine is built
+assert "torch._dynamo" not in sys.modules
 from distrain.trainer.engines import lazy_dynamo
 lazy_dynamo.disable_compile()
 import distrain.trainer.engines.deepspeed.pipe, distrain.trainer.engines.deepspeed.zero

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..layers.group_messages import all_reduce
 from ..models.build import named_constants
-from ..models.moe.module import MoELayer, mixture_layers
 from ..models.moe.routing_counts import RoutingCounts, step_biases
 from ..parallel.process_groups import Grid, GroupName
 from ..parallel.rank_model import RankPart
@@ -164,8 +163,10 @@ class Engine(ABC):
             step_biases(self._balanced_layers, result.routing, self.run.model.router.bias_rate)
 
     @cached_property
-    def _balanced_layers(self) -> dict[str, MoELayer]:
-        """This rank's layers whose router's bias each step changes, by logical name."""
+    def _balanced_layers(self) -> dict[str, Any]:
+        """This rank's layers (MoELayer) whose router's bias each step changes, by logical name."""
+        from ..models.moe.module import mixture_layers  # not before lazy_dynamo.py: layers of attention import torch._dynamo
+
         parts = self.parts if self.run.model.router.steps_bias else ()
         return {name: layer for each in parts for name, layer in mixture_layers(each.module).items()}
 
