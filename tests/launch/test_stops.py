@@ -38,6 +38,7 @@ def ready():
     while True: time.sleep(0.1)
 """
 SAVES = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(75)))\nchannel.report_step(0)\nready()\n"
+SAVES_LATER = SAVES.replace("ready()", "channel.report_step(1)\nready()")
 IGNORES = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\n"
 CHILDREN = "for own in (0, 1): subprocess.Popen(['sleep', '1000'], start_new_session=bool(own))\n"
 
@@ -78,6 +79,13 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     wait_for(lambda: not marked_processes(MARK, tmp_path))
 
 
+def test_a_signal_in_a_later_step_lets_the_ranks_finish_it(tmp_path: Path) -> None:
+    launched = LaunchedRanks(tmp_path, SAVES_LATER)
+    launched.send(signal.SIGINT)
+    assert launched.first_line() == "SIGINT: finishing the step and saving; Ctrl-C stops at once\n"
+    assert launched.end()[0] == 75
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_the_ranks_save_and_the_run_exits_75(tmp_path: Path, number: int) -> None:
     launched = LaunchedRanks(tmp_path, SAVES)
@@ -85,7 +93,10 @@ def test_a_signal_lets_the_ranks_save_and_the_run_exits_75(tmp_path: Path, numbe
     name = signal.Signals(number).name
     assert launched.end() == (
         75,
-        [f"{name}: finishing the step and saving; Ctrl-C stops at once", "stopped; a checkpoint is saved: the same command continues"],
+        [
+            f"{name}: finishing the first step and saving; Ctrl-C stops at once, and loses that step alone",
+            "stopped; a checkpoint is saved: the same command continues",
+        ],
     )
 
 
@@ -110,7 +121,7 @@ def test_a_run_that_is_stopped_without_saving_exits_with_128_and_the_signal(tmp_
     assert launched.end() == (
         128 + number,
         [
-            f"{signal.Signals(number).name}: finishing the step and saving; Ctrl-C stops at once",
+            f"{signal.Signals(number).name}: stopping before the first step; Ctrl-C stops at once",
             f"stopped by {signal.Signals(number).name} before all ranks had saved",
         ],
     )

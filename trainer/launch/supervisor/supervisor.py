@@ -61,7 +61,7 @@ class Supervisor:
         while self._running_ranks():
             self._poll()
             if self._stop_requests and not self._stopping:
-                self._show(f"{signal.Signals(self._stop_requests[0][0]).name}: finishing the step and saving; Ctrl-C stops at once")
+                self._show(f"{signal.Signals(self._stop_requests[0][0]).name}: {stop_text(self._ranks[0])}")
                 self._request_stop()
             self._watch_for_hang()
             self._end_together()
@@ -154,3 +154,12 @@ class Supervisor:
             rank.kill()
         for rank in self._ranks:
             rank.close(PATIENCE)
+
+
+def stop_text(rank: RankHandle) -> str:
+    """Return what a run does that was asked to stop, by the step of one of its ranks; the first of an attempt may compile for minutes."""
+    if rank.step is None:
+        return "stopping before the first step; Ctrl-C stops at once"
+    if rank.step == rank.first_step:
+        return "finishing the first step and saving; Ctrl-C stops at once, and loses that step alone"
+    return "finishing the step and saving; Ctrl-C stops at once"
