@@ -19,6 +19,7 @@ from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.held_step import HeldStep
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.trainer.launch.goodput import GoodputMeter
+from distrain.trainer.launch.rank.group_record import GroupRecord
 from distrain.trainer.launch.rank.log import RankLog, RemoteLog
 from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome, failure_text
@@ -52,6 +53,7 @@ class IdleRank:
     since: float = field(default_factory=lambda: time.monotonic() - 100.0)
     longest: dict[str, float] = field(default_factory=dict)
     stack: tuple[str, ...] = ()
+    collectives: tuple[GroupRecord, ...] = ()
 
     def stack_lines(self) -> tuple[str, ...]:
         return self.stack
