@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-SHOWN_RANKS = 6  # single ranks, or runs of neighbours, that a sentence lists
+SHOWN_RUNS = 6  # ranks, or runs of neighbours, that a sentence lists
 
 
 class Recorded(msgspec.Struct, frozen=True, array_like=True):
@@ -70,6 +70,8 @@ def runs_of(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Name ranks: `rank 3`, `ranks 0, 2`, `ranks 0 to 7`."""
-    listed = [str(first) if first == last else f"{first}{' to ' if last > first + 1 else ', '}{last}" for first, last in runs_of(ranks)]
-    more = f" and {len(listed) - SHOWN_RANKS} more" if len(listed) > SHOWN_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(listed[:SHOWN_RANKS])}{more}"
+    runs = runs_of(ranks)
+    listed = [str(first) if first == last else f"{first}{' to ' if last > first + 1 else ', '}{last}" for first, last in runs]
+    left_out = sum(last + 1 - first for first, last in runs[SHOWN_RUNS:])
+    more = f" and {left_out} more" if left_out else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(listed[:SHOWN_RUNS])}{more}"

@@ -42,10 +42,11 @@ class _Gap(NamedTuple):
     behind: tuple[int, ...]
 
     def __str__(self) -> str:
-        last = [newest for rank in self.behind if (newest := self.group.records[rank].begun) is not None]
-        begun = f"{min(last)} to {max(last)}" if min(last) < max(last) else str(max(last)) if max(last) else "none"
-        not_begun = f"{'has' if len(self.behind) == 1 else 'have'} not begun (its last is {begun})"
-        return f"{self.group}: {_has_not_finished(self.waiting)} {_text(self.collective)}, which {ranks_text(self.behind)} {not_begun}"
+        last = sorted({newest for rank in self.behind if (newest := self.group.records[rank].begun) is not None})
+        begun = " to ".join(str(each) if each else "none" for each in (last[0], last[-1])[: len(last)])
+        has, its = ("has", "its") if len(self.behind) == 1 else ("have", "their")
+        not_begun = f"{ranks_text(self.behind)} {has} not begun ({its} last {'is' if len(last) == 1 else 'are'} {begun})"
+        return f"{self.group}: {_has_not_finished(self.waiting)} {_text(self.collective)}, which {not_begun}"
 
 
 def compare_collectives(records: Records) -> Finding | None:
@@ -140,7 +141,8 @@ def _unfinished(group: _Group) -> str:
     collective = max(first.values(), key=lambda each: each.number)
     waiting = [rank for rank, own in first.items() if own.number == collective.number]
     silent = [rank for rank in group.ranks if rank not in group.records]
-    begun = f"{ranks_text(silent)} gave no record" if silent else "which all have begun"
+    known = all(record.begun is not None for record in group.records.values())
+    begun = f"{ranks_text(silent)} gave no record" if silent else "which all have begun" if known else "which no rank is known to lack"
     return f"{group}: {_has_not_finished(waiting)} {_text(collective)}, {begun}"
 
 

@@ -37,7 +37,7 @@ COALESCED = "coalesced"  # the end of several that a device does as one, and who
 
 
 class KnownGroup(NamedTuple):
-    """A group of this process: its name, its label, its ranks, and how many messages this rank has `sent` in it: over NCCL collectives alone."""
+    """A group of this process: its name, its label, its ranks, and how many messages (over NCCL: collectives) this rank has sent in it."""
 
     name: str
     label: str
