@@ -22,15 +22,16 @@ from distrain.tests.fakes.one_process import reference_curve
 from distrain.trainer.launch.goodput import GoodputMeter
 from distrain.trainer.launch.rank.log import RankLog, RemoteLog
 from distrain.trainer.launch.single_host import launch_local_ranks
+from distrain.trainer.launch.supervisor import supervisor
 from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome, failure_text
 from distrain.trainer.launch.supervisor.rank_record import RankRecord
-from distrain.trainer.launch.supervisor.watchdog import Watchdog, hung_rank, stack_location
+from distrain.trainer.launch.supervisor.watchdog import STACKS_WAIT, Watchdog, hung_rank, stack_location
 from distrain.trainer.launch.watchdog_times import load_watchdog, save_phase_times
 from distrain.trainer.spec.numbers.as_text import plural
 
 LOG = RankLog(Path("rank.log"), 0)
 BEGIN = """
-import os, signal, sys, time
+import msgspec, os, signal, sys, time
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.launch.rank.group_record import GroupRecord, Recorded
 from distrain.trainer.launch.rank.hang_answer import HangAnswer
@@ -214,7 +215,8 @@ def run(folder: Path, program: str, watchdog: Watchdog | None = None) -> Outcome
 
 def test_a_rank_that_is_stopped_is_named_and_the_others_write_their_stacks(tmp_path: Path) -> None:
     watchdog = Watchdog(patience=1.0)
-    outcome = run(tmp_path, "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)\nwait()", watchdog)
+    unasked = "channel.report_collectives(msgspec.to_builtins(read()))\n"
+    outcome = run(tmp_path, unasked + "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)\nwait()", watchdog)
     assert outcome.says.startswith("rank 1 hung, at step 7: no progress for ")
     assert outcome.says.endswith(f"s, and it does not answer; its log is {tmp_path / 'ranks' / '1.log'}")
     assert "in wait" in (tmp_path / "ranks" / "2.log").read_text()
@@ -231,8 +233,12 @@ def test_a_rank_that_waits_for_something_else_than_the_others_is_named(tmp_path:
     assert BEHIND in outcome.says, "its collectives don't make another rank the culprit"
 
 
-def test_where_all_ranks_are_at_one_line_the_one_that_is_behind_in_their_collectives_is_named(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "answer.read = read\nwait()")
+def test_where_all_ranks_are_at_one_line_the_one_that_is_behind_in_their_collectives_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 takes longer than stacks take."""
+    monkeypatch.setattr(supervisor, "RECORDS_WAIT", DEADLINE)
+    outcome = run(tmp_path, f"answer.read = lambda: (rank == 2 and time.sleep({STACKS_WAIT + 0.5})) or read()\nwait()")
     assert outcome.says.startswith("rank 1 hung, at step 7: no progress for ")
     assert BEHIND in outcome.says
     assert outcome.root_cause is not None
@@ -329,6 +335,7 @@ def test_a_run_whose_rank_hangs_names_it_and_continues_with_the_same_losses(tmp_
     found = re.search(line + r"which rank 1 has not begun \(its last is (\d+)\); its log is ", said)
     assert found, said
     assert int(found[2]) == int(found[3]) + 1
+    assert '"label": "dp"' in (tmp_path / "run" / "ranks" / "0.log").read_text()
     assert "restart 1 of 1, from the newest checkpoint" in said
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = list({row["step"]: row["loss"] for row in rows if "loss" in row}.values())

@@ -1,4 +1,4 @@
-"""What torch's flight recorder holds becomes a rank's record: entries of gloo as torch 2.13 wrote them, those of NCCL as its source says."""
+"""What torch's flight recorder holds becomes a rank's record: gloo's entries as torch 2.13 wrote them, those of NCCL as its source says."""
 
 from __future__ import annotations
 
