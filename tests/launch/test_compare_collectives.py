@@ -20,7 +20,7 @@ MIB = 2**20
 def record(label: str, ranks: Sequence[int], newest: int, *, waits: bool = False, call: str = "all_reduce 4", **more: Any) -> GroupRecord:
     """The record of a rank that has begun collective `newest` of a group, and `waits` in it; `call` is its verb and its MiB."""
     verb, size = call.split()
-    recent = [Recorded(newest - 1, "all_reduce", MIB, True), Recorded(newest, verb, int(size) * MIB, not waits)]
+    recent = [Recorded(newest - 1, "all_reduce", 4 * MIB, True), Recorded(newest, verb, int(size) * MIB, not waits)]
     fields: dict[str, Any] = {"begun": newest, "recent": tuple(recent), **more}
     return GroupRecord(name=f"{label} {ranks}", label=label, runs=runs_of(ranks), **fields)
 
@@ -32,7 +32,7 @@ def data(newest: int, **more: Any) -> tuple[GroupRecord, ...]:
 
 WAITS = data(12, waits=True)
 # Four ranks: tensor groups 0, 1 and 2, 3; data groups 0, 2 and 1, 3. Each waits for rank 3, the first through the others.
-NESTED = {
+NESTED: dict[int, Sequence[GroupRecord]] = {
     0: (record("tensor", (0, 1), 40), record("data", (0, 2), 9, waits=True)),
     1: (record("tensor", (0, 1), 41, waits=True), record("data", (1, 3), 8)),
     2: (record("tensor", (2, 3), 33, waits=True), record("data", (0, 2), 8)),
@@ -61,8 +61,13 @@ CASES: dict[str, tuple[dict[int, Sequence[GroupRecord]], str, int | None]] = {
         None,
     ),
     "two wait, one for the other": (
-        {0: WAITS, 1: data(11), 2: data(10, waits=True, call="all_reduce 1")},
+        {0: WAITS, 1: data(11), 2: data(10, waits=True)},
         f"{GROUP}rank 0 has not finished all_reduce 12 of 4.00 MiB, which ranks 1, 2 have not begun (their last are 10 to 11)",
+        None,
+    ),
+    "another waits in what it has begun": (
+        {0: WAITS, 1: data(11), 2: data(11, waits=True)},
+        f"{GROUP}rank 0 has not finished all_reduce 12 of 4.00 MiB, which ranks 1, 2 have not begun (their last is 11)",
         None,
     ),
     "a rank gave no record": ({0: WAITS, 1: data(11), 2: ()}, BEHIND.replace("ranks 0, 2 have", "rank 0 has"), None),
@@ -84,17 +89,17 @@ CASES: dict[str, tuple[dict[int, Sequence[GroupRecord]], str, int | None]] = {
     ),
     "another verb": (
         {0: WAITS, 1: data(12, waits=True, call="all_gather 8"), 2: WAITS},
-        f"{GROUP}collective 12 is all_reduce of 4.00 MiB on rank 0, all_gather of 8.00 MiB on rank 1",
+        f"{GROUP}collective 12 is all_reduce of 4.00 MiB on ranks 0, 2, all_gather of 8.00 MiB on rank 1",
         None,
     ),
     "another verb, which its rank has finished": (
         {0: WAITS, 1: data(12, call="broadcast 4"), 2: WAITS},
-        f"{GROUP}collective 12 is all_reduce of 4.00 MiB on rank 0, broadcast of 4.00 MiB on rank 1",
+        f"{GROUP}collective 12 is all_reduce of 4.00 MiB on ranks 0, 2, broadcast of 4.00 MiB on rank 1",
         None,
     ),
     "another size": (
         {0: WAITS, 1: WAITS, 2: data(12, waits=True, call="all_reduce 5")},
-        f"{GROUP}collective 12 is all_reduce of 4.00 MiB on rank 0, all_reduce of 5.00 MiB on rank 2",
+        f"{GROUP}collective 12 is all_reduce of 4.00 MiB on ranks 0, 1, all_reduce of 5.00 MiB on rank 2",
         None,
     ),
     "sizes of an all-to-all": (
@@ -142,7 +147,7 @@ HANGS = (
 
 @pytest.mark.parametrize(("stacks", "rank", "stands_out"), HANGS)
 def test_collectives_name_a_rank_only_where_steps_and_stacks_name_none(stacks: str, rank: int, stands_out: bool) -> None:
-    running = [IdleRank(each, step=7, stack=written_stack(where), collectives=NESTED[each]) for each, where in enumerate(stacks)]
+    running = [IdleRank(each, step=7, stack=written_stack(where), collectives=tuple(NESTED[each])) for each, where in enumerate(stacks)]
     hang = hung_rank(running, 100.0)
     assert (hang.rank.rank, hang.stands_out) == (rank, stands_out)
     assert hang.why.startswith("no progress for 100 s; ")

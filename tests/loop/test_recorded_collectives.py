@@ -57,8 +57,13 @@ def test_a_group_has_its_newest_finished_and_its_first_unfinished_collectives() 
     assert (found.begun, found.may_wait) == (19, False)
 
 
-BFLOATS = {"input_sizes": [[8, 4], [2]], "input_dtypes": ["BFloat16", "Long"], "output_sizes": [[2, 8, 4]], "output_dtypes": ["BFloat16"]}
-SENT = {"is_p2p": True, "profiling_name": "nccl:send 0->1", "p2p_seq_id": 5}
+BFLOATS: dict[str, Any] = {
+    "input_sizes": [[8, 4], [2]],
+    "input_dtypes": ["BFloat16", "Long"],
+    "output_sizes": [[2, 8, 4]],
+    "output_dtypes": ["BFloat16"],
+}
+SENT: dict[str, Any] = {"is_p2p": True, "profiling_name": "nccl:send 0->1", "p2p_seq_id": 5}
 # Entries of a group, messages that are counted in it, and of its record: collectives, the newest begun, whether it may wait
 RECORDS: dict[str, tuple[list[dict[str, Any]], int, tuple[list[tuple[int, str, int, bool]], int | None, bool]]] = {
     "gloo": ([entry(7), entry(8, done=False)], 8, ([(7, "all_reduce", 4096, True), (8, "all_reduce", 4096, False)], 8, False)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...spec.numbers.as_text import size_text
@@ -11,6 +11,7 @@ from ..rank.group_record import GroupRecord, Recorded, ranks_text
 
 # Verbs whose payload is of the same size on all ranks of a group.
 SAME_SIZES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+MOST_NUMBERS = 8  # of unfinished collectives of a group, that are compared
 
 Records = Mapping[int, Sequence[GroupRecord]]  # of each rank that was asked; empty where it has reported none
 
@@ -23,14 +24,20 @@ class Finding(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """A group of ranks, and the records of those that have reported."""
+    """A group of ranks, the records of those that have reported, and the first collective that each of these has begun and not finished."""
 
     label: str
     ranks: tuple[int, ...]
     records: dict[int, GroupRecord]
+    unfinished: dict[int, Recorded]
 
     def __str__(self) -> str:
         return f"{self.label} group of {ranks_text(self.ranks)}".lstrip()
+
+    def waiting_for(self, rank: int) -> set[int]:
+        """The ranks whose first unfinished collective this rank has not begun."""
+        begun = self.records[rank].begun
+        return set() if begun is None else {other for other, own in self.unfinished.items() if begun < own.number}
 
 
 class _Gap(NamedTuple):
@@ -57,7 +64,7 @@ def compare_collectives(records: Records) -> Finding | None:
             return Finding(f"{group}: {says}")
     gaps = [gap for group in groups if (gap := _gap(group))]
     if gaps:
-        behind = _behind_all(records, gaps)
+        behind = _behind_all(records, groups)
         shown = next((gap for gap in gaps if behind in gap.behind), _innermost(gaps))
         return Finding(str(shown), behind)
     return next((Finding(says) for group in groups if (says := _unfinished(group))), None)
@@ -65,22 +72,29 @@ def compare_collectives(records: Records) -> Finding | None:
 
 def _groups(records: Records) -> list[_Group]:
     """The groups of several ranks, the smallest first."""
-    found: dict[tuple[str, tuple[int, ...]], dict[int, GroupRecord]] = defaultdict(dict)
+    found: dict[tuple[str, object], dict[int, GroupRecord]] = defaultdict(dict)
     for rank in sorted(records):
         for each in records[rank]:
-            found[each.name, each.ranks][rank] = each
-    groups = [_Group(next(iter(by_rank.values())).label, ranks, by_rank) for (_, ranks), by_rank in found.items() if len(ranks) > 1]
-    return sorted(groups, key=lambda group: (len(group.ranks), group.ranks))
+            found[each.name, each.runs][rank] = each
+    groups = []
+    for by_rank in found.values():
+        unfinished = {rank: own for rank, record in by_rank.items() if (own := record.unfinished)}
+        any_ = next(iter(by_rank.values()))
+        groups.append(_Group(any_.label, any_.ranks, by_rank, unfinished))
+    return sorted((group for group in groups if len(group.ranks) > 1), key=lambda group: (len(group.ranks), group.ranks))
 
 
 def _mismatch(group: _Group) -> str:
-    """Say that two ranks have begun different collectives where one has not finished its own; "" if none have."""
-    for rank, record in group.records.items():
-        own = record.unfinished
-        for other, its in group.records.items():
-            theirs = its.collective(own.number) if own else None
-            if own and theirs and _compared(own) != _compared(theirs):
-                return f"collective {own.number} is {_call(own)} on rank {rank}, {_call(theirs)} on rank {other}"
+    """Say that ranks have begun different collectives where one has not finished its own; "" if none have."""
+    for number in sorted({own.number for own in group.unfinished.values()})[:MOST_NUMBERS]:
+        ranks_of: dict[tuple[str, int], list[int]] = defaultdict(list)
+        calls: dict[tuple[str, int], str] = {}
+        for rank, record in group.records.items():
+            if own := record.collective(number):
+                ranks_of[_compared(own)].append(rank)
+                calls.setdefault(_compared(own), _call(own))
+        if len(calls) > 1:
+            return f"collective {number} is {', '.join(f'{text} on {ranks_text(ranks_of[call])}' for call, text in calls.items())}"
     return ""
 
 
@@ -90,41 +104,35 @@ def _compared(collective: Recorded) -> tuple[str, int]:
 
 def _gap(group: _Group) -> _Gap | None:
     """The newest collective for which ranks of the group wait, where others have not begun it."""
-    first = {rank: own for rank, record in group.records.items() if (own := record.unfinished)}
-    if not first:
+    if not group.unfinished:
         return None
-    collective = max(first.values(), key=lambda each: each.number)
+    collective = max(group.unfinished.values(), key=lambda each: each.number)
     behind = tuple(rank for rank, record in group.records.items() if record.begun is not None and record.begun < collective.number)
-    waiting = tuple(rank for rank, own in first.items() if own.number == collective.number)
-    return _Gap(group, collective, waiting, behind) if behind else None
+    return _Gap(group, collective, _waiting_in(group, collective), behind) if behind else None
 
 
-def _behind_all(records: Records, gaps: Sequence[_Gap]) -> int | None:
+def _waiting_in(group: _Group, collective: Recorded) -> tuple[int, ...]:
+    return tuple(rank for rank, own in group.unfinished.items() if own.number == collective.number)
+
+
+def _behind_all(records: Records, groups: Sequence[_Group]) -> int | None:
     """The rank for which all others wait, directly or through others, and which itself waits in no message; None if that is not certain."""
-    members = {rank for own in records.values() for each in own for rank in each.ranks}
-    if not all(records.values()) or not members <= records.keys():
+    if not {rank for group in groups for rank in group.ranks} <= records.keys():
         return None
     free = [rank for rank, own in records.items() if not any(each.unfinished or each.may_wait for each in own)]
     if len(free) != 1:
         return None
-    for_whom: dict[int, set[int]] = defaultdict(set)  # rank -> those that wait for it
-    for gap in gaps:
-        for rank in gap.behind:
-            for_whom[rank] |= set(_waiting_for(gap.group, rank))
+    groups_of: dict[int, list[_Group]] = defaultdict(list)
+    for group in groups:
+        for rank in group.records if group.unfinished else ():
+            groups_of[rank].append(group)
     held, ahead = {free[0]}, [free[0]]
-    while ahead:
-        more = for_whom[ahead.pop()] - held
+    while ahead and len(held) < len(records):
+        rank = ahead.pop()
+        more = {other for group in groups_of[rank] for other in group.waiting_for(rank)} - held
         held |= more
         ahead += more
-    return free[0] if held == set(records) else None
-
-
-def _waiting_for(group: _Group, rank: int) -> Iterator[int]:
-    """The ranks of a group whose first unfinished collective this rank has not begun."""
-    for other, record in group.records.items():
-        begun = group.records[rank].begun
-        if (own := record.unfinished) and begun is not None and begun < own.number:
-            yield other
+    return free[0] if len(held) == len(records) else None
 
 
 def _innermost(gaps: Sequence[_Gap]) -> _Gap:
@@ -135,15 +143,13 @@ def _innermost(gaps: Sequence[_Gap]) -> _Gap:
 
 def _unfinished(group: _Group) -> str:
     """Say that no rank of a group is known to be behind in the collective that none has finished; "" if all have finished theirs."""
-    first = {rank: own for rank, record in group.records.items() if (own := record.unfinished)}
-    if not first:
+    if not group.unfinished:
         return ""
-    collective = max(first.values(), key=lambda each: each.number)
-    waiting = [rank for rank, own in first.items() if own.number == collective.number]
+    collective = max(group.unfinished.values(), key=lambda each: each.number)
     silent = [rank for rank in group.ranks if rank not in group.records]
     known = all(record.begun is not None for record in group.records.values())
     begun = f"{ranks_text(silent)} gave no record" if silent else "which all have begun" if known else "which no rank is known to lack"
-    return f"{group}: {_has_not_finished(waiting)} {_text(collective)}, {begun}"
+    return f"{group}: {_has_not_finished(_waiting_in(group, collective))} {_text(collective)}, {begun}"
 
 
 def _has_not_finished(ranks: Sequence[int]) -> str:
