@@ -108,6 +108,11 @@ CASES: dict[str, tuple[dict[int, Sequence[GroupRecord]], str, int | None]] = {
         None,
     ),
     "groups that nest": (NESTED, NESTED_SAYS, 3),
+    "groups that nest, and the last may wait": (
+        NESTED | {3: (record("tensor", (2, 3), 32), record("data", (1, 3), 8, may_wait=True))},
+        NESTED_SAYS,
+        None,
+    ),
     "two wait for each other": (
         {
             0: (record("data", (0, 1), 9, waits=True), record("expert copies", (0, 1), 5)),
