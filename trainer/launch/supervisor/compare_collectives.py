@@ -16,7 +16,7 @@ MOST_NUMBERS = 8  # of unfinished collectives of a group, that are compared
 Records = Mapping[int, Sequence[GroupRecord]]  # of each rank that was asked; empty where it has reported none
 
 
-class Finding(NamedTuple):
+class HangFinding(NamedTuple):
     """What is to be said in a line. `behind` is the rank for which all the others wait, one for the next; None where it is not certain."""
 
     says: str
@@ -56,18 +56,18 @@ class _Gap(NamedTuple):
         return f"{self.group}: {_has_not_finished(self.waiting)} {_text(self.collective)}, which {not_begun}"
 
 
-def compare_collectives(records: Records) -> Finding | None:
+def compare_collectives(records: Records) -> HangFinding | None:
     """Return what the records say of a hang; None if they say nothing."""
     groups = _groups(records)
     for group in groups:
         if says := _mismatch(group):
-            return Finding(f"{group}: {says}")
+            return HangFinding(f"{group}: {says}")
     gaps = [gap for group in groups if (gap := _gap(group))]
     if gaps:
         behind = _behind_all(records, groups)
         shown = next((gap for gap in gaps if behind in gap.behind), _innermost(gaps))
-        return Finding(str(shown), behind)
-    return next((Finding(says) for group in groups if (says := _unfinished(group))), None)
+        return HangFinding(str(shown), behind)
+    return next((HangFinding(says) for group in groups if (says := _unfinished(group))), None)
 
 
 def _groups(records: Records) -> list[_Group]:
