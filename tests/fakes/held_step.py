@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distrain.tests.fakes.processes import until
 
-# A sitecustomize.py. json.dumps makes a rank's message that it begins the step.
+# These are files sitecustomize.py. json.dumps makes a rank's message that it begins the step.
 SITE = """
 import json, os, time
 from pathlib import Path
@@ -23,6 +23,19 @@ def dumps_and_wait(value, *rest, **named):
         while not (folder / "go").exists(): time.sleep(0.01)
     return dumps(value, *rest, **named)
 json.dumps = dumps_and_wait
+"""
+HANGS = """
+import json, os, time
+from pathlib import Path
+mark, dumps = Path({folder!r}) / "hung", json.dumps
+def dumps_or_hang(value, *rest, **named):
+    line = dumps(value, *rest, **named)
+    if value == {{"step": {step}}} and os.environ.get("RANK") == "{rank}" and not mark.exists():
+        mark.touch()
+        os.write(int(os.environ["DISTRAIN_CONTROL_FD"]), line.encode() + b"\\n")
+        time.sleep(1000)
+    return line
+json.dumps = dumps_or_hang
 """
 
 
@@ -49,3 +62,12 @@ class HeldStep:
     def release(self) -> None:
         """Let the ranks go on, and those of later attempts."""
         (self.folder / "go").touch()
+
+
+class HungStep:
+    """A step, counted from 0, that one rank begins and does not go on with, in the first attempt of a run; folder as of HeldStep."""
+
+    def __init__(self, folder: Path, step: int, rank: int) -> None:
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(HANGS.format(folder=str(folder), step=step, rank=rank))
+        self.environment = {"PYTHONPATH": str(folder)}

@@ -44,9 +44,10 @@ BEGIN = """
 import os, signal, subprocess, sys, time
 from distrain.trainer.system.parent_watch import watch_parent_from_environment
 from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.launch.rank.hang_answer import HangAnswer
 channel, rank = Channel.from_environment(), int(os.environ["RANK"])
 watch_parent_from_environment()
-import faulthandler; faulthandler.register(signal.SIGUSR2)
+answer = HangAnswer(channel)
 subprocess.Popen(["sleep", "1000"], start_new_session=True)
 def ready(folder=os.getcwd()):
     channel.report_step(6); channel.report_step(7)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,58 +16,37 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
-from distrain.tests.fakes.held_step import HeldStep
+from distrain.tests.fakes.held_step import HungStep
+from distrain.tests.fakes.idle_rank import IdleRank, written_stack
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.trainer.launch.goodput import GoodputMeter
 from distrain.trainer.launch.rank.log import RankLog, RemoteLog
 from distrain.trainer.launch.single_host import launch_local_ranks
+from distrain.trainer.launch.supervisor import supervisor
 from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome, failure_text
 from distrain.trainer.launch.supervisor.rank_record import RankRecord
-from distrain.trainer.launch.supervisor.watchdog import Watchdog, hung_rank, stack_location
+from distrain.trainer.launch.supervisor.watchdog import STACKS_WAIT, Watchdog, hung_rank, stack_location
 from distrain.trainer.launch.watchdog_times import load_watchdog, save_phase_times
 from distrain.trainer.spec.numbers.as_text import plural
-from distrain.trainer.system.child_process import end_child
 
 LOG = RankLog(Path("rank.log"), 0)
 BEGIN = """
-import faulthandler, os, signal, sys, time
+import msgspec, os, signal, sys, time
 from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.launch.rank.group_record import GroupRecord, Recorded
+from distrain.trainer.launch.rank.hang_answer import HangAnswer
 channel, rank = Channel.from_environment(), int(os.environ["RANK"])
-faulthandler.register(signal.SIGUSR2)
+answer = HangAnswer(channel)
+def read():
+    begun = 4 if rank == 1 else 5
+    recent = tuple(Recorded(number, "all_reduce", 2**22, number < 5) for number in range(3, begun + 1))
+    return [GroupRecord(name="1", label="data", runs=((0, 2),), begun=begun, recent=recent)]
 def wait():
     time.sleep(1000)
 def evaluate():
     time.sleep(1000)
 channel.report_step(6); channel.report_step(7)
 """
-
-
-@dataclass
-class IdleRank:
-    """A rank without progress for 100 s; `stack` holds the lines that it wrote."""
-
-    rank: int
-    step: int | None = None
-    phase: str = "start"
-    since: float = field(default_factory=lambda: time.monotonic() - 100.0)
-    longest: dict[str, float] = field(default_factory=dict)
-    stack: tuple[str, ...] = ()
-
-    def stack_lines(self) -> tuple[str, ...]:
-        return self.stack
-
-
-def written_stack(function: str) -> tuple[str, ...]:
-    """Return what faulthandler writes for a waiting thread, and for the main thread in this function of the package."""
-    return (
-        "Thread 0x00007f (most recent call first):",
-        '  File "/lib/threading.py", line 320 in wait',
-        "",
-        "Current thread 0x00007e (most recent call first):",
-        '  File "/lib/torch/distributed_c10d.py", line 2800 in all_reduce',
-        f'  File "/lib/distrain/trainer/loop/train.py", line 90 in {function}',
-        '  File "/lib/distrain/trainer/loop/rank.py", line 145 in <module>',
-    )
 
 
 def test_a_stack_has_the_location_of_the_main_thread_in_this_package() -> None:
@@ -236,17 +215,35 @@ def run(folder: Path, program: str, watchdog: Watchdog | None = None) -> Outcome
 
 def test_a_rank_that_is_stopped_is_named_and_the_others_write_their_stacks(tmp_path: Path) -> None:
     watchdog = Watchdog(patience=1.0)
-    outcome = run(tmp_path, "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)\nwait()", watchdog)
+    unasked = "channel.report_collectives(msgspec.to_builtins(read()))\n"
+    outcome = run(tmp_path, unasked + "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)\nwait()", watchdog)
     assert outcome.says.startswith("rank 1 hung, at step 7: no progress for ")
     assert outcome.says.endswith(f"s, and it does not answer; its log is {tmp_path / 'ranks' / '1.log'}")
     assert "in wait" in (tmp_path / "ranks" / "2.log").read_text()
     assert {phase: step for phase, (step, _) in watchdog.timed_out.items()} == {"step": 7}
 
 
+BEHIND = "; data group of ranks 0 to 2: ranks 0, 2 have not finished all_reduce 5 of 4.00 MiB, which rank 1 has not begun (its last is 4)"
+
+
 def test_a_rank_that_waits_for_something_else_than_the_others_is_named(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "evaluate() if rank == 2 else wait()")
+    outcome = run(tmp_path, "answer.read = read\nevaluate() if rank == 2 else wait()")
     assert outcome.says.startswith("rank 2 hung, at step 7: no progress for ")
     assert "; it is in evaluate (<string> line " in outcome.says
+    assert BEHIND in outcome.says, "its collectives don't make another rank the culprit"
+
+
+def test_where_all_ranks_are_at_one_line_the_one_that_is_behind_in_their_collectives_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 takes longer than stacks take."""
+    monkeypatch.setattr(supervisor, "RECORDS_WAIT", DEADLINE)
+    outcome = run(tmp_path, f"answer.read = lambda: (rank == 2 and time.sleep({STACKS_WAIT + 0.5})) or read()\nwait()")
+    assert outcome.says.startswith("rank 1 hung, at step 7: no progress for ")
+    assert BEHIND in outcome.says
+    assert outcome.root_cause is not None
+    assert outcome.root_cause.fate == "hung"
+    assert '\ncollectives: [{"name": "1", "label": "data", ' in (tmp_path / "ranks" / "2.log").read_text()
 
 
 def test_a_rank_in_a_long_phase_is_not_killed_yet(tmp_path: Path) -> None:
@@ -309,29 +306,36 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-def test_a_run_whose_rank_is_killed_continues_with_the_same_losses(tmp_path: Path) -> None:
+def test_a_run_whose_rank_hangs_names_it_and_continues_with_the_same_losses(tmp_path: Path) -> None:
+    """Rank 1 stops in step 12, and rank 0 waits for it in a message; the limit of a start is ten times the patience."""
     arguments = [
         f"conf={ARGUMENTS[0]}",
         *ARGUMENTS[1:],
         "cluster=1x2",
         "checkpoint.every=5",
         "launch.restarts=1",
+        "launch.patience=10",
         f"log.dir={tmp_path}",
         "name=run",
     ]
-    pipe, held = subprocess.PIPE, HeldStep(tmp_path / "held", 12)
-    quiet = {**os.environ, **held.environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    fit = subprocess.Popen(
-        [sys.executable, "-m", "distrain", "fit", *arguments], stdout=pipe, stderr=subprocess.STDOUT, env=quiet, text=True
+    hung = HungStep(tmp_path / "hung", 12, 1)
+    quiet = {**os.environ, **hung.environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    fit = subprocess.run(
+        [sys.executable, "-m", "distrain", "fit", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=quiet,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
     )
-    try:
-        os.kill(held.wait_for(2, fit)[1], signal.SIGKILL)
-        held.release()
-        said, _ = fit.communicate(timeout=DEADLINE)
-    finally:
-        end_child(fit)
+    said = fit.stdout
     assert fit.returncode == 0, said
-    assert "rank 1 was killed by SIGKILL" in said
+    line = r"rank 1 hung, at step 12: no progress for \d+ s; (\w+ )?group of ranks 0, 1: rank 0 has not finished \w+ (\d+) of [^,]*, "
+    found = re.search(line + r"which rank 1 has not begun \(its last is (\d+)\); its log is ", said)
+    assert found, said
+    assert int(found[2]) == int(found[3]) + 1
+    assert '"label": "dp"' in (tmp_path / "run" / "ranks" / "0.log").read_text()
     assert "restart 1 of 1, from the newest checkpoint" in said
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = list({row["step"]: row["loss"] for row in rows if "loss" in row}.values())
@@ -341,4 +345,4 @@ def test_a_run_whose_rank_is_killed_continues_with_the_same_losses(tmp_path: Pat
     shown = subprocess.run([sys.executable, "-m", "distrain", "report", str(tmp_path / "run")], capture_output=True, text=True, check=True)
     page = " ".join(shown.stdout.split())
     assert "1 restart after faults; goodput " in page
-    assert f"restart from step {restart['step']}, {plural(restart['lost_steps'], 'step')} lost: rank 1 was killed by SIGKILL" in page
+    assert f"restart from step {restart['step']}, {plural(restart['lost_steps'], 'step')} lost: rank 1 hung, at step 12: " in page

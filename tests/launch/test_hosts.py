@@ -128,14 +128,21 @@ def test_a_rank_whose_agent_is_stopped_is_lost_and_ended_on_its_host(hosts: Virt
     assert line.startswith("rank 3 on host1 (device 1) was lost, at step 7: ")
 
 
+WAITS = """
+from distrain.trainer.launch.rank.group_record import GroupRecord, Recorded
+answer.read = lambda: [GroupRecord(name="1", label="dp", runs=((0, 3),), begun=5, recent=(Recorded(5, "all_reduce", 2**22, False),))]
+"""
+
+
 @under_mpirun
 def test_a_stopped_rank_that_hangs_the_run_is_named(hosts: VirtualHosts, tmp_path: Path, runner: str) -> None:
-    launched = RanksOnHosts(hosts, tmp_path, SAVES, patience=2.0, runner=runner)
+    launched = RanksOnHosts(hosts, tmp_path, WAITS + SAVES, patience=2.0, runner=runner)
     launched.send(signal.SIGSTOP, 2)
     status, (*_, line) = launched.end()
     assert status == 1
     assert line.startswith("rank 2 on host1 (device 0) hung, at step 7: no progress for ")
-    assert "and it does not answer; its log is host1:" in line
+    group = "dp group of ranks 0 to 3: ranks 0, 1, 3 have not finished all_reduce 5 of 4.00 MiB, rank 2 gave no record"
+    assert f"and it does not answer; {group}; its log is host1:" in line
     assert "in ready" in launched.log("3"), "the others have written their stacks"
 
 

@@ -6,15 +6,14 @@ Where no `fit` starts it, the run is read from FILE, and rank 0 writes RUN_DIR/r
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from ..launch.rank.channel import STOPPED, Channel
 from ..launch.rank.foreign_launcher import hold_folder, is_foreign, open_channel
+from ..launch.rank.hang_answer import HangAnswer
 from ..rundir.lock import RunFolderInUse
 from ..system.garbage_collection import keep_imports
 from ..system.parent_watch import watch_parent_from_environment
@@ -45,11 +44,13 @@ def run_rank(path: Path, channel: Channel, release: Callable[[], None] = lambda:
     A normal exit waits for Python's threads, and one of them may wait for a disk or a device that does not answer.
     """
     stop = StopFlag(listens=not is_foreign())  # alone a rank has nothing to save before it has joined the others
-    faulthandler.register(signal.SIGUSR2)  # requested of a run that hangs: dumps all threads' stacks to the log
+    answer = HangAnswer(channel)
     watch_parent_from_environment()
     try:
         with keep_imports():
+            from .failures.recorded_collectives import recorded_collectives
             from .train_rank import train_rank  # torch and DeepSpeed: seconds, in which a stop or a stack dump may be requested
+        answer.read = recorded_collectives
         status = train_rank(path, channel, stop, started)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1

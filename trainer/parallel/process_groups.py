@@ -79,7 +79,7 @@ def make_grid(
             continue
         for ranks in rows:
             # One even of all ranks: the ledger tells axes apart by their groups.
-            handle = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
+            handle = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT, group_desc=name)
             if world.rank in ranks:
                 groups[name] = Group(name=name, ranks=ranks, rank=ranks.index(world.rank), handle=handle)
     if _data_is_dp(position.mesh) and "dp" in groups:

@@ -49,7 +49,7 @@ def join_ranks(kind: str) -> World:
 
 def new_host_group() -> dist.ProcessGroup:
     """Make a process group of all ranks for Python objects, all ranks together; a thread with a group of its own may use it at any time."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT, group_desc="host")
     return group
 
 

@@ -5,6 +5,7 @@
     {"step": step}       the rank begins this step
     {"phase": name}      the rank does something other than a step, which may take longer: evaluate, save, write, publish, end; at its
                          start hash, read, compare, sinks; check (of the devices). Sent again, it reports progress.
+    {"collectives": [...]}  when it is asked about a hang: its newest collectives in each group (rank/group_record.py)
     {"checked": steps}   a check of all devices after so many steps of the run found no fault
     {"problem": text}    why the rank is about to end, in one line
     {"fault": name}      the problem that follows is a fault of this rank's device ("device"), or of a machine, perhaps another ("machine")
@@ -24,7 +25,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Self, TextIO
 
 CHANNEL_VARIABLE = "DISTRAIN_CONTROL_FD"
@@ -83,6 +84,10 @@ class Channel:
         """Report that a check of all devices, after so many steps of the run, found no fault."""
         self._send("checked", steps)
 
+    def report_collectives(self, records: Sequence[object]) -> None:
+        """Report this rank's newest collectives, as plain data of group_record.py; dropped while the pipe is full."""
+        self._send("collectives", records, droppable=True)
+
     def report_problem(self, text: str, *, refused: bool = False, fault: Fault = "") -> None:
         """Report why this rank is about to end. This ends the run: the other ranks are asked to stop.
 
@@ -98,7 +103,7 @@ class Channel:
         """Report that this rank has finished its work; exit status 0 must follow."""
         self._send("done", True)
 
-    def _send(self, kind: str, content: str | int, *, droppable: bool = False) -> None:
+    def _send(self, kind: str, content: str | int | Sequence[object], *, droppable: bool = False) -> None:
         if self._fd is None:
             if kind in PRINTED:
                 with contextlib.suppress(OSError):  # the reader is gone

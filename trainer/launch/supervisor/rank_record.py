@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..rank.channel import Fault
+from ..rank.group_record import GroupRecord, group_records
 from ..rank.log import RankLog, RemoteLog
 from .outcome import Fate, RankOutcome
 
@@ -36,6 +37,7 @@ class RankRecord:
         self.refused = False
         self.fault: Fault = ""
         self.checked: int | None = None  # as RankOutcome.checked
+        self.collectives: tuple[GroupRecord, ...] = ()  # that it reported when it was last asked about a hang
         self.stop_requested = False
         self.killed = False
         self.fate: Fate = "ended"
@@ -95,6 +97,8 @@ class RankRecord:
                 self.problem = self.problem or str(content)
             case "fault", "device" | "machine":
                 self.fault = content
+            case "collectives", _:
+                self.collectives = group_records(content)
             case "checked", int():
                 self.checked = content
             case "refused", True:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from ...system.stop_requests import StopRequests
 from .outcome import Outcome, RankOutcome, run_outcome
 from .rank_handle import RankHandle
-from .watchdog import STACKS_WAIT, Watchdog, hung_rank
+from .watchdog import RECORDS_WAIT, STACKS_WAIT, Watchdog, hung_rank
 
 TICK = 0.2  # seconds between two checks of events that no pipe reports
 PATIENCE = 15.0  # seconds for a killed process to be gone
@@ -117,12 +117,17 @@ class Supervisor:
         elif self._read_stacks_at is None:
             self._read_stacks_at = time.monotonic() + STACKS_WAIT
             for rank in self._running_ranks():
+                rank.collectives = ()
                 rank.dump_stacks()
-        elif time.monotonic() >= self._read_stacks_at:
+        elif time.monotonic() >= self._read_stacks_at + (RECORDS_WAIT if self._awaits_records() else 0.0):
             self._watchdog.note_timeout(self._running_ranks(), self._ranks, idle)
             hang = hung_rank(self._running_ranks(), idle)
             hang.rank.record_hang(hang.why, stands_out=hang.stands_out)
             self._kill_at = time.monotonic()
+
+    def _awaits_records(self) -> bool:
+        """Return whether some ranks have reported their collectives and others have not."""
+        return 0 < sum(bool(rank.collectives) for rank in self._running_ranks()) < len(self._running_ranks())
 
     def _end_together(self) -> None:
         """When a rank fails, ask the others to stop, and kill them after the grace."""

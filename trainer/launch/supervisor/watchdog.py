@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from ..rank.group_record import GroupRecord
+from .compare_collectives import compare_collectives
+
 PATIENCE = 120.0  # least seconds that any phase may take
 PHASE_FACTOR = 10  # times PATIENCE for a phase not seen before (a start, the first step, a save), times the longest so far for any other
 HUNG_FACTOR = 2  # times the seconds at which a phase was killed as hung, until the run passes that step
 STACKS_WAIT = 3.0  # seconds for stacks to be written
+RECORDS_WAIT = 1.5  # further seconds, where some ranks have reported their collectives, for the others to do so
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+")
 
@@ -25,6 +29,7 @@ class WatchedRank(Protocol):
     phase: str
     since: float
     longest: dict[str, float]
+    collectives: tuple[GroupRecord, ...]
 
     def stack_lines(self) -> tuple[str, ...]:
         """Return the Python stacks of its threads, once it has written them."""
@@ -97,10 +102,24 @@ class Hang(NamedTuple, Generic[Rank]):
 def hung_rank(running: Sequence[Rank], idle: float) -> Hang[Rank]:
     """Return the rank that most likely holds the others up after `idle` seconds without progress.
 
+    Where steps and stacks name none, it is the one that is behind all others in the collectives that the ranks have recorded.
+    """
+    hang = _by_steps_and_stacks(running, idle)
+    finding = compare_collectives({rank.rank: rank.collectives for rank in running})
+    if finding is None:
+        return hang
+    if finding.behind is None or hang.stands_out:
+        return hang._replace(why=f"{hang.why}; {finding.says}")
+    return Hang(next(rank for rank in running if rank.rank == finding.behind), f"{_no_progress(idle)}; {finding.says}", stands_out=True)
+
+
+def _by_steps_and_stacks(running: Sequence[Rank], idle: float) -> Hang[Rank]:
+    """Return the rank that its steps and its stacks make the likeliest.
+
     It stands out if it alone, or a minority, is behind or does not answer, or if a minority is at other lines than the rest. Ranks that
     wait for a message are all at the same line where a device sends it, as over NCCL: then none does.
     """
-    for_ = f"no progress for {idle:.0f} s"
+    for_ = _no_progress(idle)
     behind, ahead = min(running, key=_step), max(running, key=_step)
     if _step(behind) < _step(ahead):
         late = [rank for rank in running if _step(rank) == _step(behind)]
@@ -118,6 +137,10 @@ def hung_rank(running: Sequence[Rank], idle: float) -> Hang[Rank]:
     which = "all" if len(locations) == len(running) else f"{len(locations)} of {len(running)}"
     all_ = f"; {which} are in {usual}" if usual else "; none answers" if mute else ""
     return Hang(running[0], f"{for_}, and no other rank is further{all_}", stands_out=len(running) == 1)
+
+
+def _no_progress(idle: float) -> str:
+    return f"no progress for {idle:.0f} s"
 
 
 def _is_minority(ranks: Sequence[WatchedRank], running: Sequence[WatchedRank]) -> bool:

@@ -1,0 +1,77 @@
+"""What a rank reports of its collectives when the run hangs: for each group of ranks the newest and those that are not finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+SHOWN_RUNS = 6  # ranks, or runs of neighbours, that a sentence lists
+
+
+class Recorded(msgspec.Struct, frozen=True, array_like=True):
+    """One collective of a rank: its number in the group, from 1; the verb; bytes of the payload; whether the rank has finished it."""
+
+    number: int
+    verb: str
+    payload: int
+    finished: bool
+
+
+class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The collectives of one rank in one group, which has that `name` on all its ranks; `label` is for people.
+
+    `runs` are the group's ranks: the first and the last of each run of neighbours. The rank has begun no collective after number `begun`;
+    None where that is not known. `recent` holds a few that it has finished, the newest of them, and the first of those that it has begun
+    and not finished. `may_wait`: the rank has a send or a receive under way in the group, or something that is not recorded.
+    """
+
+    name: str
+    label: str
+    runs: tuple[tuple[int, int], ...]
+    begun: int | None
+    recent: tuple[Recorded, ...] = ()
+    may_wait: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the group."""
+        return tuple(rank for first, last in self.runs for rank in range(first, last + 1))
+
+    @property
+    def unfinished(self) -> Recorded | None:
+        """The first collective that the rank has begun and not finished."""
+        return next((each for each in self.recent if not each.finished), None)
+
+    def collective(self, number: int) -> Recorded | None:
+        """The collective with this number; None where it is not in the record."""
+        return next((each for each in self.recent if each.number == number), None)
+
+
+def group_records(content: Any) -> tuple[GroupRecord, ...]:
+    """Return the records in a rank's message; none if it holds something else."""
+    try:
+        return msgspec.convert(content, tuple[GroupRecord, ...])
+    except msgspec.ValidationError:
+        return ()
+
+
+def runs_of(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Return the first and the last of each run of neighbours among ranks: 0, 1, 2, 6 -> (0, 2), (6, 6)."""
+    runs: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return tuple(runs)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Name ranks: `rank 3`, `ranks 0, 2`, `ranks 0 to 7`."""
+    runs = runs_of(ranks)
+    listed = [str(first) if first == last else f"{first}{' to ' if last > first + 1 else ', '}{last}" for first, last in runs]
+    left_out = sum(last + 1 - first for first, last in runs[SHOWN_RUNS:])
+    more = f" and {left_out} more" if left_out else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(listed[:SHOWN_RUNS])}{more}"
