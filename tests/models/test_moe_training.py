@@ -123,6 +123,24 @@ def test_every_layout_trains_as_one_process_does(train_ranks: Any, row: tuple[st
         assert job.figures(name) == pytest.approx(wanted, abs=1e-4), name
 
 
+def test_a_pipeline_without_a_flush_counts_the_routing_of_each_step(ranks: RankPool, tmp_path: Path) -> None:
+    """A stage runs forwards of the next step before a step's last backward. The rate leaves weights as they are."""
+    words = (
+        *BASE,
+        *CURVES["balanced"],
+        "train.steps=4",
+        "optim.lr=1e-12",
+        "optim.min_lr=0",
+        "optim.weight_decay=0",
+        "train.microbatch=2",
+        "engine=native",
+    )
+    wanted = reference_routing((*words, "cluster.gpus=1"))
+    job = ranks.train(tmp_path / "run", *words, "cluster.gpus=2", "parallel={pp: 2, schedule: pipedream}", "train.clip=0")
+    for name in wanted[0]:
+        assert job.figures(name) == pytest.approx([each[name] for each in wanted], abs=1e-4), name
+
+
 def test_expert_ranks_in_bf16_round_as_one_process_does(ranks: RankPool, tmp_path: Path) -> None:
     """In bf16 a mixture departs from float32 by the tokens that rounding sends to other experts. The layout has no part in that: with
     equal micro-batches the losses of a first step are the same number, on a CPU with AMX to the last digit."""

@@ -36,8 +36,7 @@ COSTLY: list[tuple[str, Keys, str]] = [
     ("capacity", MOE | BALANCED | {"model.capacity": 1.25},
         "model.capacity=1.25: planned as if no token were dropped"),
     ("balance", MOE,
-        ("nothing evens out the experts' loads: model.aux_loss and model.router.bias_rate are 0: "
-         "set model.aux_loss=0.01, or model.router.bias=true model.router.bias_rate=0.001")),
+        "nothing evens out the experts' loads: model.aux_loss and model.router.bias_rate are 0: set model.aux_loss=0.01"),
     ("tp", {"cluster.gpus": 2, "cluster.nodes": 8, "parallel.tp": 4},
         "parallel.tp=4 crosses nodes of 2: every layer waits for the link between nodes: "),
     ("link", {"cluster.inside.bandwidth": 9e6},
@@ -114,7 +113,8 @@ def test_linear_attention_wants_the_rate_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    "balance", [BALANCED, {"model.router": Router(score="sigmoid", bias=True, bias_rate=0.001)}, {"model.weights": "of_a_folder"}]
+    "balance",
+    [BALANCED, {"model.router": Router(score="sigmoid", bias=True, bias_rate=0.001)}, {"model.weights": "of_a_folder"}, {"model.top_k": 8}],
 )
 def test_a_mixture_that_is_balanced_or_was_trained_is_not_warned_of(balance: Keys) -> None:
     plan = make_plan(with_changes(BASE, (MOE | balance).items()))

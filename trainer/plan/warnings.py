@@ -295,9 +295,9 @@ def _even_routing(context: CostContext, layout: Layout, cost: LayoutCost, throug
 
 def _unbalanced_routing(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     model = context.run.model
-    if has_experts(model) and not (model.weights or model.aux_loss or model.router.steps_bias):
+    if has_experts(model) and model.top_k < model.experts and not (model.weights or model.aux_loss or model.router.steps_bias):
         says = "nothing evens out the experts' loads: model.aux_loss and model.router.bias_rate are 0"
-        yield Problem(rule="balance", says=says, mend="set model.aux_loss=0.01, or model.router.bias=true model.router.bias_rate=0.001")
+        yield Problem(rule="balance", says=says, mend="set model.aux_loss=0.01")
 
 
 def _unused_keys(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:

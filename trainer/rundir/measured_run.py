@@ -72,7 +72,7 @@ class MeasuredRun:
     busiest_layer: int | None = None  # where that expert is at the last step, numbered as in weights' names
     idle_experts: int | None = None  # experts, of all layers, that no token of the last logged step chose
     dropped_copies: tuple[tuple[int, float], ...] = ()  # share of the tokens' copies beyond model.capacity, by step
-    router_loss: tuple[tuple[int, float], ...] = ()  # what the routers' losses add to the loss, nats a token, by step
+    router_loss: tuple[tuple[int, float], ...] = ()  # what the routers' losses add to the loss, in its unit, by step
     without_core: float | None = None  # share of a median step, of those whose times are compared, that rank 0 had no core; None: unknown
 
 

@@ -28,11 +28,13 @@ from .weight_versions import WeightVersions
 
 @dataclass(kw_only=True)
 class OpenStep:
-    """A step whose result has not come: its rate, how many labels count, the squares of its updates' gradients on this rank, its sums."""
+    """A step whose result has not come: its rate, how many labels count, the squares of its updates' gradients on this rank, what its
+    forwards found (StepFigures.take_all) once the next step's begin, its sums."""
 
     lr: float
     label_count: int
     squares: Tensor
+    figures: Tensor | None = None
     sums: Tensor | None = None
     work: Any = None
 
@@ -69,6 +71,8 @@ class DelayedEngine(NativeEngine, PassHooks):
         scale, first = self._updates / label_count, self._begun * self.micros
         for each in self.modules:
             each.loss_gradient = scale  # type: ignore[assignment]
+        if (before := self._open.get(self._begun - 1)) and before.sums is None:
+            before.figures = self.figures.take_all()
         squares = torch.zeros((), dtype=torch.float64, device=self.grid.world.device)
         self._open[self._begun] = OpenStep(lr=lr, label_count=label_count, squares=squares)
         self._begun += 1
@@ -136,7 +140,8 @@ class DelayedEngine(NativeEngine, PassHooks):
 
     def _send_result(self, step: OpenStep, total: Tensor) -> None:
         """Begin to sum a step's figures over all ranks: its loss, the mean square of its updates' gradients, its other figures."""
-        step.sums = self.figures.join(total, step.squares / self._updates, self.figures.take_all())
+        figures = self.figures.take_all() if step.figures is None else step.figures
+        step.sums = self.figures.join(total, step.squares / self._updates, figures)
         step.work = dist.all_reduce(step.sums, group=self._all, async_op=True)
 
     def _finish_oldest(self) -> StepResult:

@@ -216,7 +216,7 @@ class NativeCosts(CostModel):
         of a stage sum theirs before each update."""
         rows: list[tuple[str, int, int, str]] = []
         is_parallel, counts, further = int(mesh.world > 1), counts_of_routing(run), further_losses(run)
-        beside = ", figures of pairs" if run.data.has_preferences else ", further losses"
+        beside = ", further losses and figures of pairs" if run.data.has_preferences else ", further losses"
         says = "loss, squares of gradients" + beside * bool(further) + ", counts of routing" * bool(counts)
         rows.append(("all_reduce", (2 + further + counts) * FLOAT64_BYTES, is_parallel, says))
         if delay_of(run.parallel):
