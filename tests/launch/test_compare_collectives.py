@@ -41,6 +41,7 @@ NESTED: dict[int, Sequence[GroupRecord]] = {
 NESTED_SAYS = "tensor group of ranks 2, 3: rank 2 has not finished all_reduce 33 of 4.00 MiB, which rank 3 has not begun (its last is 32)"
 GROUP = "data group of ranks 0 to 2: "
 BEHIND = f"{GROUP}ranks 0, 2 have not finished all_reduce 12 of 4.00 MiB, which rank 1 has not begun (its last is 11)"
+SILENT = ", rank 2 gave no record"
 # What each rank reports, what is said, the rank that is behind all others
 CASES: dict[str, tuple[dict[int, Sequence[GroupRecord]], str, int | None]] = {
     "one is behind": ({0: WAITS, 1: data(11), 2: WAITS}, BEHIND, 1),
@@ -70,8 +71,8 @@ CASES: dict[str, tuple[dict[int, Sequence[GroupRecord]], str, int | None]] = {
         f"{GROUP}rank 0 has not finished all_reduce 12 of 4.00 MiB, which ranks 1, 2 have not begun (their last is 11)",
         None,
     ),
-    "a rank gave no record": ({0: WAITS, 1: data(11), 2: ()}, BEHIND.replace("ranks 0, 2 have", "rank 0 has"), None),
-    "a rank has ended": ({0: WAITS, 1: data(11)}, BEHIND.replace("ranks 0, 2 have", "rank 0 has"), None),
+    "a rank gave no record": ({0: WAITS, 1: data(11), 2: ()}, f"{BEHIND.replace('ranks 0, 2 have', 'rank 0 has')}{SILENT}", None),
+    "a rank has ended": ({0: WAITS, 1: data(11)}, f"{BEHIND.replace('ranks 0, 2 have', 'rank 0 has')}{SILENT}", None),
     "the rank behind gave no record": (
         {0: WAITS, 1: (), 2: WAITS},
         f"{GROUP}ranks 0, 2 have not finished all_reduce 12 of 4.00 MiB, rank 1 gave no record",
@@ -187,12 +188,19 @@ NAMES: tuple[tuple[Sequence[int], str], ...] = (
     ((2, 0),                  "ranks 0, 2"),
     (range(8),                "ranks 0 to 7"),
     ((0, 1, 2, 5, 8, 9),      "ranks 0 to 2, 5, 8, 9"),
-    (range(0, 64, 8),         "ranks 0, 8, 16, 24, 32, 40 and 2 more"),
-    ((*range(0, 48, 8), *range(100, 110)), "ranks 0, 8, 16, 24, 32, 40 and 10 more"),
+    ((0, 8),                  "ranks 0, 8"),
+    (range(0, 64, 8),         "ranks 0 to 56 by 8"),
+    ((*range(0, 48, 8), *range(100, 110)), "ranks 0 to 40 by 8, 100 to 109"),
+    (tuple(each for each in range(32) if each % 4 < 2), "ranks 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21 and 4 more"),
 )
 # fmt: on
 
 
 @pytest.mark.parametrize(("ranks", "text"), NAMES)
-def test_ranks_are_named_by_runs_of_neighbours(ranks: Sequence[int], text: str) -> None:
+def test_ranks_are_named_by_their_runs(ranks: Sequence[int], text: str) -> None:
     assert ranks_text(ranks) == text
+    assert GroupRecord(name="", label="", runs=runs_of(ranks), begun=0).ranks == tuple(sorted(ranks))
+
+
+def test_the_ranks_of_an_axis_are_few_numbers_at_any_scale() -> None:
+    assert runs_of(range(3, 16384, 8)) == ((3, 16379, 8),)

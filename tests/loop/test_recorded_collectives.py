@@ -109,5 +109,15 @@ def test_the_entries_of_a_group_become_its_record(case: str) -> None:
     assert seen(records_of(entries, sent, of1=5)) == expected
 
 
+@pytest.mark.parametrize(("numbers", "may_wait"), [((1,), True), ((1, 1), False)])
+def test_a_first_message_is_not_taken_for_an_old_one_of_another_group(numbers: tuple[int, ...], may_wait: bool) -> None:
+    """Two groups have sent one message each and have no entries; the recorder had so many such messages, and keeps no names of them."""
+    statuses = {str(5 + at): {"last_enqueued_collective": str(number)} for at, number in enumerate(numbers)}
+    dump = {"entries": [entry(3, pg_id=0, process_group=["0", "default_pg"])], "pg_status": statuses}
+    groups = [KnownGroup("0", "", (0, 1, 2, 3), 3), KnownGroup("1", "ends", (0, 2), 1), KnownGroup("2", "copies", (0, 1), 1)]
+    _, *found = make_records([dump], groups)
+    assert [each.may_wait for each in found] == [may_wait] * 2
+
+
 def test_without_entries_there_are_no_records() -> None:
     assert list(make_records([], [KnownGroup("1", "dp", (0, 1), 4)])) == []

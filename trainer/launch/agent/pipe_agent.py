@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator
 
 PDEATHSIG, CHILD_SUBREAPER = 1, 36  # prctl(2)
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGURG)
 DEFERRED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DEFERRING = frozenset({"distrain.trainer.loop.rank"})  # arguments of a command
 SPARED = (b"distrain.trainer.launch.agent.bootstrap", b"/trainer/launch/agent/bootstrap_srun.py")

@@ -145,6 +145,7 @@ class RemoteAgent:
             case protocol.DUMP_STACKS:
                 self._stacks = (time.monotonic() + STACKS_WAIT, self._log.from_here())
                 self._signal_rank(signal.SIGUSR2)
+                self._signal_rank(signal.SIGURG)
             case protocol.KILL:
                 self._ending = True
             case _ if self._rank is None and (address := protocol.start_address(line)):

@@ -1,7 +1,8 @@
-"""What a rank answers when it is asked about a hang (SIGUSR2): the stacks of its threads, then its newest collectives.
+"""What a rank answers when it is asked about a hang: at SIGUSR2 the stacks of its threads, at SIGURG its newest collectives.
 
 Neither needs the main thread, which may wait for a message or a device. faulthandler writes the stacks to the log in its signal handler,
-without Python's lock. It then calls Python's own handler, which writes the signal's number to a pipe, also at once; a thread reads it.
+without Python's lock. For SIGURG Python's own handler writes the signal's number to a pipe, also at once, and a thread reads it. Both let
+the system call that they interrupt go on. A process that handles no SIGURG ignores it.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ class HangAnswer:
         self._channel = channel
         self._asked, write_end = os.pipe()
         os.set_blocking(write_end, False)
-        signal.signal(signal.SIGUSR2, lambda *_: None)  # only for set_wakeup_fd
+        faulthandler.register(signal.SIGUSR2)
+        signal.signal(signal.SIGURG, lambda *_: None)  # only for set_wakeup_fd
+        signal.siginterrupt(signal.SIGURG, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        faulthandler.register(signal.SIGUSR2, chain=True)
         threading.Thread(target=self._listen, name="hang answer", daemon=True).start()
 
     def _listen(self) -> None:
         while data := os.read(self._asked, READ_SIZE):  # the numbers of all signals that Python handles
-            if signal.SIGUSR2 in data:
-                with contextlib.suppress(Exception):  # the stacks are written, and no rank fails for want of a record
+            if signal.SIGURG in data:
+                with contextlib.suppress(Exception):  # no rank fails for want of a record
                     self._report()
 
     def _report(self) -> None:

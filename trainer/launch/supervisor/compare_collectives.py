@@ -53,7 +53,7 @@ class _Gap(NamedTuple):
         begun = " to ".join(str(each) if each else "none" for each in (last[0], last[-1])[: len(last)])
         has, its = ("has", "its") if len(self.behind) == 1 else ("have", "their")
         not_begun = f"{ranks_text(self.behind)} {has} not begun ({its} last {'is' if len(last) == 1 else 'are'} {begun})"
-        return f"{self.group}: {_has_not_finished(self.waiting)} {_text(self.collective)}, which {not_begun}"
+        return f"{self.group}: {_has_not_finished(self.waiting)} {_text(self.collective)}, which {not_begun}{_silence(self.group)}"
 
 
 def compare_collectives(records: Records) -> HangFinding | None:
@@ -94,7 +94,8 @@ def _mismatch(group: _Group) -> str:
                 ranks_of[_compared(own)].append(rank)
                 calls.setdefault(_compared(own), _call(own))
         if len(calls) > 1:
-            return f"collective {number} is {', '.join(f'{text} on {ranks_text(ranks_of[call])}' for call, text in calls.items())}"
+            each = ", ".join(f"{text} on {ranks_text(ranks_of[call])}" for call, text in calls.items())
+            return f"collective {number} is {each}{_silence(group)}"
     return ""
 
 
@@ -146,10 +147,15 @@ def _unfinished(group: _Group) -> str:
     if not group.unfinished:
         return ""
     collective = max(group.unfinished.values(), key=lambda each: each.number)
-    silent = [rank for rank in group.ranks if rank not in group.records]
     known = all(record.begun is not None for record in group.records.values())
-    begun = f"{ranks_text(silent)} gave no record" if silent else "which all have begun" if known else "which no rank is known to lack"
-    return f"{group}: {_has_not_finished(_waiting_in(group, collective))} {_text(collective)}, {begun}"
+    begun = _silence(group) or (", which all have begun" if known else ", which no rank is known to lack")
+    return f"{group}: {_has_not_finished(_waiting_in(group, collective))} {_text(collective)}{begun}"
+
+
+def _silence(group: _Group) -> str:
+    """Say which ranks of a group have reported nothing; "" if all have."""
+    silent = [rank for rank in group.ranks if rank not in group.records]
+    return f", {ranks_text(silent)} gave no record" if silent else ""
 
 
 def _has_not_finished(ranks: Sequence[int]) -> str:

@@ -86,10 +86,11 @@ class LocalRank(RankHandle):
             self._agent.send_signal(signal.SIGTERM)
 
     def dump_stacks(self) -> None:
-        """Have it write its stacks: its agent forwards SIGUSR2."""
+        """Have it write its stacks and report its collectives: its agent forwards both signals."""
         if self.outcome is None:
             self._stacks = self.log.from_here()
             self._agent.send_signal(signal.SIGUSR2)
+            self._agent.send_signal(signal.SIGURG)
 
     def stack_lines(self) -> tuple[str, ...]:
         """Return what its log has received since."""

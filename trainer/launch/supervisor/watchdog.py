@@ -102,7 +102,8 @@ class Hang(NamedTuple, Generic[Rank]):
 def hung_rank(running: Sequence[Rank], idle: float) -> Hang[Rank]:
     """Return the rank that most likely holds the others up after `idle` seconds without progress.
 
-    Where steps and stacks name none, it is the one that is behind all others in the collectives that the ranks have recorded.
+    Where no rank stands out by its step or its stacks, it is the one that is behind all others in the collectives that the ranks have
+    recorded.
     """
     hang = _by_steps_and_stacks(running, idle)
     finding = compare_collectives({rank.rank: rank.collectives for rank in running})
@@ -110,7 +111,9 @@ def hung_rank(running: Sequence[Rank], idle: float) -> Hang[Rank]:
         return hang
     if finding.behind is None or hang.stands_out:
         return hang._replace(why=f"{hang.why}; {finding.says}")
-    return Hang(next(rank for rank in running if rank.rank == finding.behind), f"{_no_progress(idle)}; {finding.says}", stands_out=True)
+    behind = next(rank for rank in running if rank.rank == finding.behind)
+    why = hang.why if hang.rank is behind else _no_progress(idle)
+    return Hang(behind, f"{why}; {finding.says}", stands_out=True)
 
 
 def _by_steps_and_stacks(running: Sequence[Rank], idle: float) -> Hang[Rank]:

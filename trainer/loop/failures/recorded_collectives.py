@@ -7,7 +7,7 @@ completed when the device has done them.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
@@ -63,15 +63,18 @@ def _known_groups() -> Iterator[KnownGroup]:
 def make_records(dumps: Iterable[Mapping[str, Any]], groups: Iterable[KnownGroup]) -> Iterator[GroupRecord]:
     """Yield the record of each group, from what the recorder wrote."""
     entries: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    old: set[int] = set()  # numbers of the newest collectives of groups whose entries were overwritten
+    old: Counter[int] = Counter()  # numbers of the newest collectives of groups whose entries were overwritten, which have no names
     for dump in dumps:
         named = {str(each["pg_id"]) for each in dump["entries"]}
-        old |= {int(status["last_enqueued_collective"]) for pg, status in dump.get("pg_status", {}).items() if pg not in named}
+        old.update(int(status["last_enqueued_collective"]) for pg, status in dump.get("pg_status", {}).items() if pg not in named)
         for each in dump["entries"]:
             entries[each["process_group"][0]].append(each)
     if entries:
-        for group in groups:
-            yield _record(group, entries[group.name], old)
+        known = list(groups)
+        without = Counter(group.sent for group in known if not entries[group.name])
+        done = {number for number, many in without.items() if many <= old[number]}  # each is one of those that were overwritten
+        for group in known:
+            yield _record(group, entries[group.name], done)
 
 
 def _record(group: KnownGroup, entries: list[dict[str, Any]], old: set[int]) -> GroupRecord:
