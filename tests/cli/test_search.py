@@ -277,19 +277,19 @@ def sizes(words: str, capsys: pytest.CaptureFixture[str]) -> dict[int, float]:
 
 
 def test_the_smallest_cluster_that_trains_in_so_many_days(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "conf=llama3_2_1b_1node train.tokens=1e12 search.within=3.2"
+    words = "conf=llama3_2_1b_1node train.tokens=1e12 search.within=6"
     status, out, err = call(words, capsys)
     assert (status, err) == (0, "")
     verdict = " ".join(out.partition("\n\n")[0].split())
     assert re.fullmatch(
-        r"llama3_2_1b_1node: 12 nodes \(96 GPUs\) train it in 3\.\d+ days \(\S+ to \S+\), the fewest .* at most 3\.20 days "
-        r"Here 9 nodes take longer than 8 nodes, so a smaller size .* may be fast enough: search\.nodes=1\.\.11\+1 tries the nearest",
+        r"llama3_2_1b_1node: 6 nodes \(48 GPUs\) train it in 5\.\d+ days \(\S+ to \S+\), the fewest .* at most 6\.00 days "
+        r"Here 5 nodes take longer than 4 nodes, so a smaller size .* may be fast enough: search\.nodes=1\.\.5\+1 tries the nearest",
         verdict,
     )
-    every = sizes("search.nodes=1..12+1", capsys)
-    assert min(nodes for nodes, days in every.items() if days <= 3.2) == 12
+    every = sizes("search.nodes=1..6+1", capsys)
+    assert min(nodes for nodes, days in every.items() if days <= 6) == 6
     rows = re.findall(r"^ +(\d+) .* ([\d.]+) +[a-z]+ \d.*$", out, re.MULTILINE)
-    assert [int(gpus) // 8 for gpus, _ in rows] == [1, 2, 4, 8, 9, 10, 11, 12, 16]
+    assert [int(gpus) // 8 for gpus, _ in rows] == [1, 2, 4, 5, 6, 8]
     assert [days for _, days in rows[:-1]] == [f"{every[int(gpus) // 8]:.1f}" for gpus, _ in rows[:-1]]
 
 

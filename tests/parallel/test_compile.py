@@ -14,7 +14,7 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import LONG_DEADLINE
 from distrain.tests.fakes.inductor_settings import INDUCTOR
-from distrain.tests.fakes.rank_pool import RankPool
+from distrain.tests.fakes.rank_pool import RankPool, choose_program
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.metric_rows import read_step_rows
 
@@ -74,15 +74,18 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the compiler is foun
 
 @LINUX
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "kernels"),
     [
-        "cluster.gpus=2 parallel.pp=2 parallel.dp=1 parallel.zero=0",
-        "cluster.gpus=1 parallel.zero=0 engine=native",
-        "cluster.gpus=1 parallel.zero=1 engine=native model=tiny_llama",
+        ("cluster.gpus=2 parallel.pp=2 parallel.dp=1 parallel.zero=0", False),
+        ("cluster.gpus=1 parallel.zero=0 engine=native", False),
+        ("cluster.gpus=1 parallel.zero=1 engine=native model=tiny_llama", True),
     ],
 )
-def test_an_engine_trains_compiled_layers(layout: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_an_engine_trains_compiled_layers(layout: str, kernels: bool, ranks: RankPool, tmp_path: Path) -> None:
+    """With the kernels of torch's compiler a Llama, and a GPT by `fit`; the others' graphs run operator by operator."""
     words = (*SMALL, *layout.split())
+    if not kernels:
+        choose_program(tmp_path / "true", "operators")
     plain, compiled = (ranks.train(tmp_path / name, "quickstart", *words, f"train.compile={name}") for name in ("false", "true"))
     assert compiled.figures("loss") == pytest.approx(plain.figures("loss"), abs=1e-5, rel=0)
     assert len(plain.figures("loss")) == 3
@@ -116,9 +119,12 @@ def planned_bytes(*words: str) -> int:
 
 @LINUX
 def test_a_compiled_mixture_keeps_what_is_planned(ranks: RankPool, tmp_path: Path) -> None:
-    """Experts read how many rows each has, where the graph breaks; gated activations are compiled."""
+    """Experts read how many rows each has, where the graph breaks; gated activations are compiled. They train as uncompiled ones do."""
     words = (*LORA, "model.layers=1")
-    ranks.train(tmp_path / "run", "quickstart", *MIXTURE, *words)
+    plain = ranks.train(tmp_path / "plain", "quickstart", *MIXTURE, *words, "train.compile=false")
+    choose_program(tmp_path / "run", "operators")
+    compiled = ranks.train(tmp_path / "run", "quickstart", *MIXTURE, *words)
+    assert compiled.figures("loss") == pytest.approx(plain.figures("loss"), abs=1e-5, rel=0)
     assert json.loads((tmp_path / "run" / "measured.json").read_text())["memory"]["activations"] == planned_bytes(*words)
 
 
