@@ -332,8 +332,10 @@ def test_a_run_whose_rank_hangs_names_it_and_continues_with_the_same_losses(tmp_
     )
     said = fit.stdout
     assert fit.returncode == 0, said
-    line = r"rank 1 hung, at step 12: no progress for \d+ s(; it is in .*)?; (\w+ )?group of ranks 0, 1: rank 0 has not finished \w+ (\d+) of [^,]*, "
-    found = re.search(line + r"which rank 1 has not begun \(its last is (\d+)\); its log is ", said)
+    line = r"rank 1 hung, at step 12: no progress for \d+ s(; it is in .*)?; (\w+ )?group of ranks 0, 1: "
+    found = re.search(
+        line + r"rank 0 has not finished \w+ (\d+) of [^,]*, which rank 1 has not begun \(its last is (\d+)\); its log is ", said
+    )
     assert found, said
     assert int(found[3]) == int(found[4]) + 1
     assert '"label": "dp"' in (tmp_path / "run" / "ranks" / "0.log").read_text()
