@@ -24,18 +24,22 @@ def dumps_and_wait(value, *rest, **named):
     return dumps(value, *rest, **named)
 json.dumps = dumps_and_wait
 """
-HANGS = """
-import json, os, time
+FAILS = """
+import json, os, signal, time
 from pathlib import Path
-mark, dumps = Path({folder!r}) / "hung", json.dumps
-def dumps_or_hang(value, *rest, **named):
+folder, dumps = Path({folder!r}), json.dumps
+def dumps_and_fail(value, *rest, **named):
     line = dumps(value, *rest, **named)
-    if value == {{"step": {step}}} and os.environ.get("RANK") == "{rank}" and not mark.exists():
+    how = {{"step": {hung}}}, {{"step": {killed}}}
+    mark = folder / line.replace(" ", "")
+    if value in how and os.environ.get("RANK") == "{rank}" and not mark.exists():
         mark.touch()
         os.write(int(os.environ["DISTRAIN_CONTROL_FD"]), line.encode() + b"\\n")
+        if value == how[1]:
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1000)
     return line
-json.dumps = dumps_or_hang
+json.dumps = dumps_and_fail
 """
 
 
@@ -64,10 +68,11 @@ class HeldStep:
         (self.folder / "go").touch()
 
 
-class HungStep:
-    """A step, counted from 0, that one rank begins and does not go on with, in the first attempt of a run; folder as of HeldStep."""
+class FailingSteps:
+    """Two steps, counted from 0: one rank begins the first and does not go on with it, and is killed in the other, once each; folder as of
+    HeldStep."""
 
-    def __init__(self, folder: Path, step: int, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, *, hung: int, killed: int) -> None:
         folder.mkdir()
-        (folder / "sitecustomize.py").write_text(HANGS.format(folder=str(folder), step=step, rank=rank))
+        (folder / "sitecustomize.py").write_text(FAILS.format(folder=str(folder), hung=hung, killed=killed, rank=rank))
         self.environment = {"PYTHONPATH": str(folder)}

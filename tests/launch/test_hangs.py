@@ -16,7 +16,7 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
-from distrain.tests.fakes.held_step import HungStep
+from distrain.tests.fakes.held_step import FailingSteps
 from distrain.tests.fakes.idle_rank import IdleRank, written_stack
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.trainer.launch.goodput import GoodputMeter
@@ -27,7 +27,6 @@ from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome, fai
 from distrain.trainer.launch.supervisor.rank_record import RankRecord
 from distrain.trainer.launch.supervisor.watchdog import STACKS_WAIT, Watchdog, hung_rank, stack_location
 from distrain.trainer.launch.watchdog_times import load_watchdog, save_phase_times
-from distrain.trainer.spec.numbers.as_text import plural
 
 LOG = RankLog(Path("rank.log"), 0)
 BEGIN = """
@@ -307,20 +306,20 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-def test_a_run_whose_rank_hangs_names_it_and_continues_with_the_same_losses(tmp_path: Path) -> None:
-    """Rank 1 stops in step 12, and rank 0 waits for it in a message; the limit of a start is ten times the patience."""
+def test_a_run_whose_rank_hangs_and_is_killed_names_it_and_continues_with_the_same_losses(tmp_path: Path) -> None:
+    """Rank 1 stops in step 12, and rank 0 waits for it in a message; the limit of a start is ten times the patience. In step 22 it dies."""
     arguments = [
         f"conf={ARGUMENTS[0]}",
         *ARGUMENTS[1:],
         "cluster=1x2",
         "checkpoint.every=5",
-        "launch.restarts=1",
+        "launch.restarts=2",
         "launch.patience=20",
         f"log.dir={tmp_path}",
         "name=run",
     ]
-    hung = HungStep(tmp_path / "hung", 12, 1)
-    quiet = {**os.environ, **hung.environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    failing = FailingSteps(tmp_path / "failing", 1, hung=12, killed=22)
+    quiet = {**os.environ, **failing.environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     fit = subprocess.run(
         [sys.executable, "-m", "distrain", "fit", *arguments],
         stdout=subprocess.PIPE,
@@ -339,13 +338,16 @@ def test_a_run_whose_rank_hangs_names_it_and_continues_with_the_same_losses(tmp_
     assert found, said
     assert int(found[3]) == int(found[4]) + 1
     assert '"label": "dp"' in (tmp_path / "run" / "ranks" / "0.log").read_text()
-    assert "restart 1 of 1, from the newest checkpoint" in said
+    assert "restart 1 of 2, from the newest checkpoint" in said
+    assert "rank 1 was killed by SIGKILL" in said
+    assert "restart 2 of 2, from the newest checkpoint" in said
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = list({row["step"]: row["loss"] for row in rows if "loss" in row}.values())
     assert losses == pytest.approx(reference_curve(ARGUMENTS)[0], abs=2e-6, rel=0)
-    (restart,) = (row for row in rows if "restart" in row)
-    assert (restart["step"], restart["lost_steps"]) == (10, 2)
+    restarts = [row for row in rows if "restart" in row]
+    assert [(each["step"], each["lost_steps"]) for each in restarts] == [(10, 2), (20, 2)]
     shown = subprocess.run([sys.executable, "-m", "distrain", "report", str(tmp_path / "run")], capture_output=True, text=True, check=True)
     page = " ".join(shown.stdout.split())
-    assert "1 restart after faults; goodput " in page
-    assert f"restart from step {restart['step']}, {plural(restart['lost_steps'], 'step')} lost: rank 1 hung, at step 12: " in page
+    assert "2 restarts after faults; goodput " in page
+    for step, why in ((10, "rank 1 hung, at step 12: "), (20, "rank 1 was killed by SIGKILL")):
+        assert f"restart from step {step}, 2 steps lost: {why}" in page

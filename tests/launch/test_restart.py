@@ -207,7 +207,7 @@ def test_a_second_ctrl_c_names_the_newest_whole_checkpoint(
     for step in saved:
         write_checkpoint(attempts.folder, step)
     (attempts.folder / "checkpoints" / "step_6").mkdir(parents=True)  # not whole
-    attempts.signals |= {"trains": signal.SIGINT, "finishing the step": signal.SIGINT}
+    attempts.signals |= {"trains": signal.SIGINT, "Ctrl-C stops at once": signal.SIGINT}
     ended = attempts.run(IGNORES, 0, *words)
     assert (ended.status, ended.says) == (130, f"stopped at once by SIGINT; {left}")
 
