@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from distrain.tests.fakes.idle_rank import IdleRank, written_stack
-from distrain.trainer.launch.rank.group_record import GroupRecord, Recorded, group_records, ranks_text, runs_of
+from distrain.trainer.launch.rank.group_record import GroupRecord, Recorded, group_records, ranges_of, ranks_text
 from distrain.trainer.launch.supervisor.compare_collectives import compare_collectives
 from distrain.trainer.launch.supervisor.watchdog import hung_rank
 
@@ -22,7 +22,7 @@ def record(label: str, ranks: Sequence[int], newest: int, *, waits: bool = False
     verb, size = call.split()
     recent = [Recorded(newest - 1, "all_reduce", 4 * MIB, True), Recorded(newest, verb, int(size) * MIB, not waits)]
     fields: dict[str, Any] = {"begun": newest, "recent": tuple(recent), **more}
-    return GroupRecord(name=f"{label} {ranks}", label=label, runs=runs_of(ranks), **fields)
+    return GroupRecord(name=f"{label} {ranks}", label=label, ranges=ranges_of(ranks), **fields)
 
 
 def data(newest: int, **more: Any) -> tuple[GroupRecord, ...]:
@@ -152,7 +152,7 @@ HANGS = (
 
 
 @pytest.mark.parametrize(("stacks", "rank", "stands_out"), HANGS)
-def test_collectives_name_a_rank_only_where_steps_and_stacks_name_none(stacks: str, rank: int, stands_out: bool) -> None:
+def test_collectives_name_a_rank_only_where_none_stands_out(stacks: str, rank: int, stands_out: bool) -> None:
     running = [IdleRank(each, step=7, stack=written_stack(where), collectives=tuple(NESTED[each])) for each, where in enumerate(stacks)]
     hang = hung_rank(running, 100.0)
     assert (hang.rank.rank, hang.stands_out) == (rank, stands_out)
@@ -197,10 +197,10 @@ NAMES: tuple[tuple[Sequence[int], str], ...] = (
 
 
 @pytest.mark.parametrize(("ranks", "text"), NAMES)
-def test_ranks_are_named_by_their_runs(ranks: Sequence[int], text: str) -> None:
+def test_ranks_are_named_by_their_ranges(ranks: Sequence[int], text: str) -> None:
     assert ranks_text(ranks) == text
-    assert GroupRecord(name="", label="", runs=runs_of(ranks), begun=0).ranks == tuple(sorted(ranks))
+    assert GroupRecord(name="", label="", ranges=ranges_of(ranks), begun=0).ranks == tuple(sorted(ranks))
 
 
 def test_the_ranks_of_an_axis_are_few_numbers_at_any_scale() -> None:
-    assert runs_of(range(3, 16384, 8)) == ((3, 16379, 8),)
+    assert ranges_of(range(3, 16384, 8)) == ((3, 16379, 8),)

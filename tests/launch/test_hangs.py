@@ -39,7 +39,7 @@ answer = HangAnswer(channel)
 def read():
     begun = 4 if rank == 1 else 5
     recent = tuple(Recorded(number, "all_reduce", 2**22, number < 5) for number in range(3, begun + 1))
-    return [GroupRecord(name="1", label="data", runs=((0, 2, 1),), begun=begun, recent=recent)]
+    return [GroupRecord(name="1", label="data", ranges=((0, 2, 1),), begun=begun, recent=recent)]
 def wait():
     time.sleep(1000)
 def evaluate():

@@ -131,7 +131,7 @@ def test_a_rank_whose_agent_is_stopped_is_lost_and_ended_on_its_host(hosts: Virt
 
 WAITS = """
 from distrain.trainer.launch.rank.group_record import GroupRecord, Recorded
-answer.read = lambda: [GroupRecord(name="1", label="dp", runs=((0, 3, 1),), begun=5, recent=(Recorded(5, "all_reduce", 2**22, False),))]
+answer.read = lambda: [GroupRecord(name="1", label="dp", ranges=((0, 3, 1),), begun=5, recent=(Recorded(5, "all_reduce", 2**22, False),))]
 """
 
 

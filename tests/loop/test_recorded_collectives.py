@@ -53,7 +53,7 @@ def test_a_group_has_its_label_and_its_ranks() -> None:
 def test_a_group_has_its_newest_finished_and_its_first_unfinished_collectives() -> None:
     found = records_of([entry(number, done=number < 12) for number in range(1, 20)], 19)
     assert [(each.number, each.finished) for each in found.recent] == [(number, number < 12) for number in range(8, 16)]
-    assert found.unfinished == found.collective(12)
+    assert found.first_unfinished == found.collective(12)
     assert (found.begun, found.may_wait) == (19, False)
 
 

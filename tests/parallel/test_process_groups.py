@@ -89,7 +89,7 @@ def test_routing_is_counted_by_the_first_rank_of_each_tensor_group() -> None:
             sums = figures.join(torch.tensor(8.0), torch.tensor(9.0, dtype=torch.float64), others)
             (loss, squares, *further), counts = figures.split(sums)
             assert (loss, squares) == (8 * own, 9)
-            assert figures.named(further, counts)["router_loss"] == 2.5 * own
+            assert figures.result_fields(further, counts)["router_loss"] == 2.5 * own
 
 
 @pytest.mark.parametrize(

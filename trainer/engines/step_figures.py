@@ -77,7 +77,7 @@ class StepFigures:
             dist.all_reduce(counts)
         return counts
 
-    def named(self, means: Sequence[float], counts: Tensor) -> dict[str, Any]:
+    def result_fields(self, means: Sequence[float], counts: Tensor) -> dict[str, Any]:
         """Return the fields of a StepResult with `further_losses`, as means over the global batch, and the counts of all ranks' routing."""
         left = list(means)
         found: dict[str, Any] = {"routing": RoutingCounts(self.run.model, counts) if len(counts) else None}

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from ..spec.derived.answer_room import answer_room
 from ..spec.sections.preference import Preference
 from .group_messages import all_reduce
+from .held_results import take_held
 from .rank_group import Group
 
 # P pairs of a micro-batch [B, S], of whose answers the chosen comes first; R = B s tokens, of which a rank of the context axis has s a row
@@ -120,7 +121,4 @@ def _of_tokens(values: Tensor, starts: Tensor, tokens: int) -> Tensor:
 
 def take_pair_results(module: torch.nn.Module) -> list[PairResults]:
     """Return what a module's forwards have found of pairs since they were last taken."""
-    held: list[PairResults] = getattr(module, "pair_results", [])
-    taken = list(held)
-    held.clear()
-    return taken
+    return take_held(module, "pair_results")

@@ -92,7 +92,7 @@ class PipeEngine(DeepSpeedAdapter):
             loss=means[0],
             grad_norm=float(norm),
             skipped=self.skipped_steps > skipped,
-            **self.figures.named(means[1:], self.figures.sum_counts()),
+            **self.figures.result_fields(means[1:], self.figures.sum_counts()),
         )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:

@@ -151,7 +151,7 @@ class ZeroEngine(DeepSpeedAdapter):
             loss=means[0],
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=self.skipped_steps > skipped,
-            **self.figures.named(means[1:], self.figures.sum_counts()),
+            **self.figures.result_fields(means[1:], self.figures.sum_counts()),
         )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:

@@ -153,7 +153,7 @@ class DelayedEngine(NativeEngine, PassHooks):
         skipped = not (square < torch.inf and abs(loss) < torch.inf)  # nan is neither
         self.skipped_steps += skipped
         norm = square**0.5 if square == square else square
-        figures = self.figures.named([each / step.label_count for each in others], counts)
+        figures = self.figures.result_fields([each / step.label_count for each in others], counts)
         return StepResult(loss=loss / step.label_count, grad_norm=norm, skipped=skipped, **figures)
 
     def _pass_hooks(self) -> PassHooks:

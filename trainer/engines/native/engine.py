@@ -147,7 +147,7 @@ class NativeEngine(Engine):
             self.skipped_steps += overflow or beyond
             if self.scale:
                 self.scale.update(overflow=overflow)
-        named, skipped = self.figures.named([each / label_count for each in others], counts), overflow or beyond
+        named, skipped = self.figures.result_fields([each / label_count for each in others], counts), overflow or beyond
         return StepResult(loss=loss / label_count, grad_norm=norm, skipped=skipped, beyond_limits=beyond, **named)
 
     def step_together(self) -> None:

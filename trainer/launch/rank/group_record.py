@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-SHOWN_RUNS = 6  # ranks, or runs of them, that a sentence lists
+SHOWN_RANGES = 6  # ranks, or ranges of them, that a sentence lists
 
-Run = tuple[int, int, int]  # the first and the last of ranks at equal distances, and that distance
+RankRange = tuple[int, int, int]  # the first and the last of ranks at equal distances, and that distance
 
 
 class Recorded(msgspec.Struct, frozen=True, array_like=True):
@@ -24,14 +24,14 @@ class Recorded(msgspec.Struct, frozen=True, array_like=True):
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The collectives of one rank in one group, which has that `name` on all its ranks; `label` is for people.
 
-    `runs` are the group's ranks. The rank has begun no collective after number `begun`;
-    None where that is not known. `recent` holds a few that it has finished, the newest of them, and the first of those that it has begun
-    and not finished. `may_wait`: the rank has a send or a receive under way in the group, or something that is not recorded.
+    `ranges` are the group's ranks. The rank has begun no collective after number `begun`; None where that is not known. `recent` holds a
+    few that it has finished, the newest of them, and the first of those that it has begun and not finished. `may_wait`: the rank has a send
+    or a receive under way in the group, or something that is not recorded.
     """
 
     name: str
     label: str
-    runs: tuple[Run, ...]
+    ranges: tuple[RankRange, ...]
     begun: int | None
     recent: tuple[Recorded, ...] = ()
     may_wait: bool = False
@@ -39,10 +39,10 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the group."""
-        return tuple(rank for first, last, step in self.runs for rank in range(first, last + 1, step))
+        return tuple(rank for first, last, step in self.ranges for rank in range(first, last + 1, step))
 
     @property
-    def unfinished(self) -> Recorded | None:
+    def first_unfinished(self) -> Recorded | None:
         """The first collective that the rank has begun and not finished."""
         return next((each for each in self.recent if not each.finished), None)
 
@@ -59,28 +59,28 @@ def group_records(content: Any) -> tuple[GroupRecord, ...]:
         return ()
 
 
-def runs_of(ranks: Iterable[int]) -> tuple[Run, ...]:
-    """Return ranks as runs at equal distances: 0, 1, 2, 6 -> (0, 2, 1), (6, 6, 1); 0, 8, 16 -> (0, 16, 8)."""
-    runs: list[Run] = []
+def ranges_of(ranks: Iterable[int]) -> tuple[RankRange, ...]:
+    """Return ranks as few ranges: 0, 1, 2, 6 -> (0, 2, 1), (6, 6, 1); 0, 8, 16 -> (0, 16, 8)."""
+    ranges: list[RankRange] = []
     for rank in sorted(ranks):
-        first, last, step = runs[-1] if runs else (rank, rank, 1)
-        if runs and (first == last or rank - last == step):
-            runs[-1] = (first, rank, rank - last)
+        first, last, step = ranges[-1] if ranges else (rank, rank, 1)
+        if ranges and (first == last or rank - last == step):
+            ranges[-1] = (first, rank, rank - last)
         else:
-            runs.append((rank, rank, 1))
-    return tuple(runs)
+            ranges.append((rank, rank, 1))
+    return tuple(ranges)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Name ranks: `rank 3`, `ranks 0, 2`, `ranks 0 to 7`, `ranks 0 to 56 by 8`."""
-    runs = runs_of(ranks)
-    left_out = sum(len(range(first, last + 1, step)) for first, last, step in runs[SHOWN_RUNS:])
+    ranges = ranges_of(ranks)
+    left_out = sum(len(range(first, last + 1, step)) for first, last, step in ranges[SHOWN_RANGES:])
     more = f" and {left_out} more" if left_out else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(_run_text, runs[:SHOWN_RUNS]))}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(_range_text, ranges[:SHOWN_RANGES]))}{more}"
 
 
-def _run_text(run: Run) -> str:
-    first, last, step = run
+def _range_text(ranks: RankRange) -> str:
+    first, last, step = ranks
     if last - first <= step:
         return str(first) if first == last else f"{first}, {last}"
     return f"{first} to {last}{f' by {step}' if step > 1 else ''}"

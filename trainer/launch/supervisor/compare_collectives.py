@@ -53,7 +53,7 @@ class _Gap(NamedTuple):
         begun = " to ".join(str(each) if each else "none" for each in (last[0], last[-1])[: len(last)])
         has, its = ("has", "its") if len(self.behind) == 1 else ("have", "their")
         not_begun = f"{ranks_text(self.behind)} {has} not begun ({its} last {'is' if len(last) == 1 else 'are'} {begun})"
-        return f"{self.group}: {_has_not_finished(self.waiting)} {_text(self.collective)}, which {not_begun}{_silence(self.group)}"
+        return f"{self.group}: {_has_not_finished(self.waiting)} {_text(self.collective)}, which {not_begun}{_silent_text(self.group)}"
 
 
 def compare_collectives(records: Records) -> HangFinding | None:
@@ -67,7 +67,7 @@ def compare_collectives(records: Records) -> HangFinding | None:
         behind = _behind_all(records, groups)
         shown = next((gap for gap in gaps if behind in gap.behind), _innermost(gaps))
         return HangFinding(str(shown), behind)
-    return next((HangFinding(says) for group in groups if (says := _unfinished(group))), None)
+    return next((HangFinding(says) for group in groups if (says := _unfinished_text(group))), None)
 
 
 def _groups(records: Records) -> list[_Group]:
@@ -75,10 +75,10 @@ def _groups(records: Records) -> list[_Group]:
     found: dict[tuple[str, object], dict[int, GroupRecord]] = defaultdict(dict)
     for rank in sorted(records):
         for each in records[rank]:
-            found[each.name, each.runs][rank] = each
+            found[each.name, each.ranges][rank] = each
     groups = []
     for by_rank in found.values():
-        unfinished = {rank: own for rank, record in by_rank.items() if (own := record.unfinished)}
+        unfinished = {rank: own for rank, record in by_rank.items() if (own := record.first_unfinished)}
         any_ = next(iter(by_rank.values()))
         groups.append(_Group(any_.label, any_.ranks, by_rank, unfinished))
     return sorted((group for group in groups if len(group.ranks) > 1), key=lambda group: (len(group.ranks), group.ranks))
@@ -91,15 +91,15 @@ def _mismatch(group: _Group) -> str:
         calls: dict[tuple[str, int], str] = {}
         for rank, record in group.records.items():
             if own := record.collective(number):
-                ranks_of[_compared(own)].append(rank)
-                calls.setdefault(_compared(own), _call(own))
+                ranks_of[_comparison_key(own)].append(rank)
+                calls.setdefault(_comparison_key(own), _call(own))
         if len(calls) > 1:
             each = ", ".join(f"{text} on {ranks_text(ranks_of[call])}" for call, text in calls.items())
-            return f"collective {number} is {each}{_silence(group)}"
+            return f"collective {number} is {each}{_silent_text(group)}"
     return ""
 
 
-def _compared(collective: Recorded) -> tuple[str, int]:
+def _comparison_key(collective: Recorded) -> tuple[str, int]:
     return collective.verb, collective.payload if collective.verb in SAME_SIZES else 0
 
 
@@ -120,7 +120,7 @@ def _behind_all(records: Records, groups: Sequence[_Group]) -> int | None:
     """The rank for which all others wait, directly or through others, and which itself waits in no message; None if that is not certain."""
     if not {rank for group in groups for rank in group.ranks} <= records.keys():
         return None
-    free = [rank for rank, own in records.items() if not any(each.unfinished or each.may_wait for each in own)]
+    free = [rank for rank, own in records.items() if not any(each.first_unfinished or each.may_wait for each in own)]
     if len(free) != 1:
         return None
     groups_of: dict[int, list[_Group]] = defaultdict(list)
@@ -142,17 +142,17 @@ def _innermost(gaps: Sequence[_Gap]) -> _Gap:
     return next((gap for gap in gaps if not waiting & set(gap.behind)), gaps[0])
 
 
-def _unfinished(group: _Group) -> str:
+def _unfinished_text(group: _Group) -> str:
     """Say that no rank of a group is known to be behind in the collective that none has finished; "" if all have finished theirs."""
     if not group.unfinished:
         return ""
     collective = max(group.unfinished.values(), key=lambda each: each.number)
     known = all(record.begun is not None for record in group.records.values())
-    begun = _silence(group) or (", which all have begun" if known else ", which no rank is known to lack")
+    begun = _silent_text(group) or (", which all have begun" if known else ", which no rank is known to lack")
     return f"{group}: {_has_not_finished(_waiting_in(group, collective))} {_text(collective)}{begun}"
 
 
-def _silence(group: _Group) -> str:
+def _silent_text(group: _Group) -> str:
     """Say which ranks of a group have reported nothing; "" if all have."""
     silent = [rank for rank in group.ranks if rank not in group.records]
     return f", {ranks_text(silent)} gave no record" if silent else ""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...spec.run import Model
 from ..cross_entropy import IGNORED
+from ..held_results import take_held
 from ..norms import make_norm
 from ..parameters_by_prefix import Parameters, sub_parameters
 from ..tensor_parallel import Linear
@@ -63,7 +64,4 @@ def further_arguments(model: Model, tokens: Tensor, labels: Tensor, documents: T
 
 def take_further_losses(module: nn.Module) -> list[Tensor]:
     """Return the mean of its modules' losses in each training forward since they were last taken."""
-    held: list[Tensor] = getattr(module, "further_losses", [])
-    taken = list(held)
-    held.clear()
-    return taken
+    return take_held(module, "further_losses")

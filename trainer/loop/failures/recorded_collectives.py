@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ...launch.rank.group_record import GroupRecord, Recorded, runs_of
+from ...launch.rank.group_record import GroupRecord, Recorded, ranges_of
 
 DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, where torch was built with it; of the other backends
 FINISHED, UNFINISHED = 4, 4  # most collectives of a group that are reported
@@ -78,7 +78,7 @@ def make_records(dumps: Iterable[Mapping[str, Any]], groups: Iterable[KnownGroup
 
 
 def _record(group: KnownGroup, entries: list[dict[str, Any]], old: set[int]) -> GroupRecord:
-    shared: dict[str, Any] = {"name": group.name, "label": group.label.replace("_", " "), "runs": runs_of(group.ranks)}
+    shared: dict[str, Any] = {"name": group.name, "label": group.label.replace("_", " "), "ranges": ranges_of(group.ranks)}
     sends = [each for each in entries if each["is_p2p"]]
     if sends:  # NCCL numbers batches of sends as it numbers collectives, and each rank has its own: the numbers can't be compared
         return GroupRecord(**shared, begun=None, may_wait=not all(each.finished for each in _collectives(sends)))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...layers.held_results import take_held
 from ...spec.run import Model
 from .routing import Routing
 
@@ -49,10 +50,7 @@ def take_routing_counts(modules: Sequence[nn.Module], model: Model, device: torc
 
 def take_router_losses(module: nn.Module) -> list[Tensor]:
     """Return what the routers' losses added to that of a part's training forwards, sums over labels, since they were last taken."""
-    held: list[Tensor] = getattr(module, "added_losses", [])
-    taken = list(held)
-    held.clear()
-    return taken
+    return take_held(module, "added_losses")
 
 
 class RoutingCounts:
