@@ -177,12 +177,12 @@ def routing_sentences(run: MeasuredRun) -> list[str]:
     if run.expert_load:
         idle = f"; {plural(run.idle_experts, 'expert')} without a token" if run.idle_experts else ""
         where = f" (layer {run.busiest_layer})" if run.busiest_layer is not None else ""
-        says.append(f"busiest expert, tokens over its layer's mean {_points(run.expert_load, '.2f')}{where}{idle}")
+        says.append(f"load of the busiest expert (even: 1): {_points(run.expert_load, '.2f')}{where}{idle}")
     if run.dropped_copies:
         percent = tuple((step, 100 * share) for step, share in run.dropped_copies)
-        says.append(f"copies beyond model.capacity, % {_points(percent, '.1f')}")
+        says.append(f"copies dropped beyond model.capacity, in %: {_points(percent, '.1f')}")
     if run.router_loss:
-        says.append(f"routers add to the loss {_points(run.router_loss, '.4f')}")
+        says.append(f"routers add to the loss: {_points(run.router_loss, '.4f')}")
     return says
 
 

@@ -13,7 +13,14 @@ from msgspec import json as encoder
 
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.loss_chart import HEIGHT
-from distrain.cli.pages.report_page import drift_sentences, incident_lines, planned_measured_rows, planned_measured_title, report_text
+from distrain.cli.pages.report_page import (
+    drift_sentences,
+    incident_lines,
+    planned_measured_rows,
+    planned_measured_title,
+    report_text,
+    routing_sentences,
+)
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.cli.verbs.fit_run import closing_text
 from distrain.tests.fakes.run_command import run_command
@@ -195,6 +202,21 @@ def test_a_slow_step_says_how_long_rank_0_had_no_core(seconds: float, without: f
     (sentence,) = drift_sentences(read_measured_run(tmp_path))
     assert sentence.endswith(f".{says}")
     assert ("no core" in sentence) is bool(says)
+
+
+def test_how_a_mixture_routed_is_said(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "loss": 2.0, "expert_load": load, "busiest_layer": layer, "idle_experts": idle, "dropped_copies": 0.125, **added}
+        for step, load, layer, idle, added in ((1, 3.5, 2, 4, {"router_loss": 0.02}), (2, 2.0, 0, 4, {}), (3, 1.25, 7, 1, {}))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert routing_sentences(read_measured_run(tmp_path)) == [
+        "load of the busiest expert (even: 1): 3.50 at step 1, 2.00 at step 2, 1.25 at step 3 (layer 7); 1 expert without a token",
+        "copies dropped beyond model.capacity, in %: 12.5 at step 1, 12.5 at step 2, 12.5 at step 3",
+        "routers add to the loss: 0.0200 at step 1",
+    ]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert routing_sentences(read_measured_run(tmp_path)) == []
 
 
 def test_the_times_of_a_run_that_changed_its_layout_are_of_its_last_plan(tmp_path: Path) -> None:
