@@ -96,7 +96,17 @@ def drift_sentences(run: MeasuredRun) -> list[str]:
 def _memory_drift(run: MeasuredRun) -> Iterator[str]:
     known = [each for each in run.memory if each.drift is not None]
     if known:
-        yield f"Memory: {_sentence(max(known, key=lambda each: abs(each.drift or 0.0)))}."
+        yield f"Memory: {_sentence(max(known, key=lambda each: abs(each.drift or 0.0)))}.{_uneven_routing(run)}"
+
+
+def _uneven_routing(run: MeasuredRun) -> str:
+    """What is planned for the load that the busiest rank of experts had, where activations drifted and that plan is another; else ""."""
+    activations, found = next((each for each in run.memory if each.name == "activations"), None), run.expert_ranks
+    if activations is None or found is None or abs(activations.drift or 0.0) < SMALL_DRIFT or activations.planned == found.activations:
+        return ""
+    at_load = PlannedMeasured(name="activations", unit="bytes", planned=found.activations, measured=activations.measured)
+    share = f"The busiest rank of experts computed {found.load:.2f} times an even share"
+    return f" {share}, for which (parallel.ep_load) {size_text(found.activations)} of activations are planned: {drift_text(at_load)}."
 
 
 def _time_drift(run: MeasuredRun) -> Iterator[str]:
@@ -178,6 +188,8 @@ def routing_sentences(run: MeasuredRun) -> list[str]:
         idle = f"; {plural(run.idle_experts, 'expert')} without a token" if run.idle_experts else ""
         where = f" (layer {run.busiest_layer})" if run.busiest_layer is not None else ""
         says.append(f"load of the busiest expert (even: 1): {_points(run.expert_load, '.2f')}{where}{idle}")
+    if run.ep_load:
+        says.append(f"load of the busiest rank of experts (parallel.ep_load plans it): {_points(run.ep_load, '.2f')}")
     if run.dropped_copies:
         percent = tuple((step, 100 * share) for step, share in run.dropped_copies)
         says.append(f"copies dropped beyond model.capacity, in %: {_points(percent, '.1f')}")

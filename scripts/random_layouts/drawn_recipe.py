@@ -60,6 +60,7 @@ LEFT_OUT: Mapping[str, str] = {  # by its beginning -> why
     "parallel.servers": "of a layout", "parallel.staleness": "of a layout", "parallel.sync.every": "of a layout",
     "parallel.compress.name": "of a layout", "parallel.compress.rank": "of a layout", "parallel.offload": "of a layout",
     "parallel.scatter": "only planned",
+    "parallel.ep_load": "only planned",
     "parallel.bucket": "drawn for every recipe",
 }  # fmt: skip
 NARROWED = {"model.init.std": (0.01, 0.02, 0.05)}  # at 1.5 rounding grew a thousandfold a step, in float64 too

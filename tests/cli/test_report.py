@@ -207,16 +207,35 @@ def test_a_slow_step_says_how_long_rank_0_had_no_core(seconds: float, without: f
 def test_how_a_mixture_routed_is_said(tmp_path: Path) -> None:
     rows = [
         {"step": step, "loss": 2.0, "expert_load": load, "busiest_layer": layer, "idle_experts": idle, "dropped_copies": 0.125, **added}
+        | ({"ep_load": load / 2} if step > 1 else {})
         for step, load, layer, idle, added in ((1, 3.5, 2, 4, {"router_loss": 0.02}), (2, 2.0, 0, 4, {}), (3, 1.25, 7, 1, {}))
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert routing_sentences(read_measured_run(tmp_path)) == [
         "load of the busiest expert (even: 1): 3.50 at step 1, 2.00 at step 2, 1.25 at step 3 (layer 7); 1 expert without a token",
+        "load of the busiest rank of experts (parallel.ep_load plans it): 1.00 at step 2, 0.62 at step 3",
         "copies dropped beyond model.capacity, in %: 12.5 at step 1, 12.5 at step 2, 12.5 at step 3",
         "routers add to the loss: 0.0200 at step 1",
     ]
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     assert routing_sentences(read_measured_run(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("measured", "at_load", "says"),
+    [
+        (1500, 1480, "activations is 50.0 % above the plan. The busiest rank of experts computed 1.50 times an even share, for which"),
+        (1010, 1480, "activations is as planned (+1.0 %)."),
+        (1500, 1000, "activations is 50.0 % above the plan."),  # all layers run again: no load adds to what they keep
+        (1500, None, "activations is 50.0 % above the plan."),
+    ],
+)
+def test_a_drift_of_activations_says_how_uneven_routing_was(measured: int, at_load: int | None, says: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"memory": {"stage": 0, "stages": [{"bytes": {"activations": 1000}}]}}))
+    expert_ranks = {} if at_load is None else {"expert_ranks": {"load": 1.5, "activations": at_load}}
+    (tmp_path / "measured.json").write_text(json.dumps({"memory": {"activations": measured}, **expert_ranks}))
+    planned = " (parallel.ep_load) 1.45 KiB of activations are planned: +1.4 %." if says.endswith("for which") else ""
+    assert drift_sentences(read_measured_run(tmp_path)) == [f"Memory: {says}{planned}"]
 
 
 def test_the_times_of_a_run_that_changed_its_layout_are_of_its_last_plan(tmp_path: Path) -> None:

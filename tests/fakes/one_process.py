@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -45,12 +46,20 @@ def reference_routing(words: tuple[str, ...]) -> list[dict[str, float]]:
     return _train(words, frozenset()).routing
 
 
+def reference_rank_loads(words: tuple[str, ...], ranks: int) -> list[float]:
+    """The tokens of the busiest of so many ranks of experts over an even share, on average over layers, in each step of a run."""
+    steps = _train(words, frozenset()).loads
+    return [fmean(float(load.view(ranks, -1).sum(1).max() / load.sum() * ranks) for load in layers) for layers in steps]
+
+
 class Trained(NamedTuple):
-    """What one process trains: its losses, norms, losses of further tokens, figures of routing, moments in bf16 or 8 bits."""
+    """What one process trains: its losses, norms, losses of further tokens, tokens of each layer's experts, figures of routing, moments in
+    bf16 or 8 bits."""
 
     losses: list[float]
     norms: list[float]
     further: list[float]
+    loads: list[list[Tensor]]
     routing: list[dict[str, float]]
     moments: dict[tuple[str, str], Tensor]
 
@@ -63,7 +72,7 @@ def _train(words: tuple[str, ...], left_out: frozenset[int]) -> Trained:
     batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)
     module = build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed)
     optimizer = plain_optimizer(run, module)
-    losses, norms, further, routing = [], [], [], []
+    losses, norms, further, loads, routing = [], [], [], [], []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, steps) * group.get("rate", 1)
@@ -73,11 +82,12 @@ def _train(words: tuple[str, ...], left_out: frozenset[int]) -> Trained:
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), run.train.clip or torch.inf)))
         if step not in left_out:
             optimizer.step()
+        loads.append([each[:-2].double() for each in getattr(module, "routing_counts", {}).values()])
         routing += routing_figures(run, module)
         _step_biases(run, module, skip=step in left_out)
         losses.append(loss.item())
         further += [float(each) for each in further_means(module, batches, step, run)]
-    return Trained(losses, norms, further, routing, optimizer.moments() if run.optim.moments != "fp32" else {})
+    return Trained(losses, norms, further, loads, routing, optimizer.moments() if run.optim.moments != "fp32" else {})
 
 
 def further_means(module: nn.Module, batches: Batches, step: int, run: Run) -> list[Tensor]:

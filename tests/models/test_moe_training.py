@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from distrain.cli.config.load import load_recipe
-from distrain.tests.fakes.one_process import reference_curve, reference_routing
+from distrain.tests.fakes.one_process import reference_curve, reference_rank_loads, reference_routing
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages
 from distrain.trainer.plan.mesh_position import mesh_position
 from distrain.trainer.plan.plan import make_plan
@@ -121,6 +121,8 @@ def test_every_layout_trains_as_one_process_does(train_ranks: Any, row: tuple[st
     for name in reference_routing((*BASE, *CURVES[row[0]]))[0]:
         wanted = [each[name] for each in reference_routing((*BASE, *CURVES[row[0]]))]
         assert job.figures(name) == pytest.approx(wanted, abs=1e-4), name
+    if (shares := load_recipe(words_of(row)[0], words_of(row)[1:]).parallel.ep) > 1:
+        assert job.figures("ep_load") == pytest.approx(reference_rank_loads((*BASE, *CURVES[row[0]]), shares), abs=1e-4)
 
 
 def test_a_pipeline_without_a_flush_counts_the_routing_of_each_step(ranks: RankPool, tmp_path: Path) -> None:
@@ -171,18 +173,25 @@ def test_ranks_send_the_planned_bytes_and_between_experts_those_of_even_routing_
 
 @ROWS
 def test_ranks_hold_the_planned_bytes(train_ranks: Any, row: tuple[str, int, str, str]) -> None:
-    """Activations are compared only where they do not depend on routing."""
+    """Activations are equal only where they do not depend on routing; else they are nearer to a plan for the load that the step had."""
     words = words_of(row)
     run = load_recipe(words[0], words[1:])
     memory = make_plan(run).memory
     assert memory is not None
-    for rank, held in enumerate(json.loads((train_ranks(row).folder / "measured.json").read_text())["ranks"]):
+    measured = json.loads((train_ranks(row).folder / "measured.json").read_text())
+    for rank, held in enumerate(measured["ranks"]):
         planned = memory.stages[mesh_position(run, rank).coordinates["pp"]].bytes
         if run.parallel.zero != 3:
             assert held["weights"] == planned.weights
         if run.parallel.ep == run.parallel.pp == 1 and run.model.capacity is None and run.parallel.recompute == "none":
             counts = 8 * run.train.microbatch if run.model.adds_router_loss and run.parallel.cp == 1 else 0  # labels of each sequence
             assert held["activations"] == planned.activations + planned.logits + counts
+    assert ("expert_ranks" in measured) == (run.parallel.ep > 1)
+    if run.parallel.ep > 1 and run.parallel.recompute != "full" and run.model.capacity is None:
+        stage = memory.stages[memory.stage].bytes
+        held = [each["activations"] for each in measured["ranks"][: len(measured["ranks"]) // run.parallel.pp]]
+        nearer = abs(max(held) - measured["expert_ranks"]["activations"])  # not equal: loads are of all groups' tokens, and of a whole step
+        assert nearer < max(held) - stage.activations - stage.logits
 
 
 LONGER = (*BASE, *CURVES["sigmoid"], "model.shared_experts=1", "train.steps=4")
@@ -192,7 +201,7 @@ RESUMED = (*LONGER, "train.microbatch=2", "checkpoint.resume=auto", "checkpoint.
 @pytest.mark.parametrize("chosen", [2, 4], ids=["uneven routing", "all experts"])
 def test_expert_ranks_hold_the_planned_activations_in_the_mean(ranks: RankPool, tmp_path: Path, chosen: int) -> None:
     """A plan counts even routing. Where every token chooses all experts routing is even, and each rank holds what is planned; else one rank
-    holds more by the copies that another holds less."""
+    holds more by the copies that another holds less: what is planned for the load that it had."""
     layout = ("cluster.gpus=2", "parallel.ep=2", "parallel.zero=2", "train.microbatch=4")
     words = (*BASE, "model=tiny_gpt_oss", f"model.top_k={chosen}", *layout)
     run = load_recipe(words[0], words[1:])
@@ -200,10 +209,13 @@ def test_expert_ranks_hold_the_planned_activations_in_the_mean(ranks: RankPool, 
     assert memory is not None
     stage = memory.stages[0].bytes
     planned = stage.activations + stage.logits + 8 * run.train.microbatch  # labels of each sequence
-    measured = json.loads((ranks.train(tmp_path / "run", *words).folder / "measured.json").read_text())["ranks"]
-    held = [each["activations"] for each in measured]
+    measured = json.loads((ranks.train(tmp_path / "run", *words).folder / "measured.json").read_text())
+    held = [each["activations"] for each in measured["ranks"]]
     assert sum(held) == 2 * planned
     assert (held[0] == held[1]) == (chosen == run.model.experts)
+    found = measured["expert_ranks"]
+    assert (found["load"] > 1) == (chosen < run.model.experts)
+    assert max(held) - 8 * run.train.microbatch == pytest.approx(found["activations"], rel=1e-3)  # loads are planned in thousandths
 
 
 @pytest.fixture(scope="module")

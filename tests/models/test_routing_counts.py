@@ -56,6 +56,10 @@ def test_figures_are_of_the_busiest_expert_of_the_layer_where_its_share_is_most(
     counts = RoutingCounts(limited.model, torch.tensor(rows).flatten())
     assert counts.figures() == {**figures, "dropped_copies": round(4 / 92, 6)}
     assert counts.loads("layers.1").tolist() == [0, 24, 0, 8]
+    shared = RoutingCounts(run.model, torch.tensor(rows).flatten(), 2)
+    assert shared.figures() == {**figures, "ep_load": round((1 + 1.5 + 1.4) / 3, 4)}
+    assert shared.rank_loads(["layers.0", "layers.1", "layers.2"]) == pytest.approx([50 / 46, 42 / 46])
+    assert shared.rank_loads(["layers.2"]) == pytest.approx([0.6, 1.4])
     behind_dense = run_of("model=tiny_moe", "model.layers=5", "model.dense_layers=2")
     assert RoutingCounts(behind_dense.model, torch.tensor(rows).flatten()).figures() == {**figures, "busiest_layer": 3}
 

@@ -18,7 +18,7 @@ from distrain.trainer.plan.search.search import LayoutSearch, MeshStates
 from distrain.trainer.plan.search.space import RECOMPUTES, Space, StateChoice, Zero
 from distrain.trainer.plan.search.split_arrays import Form, SplitOnWires, blocks_of_splits
 from distrain.trainer.plan.search.state_bounds import LeastBytes, StageStates, least_bytes, least_seconds
-from distrain.trainer.spec.run import NodeHost, Offload, Run
+from distrain.trainer.spec.run import CpComm, NodeHost, Offload, Run
 
 FACTORS = {"gpt": 4, "llama": 8, "moe": 4}  # of the batch, so that pipelines have more micro-batches than stages
 
@@ -39,8 +39,9 @@ def larger(name: str) -> Run:
 def test_blocks_over_arrays_cost_what_each_split_does(name: str, form: ActivationForm, fused: bool, hides: bool, sequence: bool) -> None:
     run = larger(name)
     device = replace(run.cluster.device, dispatch=2e-5, launch=4e-6)  # small blocks wait for the host
-    exchanged = replace(run.parallel, cp_comm="all_to_all" if sequence else "all_gather")
-    run = replace(run, cluster=replace(run.cluster, nodes=4, device=device), parallel=exchanged)
+    comm: CpComm = "all_to_all" if sequence else "all_gather"
+    parallel = replace(run.parallel, cp_comm=comm, ep_load=1.25 if sequence else 1.0)
+    run = replace(run, cluster=replace(run.cluster, nodes=4, device=device), parallel=parallel)
     context, space = CostContext(run), Space(run)
     meshes = [replace(mesh, sequence=sequence) for mesh in space.meshes() if mesh.tp > 1 or not sequence]
     keys = [(mesh, microbatch) for mesh in meshes for microbatch in space.microbatches(mesh)]

@@ -137,6 +137,7 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("parallel.overlap.context", False, "parallel.cp=1", {}, {"parallel.cp": 2, "engine": "papers"}),
     ("parallel.overlap.context", False, "parallel.cp_comm=all_to_all", EXCHANGE, {"parallel.cp": 2, "engine": "papers"}),
     ("parallel.cp_comm", "all_to_all", "parallel.cp=1", {}, {"parallel.cp": 2}),
+    ("parallel.ep_load", 1.5, "parallel.ep=1", MOE, MOE | {"parallel.ep": 2}),
     ("train.linear_attention", "fla", "model.family=gpt", {}, HYBRID),
     ("train.linear_attention", "fla", "model.full_attention_interval=1", HYBRID | {"model.full_attention_interval": 1}, HYBRID),
     ("train.compile", True, "parallel.zero=3", {"parallel.zero": 3}, {"parallel.zero": 2}),

@@ -32,7 +32,7 @@ COSTLY: list[tuple[str, Keys, str]] = [
     ("time", {"parallel.zero": 1, "parallel.offload.optimizer": True, "cluster.device.kind": "cpu"},
         "no times: a CPU has no separate host: offloading copies within its memory"),
     ("routing", MOE | BALANCED | {"parallel.ep": 4},
-        "memory, messages and times of expert ranks are planned for even routing, 8 experts over 4 ranks"),
+        "expert ranks are planned for even routing, 8 experts over 4 ranks; memory suffices for any routing"),
     ("capacity", MOE | BALANCED | {"model.capacity": 1.25},
         "model.capacity=1.25: planned as if no token were dropped"),
     ("balance", MOE,

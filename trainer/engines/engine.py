@@ -170,6 +170,12 @@ class Engine(ABC):
         parts = self.parts if self.run.model.router.steps_bias else ()
         return {name: layer for each in parts for name, layer in mixture_layers(each.module).items()}
 
+    def expert_layers(self) -> tuple[str, ...]:
+        """Return the logical names of this rank's layers with experts."""
+        from ..models.moe.module import mixture_layers  # as above
+
+        return tuple(name for each in self.parts for name in mixture_layers(each.module))
+
     def counters(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside shards: optimizer steps taken, skipped steps, the state of fp16's loss scale."""
         scaler = self._loss_scaler

@@ -80,7 +80,7 @@ class StepFigures:
     def result_fields(self, means: Sequence[float], counts: Tensor) -> dict[str, Any]:
         """Return the fields of a StepResult with `further_losses`, as means over the global batch, and the counts of all ranks' routing."""
         left = list(means)
-        found: dict[str, Any] = {"routing": RoutingCounts(self.run.model, counts) if len(counts) else None}
+        found: dict[str, Any] = {"routing": RoutingCounts(self.run.model, counts, self.run.parallel.ep) if len(counts) else None}
         if self.run.model.mtp.layers:
             found["mtp_loss"] = left.pop(0)
         if self.run.model.adds_router_loss:

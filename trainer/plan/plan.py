@@ -25,6 +25,7 @@ from .save_interval import plan_saving, save_warnings
 from .stage_cost import snapshot_bytes
 from .step_operators import plan_operators
 from .traffic import busiest_traffic
+from .uneven_routing import largest_ep_load, routing_warnings
 from .warnings import warnings
 from .whole_run import plan_whole_run
 
@@ -56,7 +57,11 @@ def make_plan(run: Run) -> Plan:
         fits=is_enough,
         runnable=engine is not None and not limits,
         problems=() if is_enough else (memory_problem(run, memory),),
-        warnings=(*warnings(context, layout, cost, throughput), *save_warnings(run, whole, step, saved)),
+        warnings=(
+            *warnings(context, layout, cost, throughput),
+            *routing_warnings(run, layout.mesh.ep, memory.most_ep_load),
+            *save_warnings(run, whole, step, saved),
+        ),
         engine=engine.name if engine else None,
         engine_reason=engine_reason(run, parallel, engine.name) if engine and run.engine == "auto" else "",
         microbatches=layout.micros,
@@ -207,6 +212,7 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
         stages=tuple(rows),
         unknown=() if context.table.has_costs else ("activations", "logits"),
         host=_host_memory(context, cost) if uses_host(context, layout) else None,
+        most_ep_load=largest_ep_load(context, layout),
     )
 
 

@@ -79,6 +79,7 @@ class Memory:
     stages: tuple[StageMemory, ...]
     unknown: tuple[str, ...] = ()
     host: HostMemory | None = None  # None: they keep nothing there
+    most_ep_load: float | None = None  # the largest parallel.ep_load that fits; None: no ranks share out experts, or 1 does not fit
 
     @property
     def full_host(self) -> HostMemory | None:

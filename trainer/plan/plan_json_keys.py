@@ -78,6 +78,7 @@ PLAN_KEYS: dict[str, tuple[str, str]] = {
     "memory.host.rank.optimizer": (BYTES, "offloaded states of the optimizer"),
     "memory.host.rank.buffers":  (BYTES, "buffers of copies"),
     "memory.host.rank.snapshot": (BYTES, "what a save in the background writes"),
+    "memory.most_ep_load":       (FACTOR, "the largest parallel.ep_load that fits; null: 1 does not, or no ranks share out experts"),
     "memory.host.is_own":        (YES, "a CPU's: in the same memory, and in peak"),
     "memory_low":                (BYTES, "lower end of peak's error bar; null: no layout"),
     "memory_high":               (BYTES, "upper end; null: not all memory is planned, or no layout"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..models.families import has_experts
 from ..models.hf_format.model_type import has_no_class, nearest_classes
 from ..models.ops.op_table import block_weights
 from ..spec.derived.batch_levels import level_of_step, run_steps, samples_before
@@ -283,23 +282,6 @@ def _missing_activations(context: CostContext, layout: Layout, cost: LayoutCost,
         yield Problem(rule="activations", says=says, mend="start with a small train.microbatch; `distrain report` shows what a step holds")
 
 
-def _even_routing(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    model, degree = context.run.model, layout.mesh.ep
-    if has_experts(model) and degree > 1:
-        says = f"memory, messages and times of expert ranks are planned for even routing, {model.experts} experts over {degree} ranks"
-        yield Problem(rule="routing", says=says)
-    if has_experts(model) and model.capacity is not None:
-        says = f"model.capacity={model.capacity:g}: planned as if no token were dropped"
-        yield Problem(rule="capacity", says=says)
-
-
-def _unbalanced_routing(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    model = context.run.model
-    if has_experts(model) and model.top_k < model.experts and not (model.weights or model.aux_loss or model.router.steps_bias):
-        says = "nothing evens out the experts' loads: model.aux_loss and model.router.bias_rate are 0"
-        yield Problem(rule="balance", says=says, mend="set model.aux_loss=0.01")
-
-
 def _unused_keys(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     yield from unused_keys(context.run, layout.mesh)
 
@@ -334,8 +316,6 @@ WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], I
     _replicated_kv_heads,
     _useless_recompute,
     _mfu_beyond_measured,
-    _even_routing,
-    _unbalanced_routing,
     _unused_keys,
     _engine_limits,
     _no_hf_class,

@@ -15,7 +15,16 @@ from ..spec.numbers.as_text import plural
 from .checkpoints import checkpoint_steps, checkpoints_folder
 from .files import LAUNCH_FILES
 from .metric_rows import ACCURACY_KEY, AVERAGED_KEY, VALIDATION_KEY, figures_of_sets, is_step_row, join_late_validations
-from .planned_measured import PlannedMeasured, compared_memory, compared_rates, compared_saves, compared_times, step_bar
+from .planned_measured import (
+    ExpertRanksLoad,
+    PlannedMeasured,
+    compared_memory,
+    compared_rates,
+    compared_saves,
+    compared_times,
+    expert_ranks_load,
+    step_bar,
+)
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number
 from .run_in_manifest import RUN_KEY
 from .run_summary import is_config, newest_saved_step, planned_steps
@@ -70,6 +79,8 @@ class MeasuredRun:
     accuracies: FigureCurves = ()  # of preferences: the share of pairs in order
     expert_load: tuple[tuple[int, float], ...] = ()  # of a mixture: tokens of its busiest expert, over the mean of its layer, by step
     busiest_layer: int | None = None  # where that expert is at the last step, numbered as in weights' names
+    ep_load: tuple[tuple[int, float], ...] = ()  # of a mixture: tokens of its busiest rank of experts, over an even share, by step
+    expert_ranks: ExpertRanksLoad | None = None  # of the step whose bytes were counted
     idle_experts: int | None = None  # experts, of all layers, that no token of the last logged step chose
     dropped_copies: tuple[tuple[int, float], ...] = ()  # share of the tokens' copies beyond model.capacity, by step
     router_loss: tuple[tuple[int, float], ...] = ()  # what the routers' losses add to the loss, in its unit, by step
@@ -160,6 +171,8 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         loss_unit="of a pair of answers" if nested_value(run, "data", "name") == "preferences" else "nats a token",
         expert_load=rows.curve("expert_load"),
         busiest_layer=rows.last_count("busiest_layer"),
+        ep_load=rows.curve("ep_load"),
+        expert_ranks=expert_ranks_load(counted),
         idle_experts=rows.last_count("idle_experts"),
         dropped_copies=rows.curve("dropped_copies"),
         router_loss=rows.curve("router_loss"),

@@ -53,6 +53,21 @@ def compared_memory(plan: Mapping[str, Any], counted: Mapping[str, Any], batch: 
         yield PlannedMeasured(name="on the host", unit="bytes", planned=sum(kinds), measured=max(found) if found else None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertRanksLoad:
+    """The copies of tokens that the busiest rank of experts of the planned fullest stage computed in the step whose bytes were counted,
+    over an even share, and the bytes of activations that are planned for that load (loop/measure/expert_rank_load.py)."""
+
+    load: float
+    activations: float
+
+
+def expert_ranks_load(counted: Mapping[str, Any]) -> ExpertRanksLoad | None:
+    """Read it from measured.json; None where no ranks share out experts."""
+    load, planned = (finite_number(nested_value(counted, "expert_ranks", key)) for key in ("load", "activations"))
+    return ExpertRanksLoad(load=load, activations=planned) if load and planned else None
+
+
 def _ranks_of_stage(plan: Mapping[str, Any], counted: Mapping[str, Any], stage: Any) -> Sequence[Any]:
     """The bytes of each rank of a stage, whose ranks are neighbours: pp is the outermost axis of the mesh."""
     ranks, stages = counted.get("ranks"), whole_number(nested_value(plan, "mesh", "pp"))

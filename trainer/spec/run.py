@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from .numbers.bounded import Below1, Count, Natural, NotNegative, Positive, Seed
+from .numbers.bounded import AtLeast1, Below1, Count, Natural, NotNegative, Positive, Seed
 from .sections.cluster import SUSTAINED as SUSTAINED
 from .sections.cluster import Cluster as Cluster
 from .sections.cluster import Device as Device
@@ -93,6 +93,7 @@ class Parallel:
     cp: Count = 1
     cp_comm: CpComm = "all_gather"
     ep: Count = 1
+    ep_load: AtLeast1 = 1.0
     zero: Literal[0, 1, 2, 3] = 0
     shard: Count | Literal["all"] = "all"
     gather: Literal["auto", "step", "micro"] = "auto"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...engines.engine import StepResult
 from ...engines.held_bytes import ByteCounter
 from ...parallel.ledger import Ledger
 from ...parallel.world import World
@@ -24,6 +25,7 @@ from ..metrics.throughput import ThroughputMeter
 from ..state.training_setup import TrainingSetup
 from ..step.train_progress import TrainProgress
 from ..trace.tensor_recorder import requested_trace
+from .expert_rank_load import expert_rank_loads
 from .timeline_window import TimelineWindow
 
 TIMED_STEPS = 20  # of a pipeline without a flush whose actions are timed
@@ -84,17 +86,19 @@ class Instruments:
         """Return whether `distrain prove` wants no step after this one."""
         return self.trace is not None and step == self.trace.last
 
-    def report(self, done: int, loss: float | None) -> None:
-        """Write what was measured in step `done` (from 1), and show the progress line with the newest loss; None: there is none yet."""
+    def report(self, done: int, result: StepResult | None) -> None:
+        """Write what was measured in step `done` (from 1), and show the progress line with the loss of the newest result; None: there is
+        none yet."""
         if self._count is not None:
             batch = self.setup.start.batch(self.run, done - 1) if self.run.train.rampup.batches else None
-            self.setup.warn(write_measured(self._count, self.setup, done, batch))
+            loads = expert_rank_loads(self.run, self.setup, result)
+            self.setup.warn(write_measured(self._count, self.setup, done, batch, loads))
         if self.samples and done == self.last:
             self.setup.warn(write_samples(self.samples, self.setup, self._first))
         self.setup.warn(self.timeline.end_step(done, last=done == self.last))
         if message := self.profiler.end_step(done, last=done == self.last):
             self.setup.channel.say(message)
-        if line := self.progress.line(done, loss):
+        if line := self.progress.line(done, result.loss if result else None):
             self.setup.channel.report_status(line)
 
 
@@ -113,10 +117,12 @@ def recorded_step(run: Run, first: int, last: int) -> int:
     return next(plain, recorded if recorded < last else min(third, last - 1))
 
 
-def write_measured(count: ByteCounter, setup: TrainingSetup, done: int, batch: int | None = None) -> str:
+def write_measured(
+    count: ByteCounter, setup: TrainingSetup, done: int, batch: int | None = None, expert_ranks: dict[str, Any] | None = None
+) -> str:
     """Write RUN_DIR/measured.json: "step", "unigram_entropy" of the training text (nats a token; null of preferences), "memory": bytes by
-    kind on the rank that holds most of that kind, "ranks": [bytes by kind], and of a run that ramps its batch up "batch": sequences of
-    that step. Return why it could not be written, else "".
+    kind on the rank that holds most of that kind, "ranks": [bytes by kind], of a run that ramps its batch up "batch": sequences of that
+    step, and where ranks share out experts "expert_ranks" (expert_rank_load.py). Return why it could not be written, else "".
     """
     ranks = _gather(setup, count.bytes)
     most = {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
@@ -125,6 +131,7 @@ def write_measured(count: ByteCounter, setup: TrainingSetup, done: int, batch: i
         "step": done,
         "unigram_entropy": None if corpus.has_pairs else corpus.entropy,
         **({"batch": batch} if batch is not None else {}),
+        **({"expert_ranks": expert_ranks} if expert_ranks else {}),
     }
     return _write(setup, "measured.json", {**facts, "memory": most, "ranks": ranks})
 

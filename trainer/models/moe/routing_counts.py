@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -56,9 +57,10 @@ def take_router_losses(module: nn.Module) -> list[Tensor]:
 class RoutingCounts:
     """The counts of a step over all ranks, on the device that summed them: `figures` waits for it."""
 
-    def __init__(self, model: Model, counts: Tensor) -> None:
-        """Take counts of any dtype, [L (E + 2)]."""
+    def __init__(self, model: Model, counts: Tensor, ep: int = 1) -> None:
+        """Take counts of any dtype, [L (E + 2)], and how many ranks share out the experts."""
         names = mixture_layer_names(model)
+        self._ep = ep
         self._has_capacity = model.capacity is not None
         self._first = model.layers + model.mtp.layers - len(names)  # layers without experts, which come first
         self._rows = dict(zip(names, counts.view(len(names), -1), strict=True))
@@ -69,12 +71,21 @@ class RoutingCounts:
         row: Tensor = self._rows[layer]
         return row[:-BESIDE_LOADS]
 
+    def rank_loads(self, layers: Sequence[str]) -> list[float]:
+        """Return the tokens that chose the experts of each rank of `ep`, over an even share, in all of these layers together. It waits for
+        the device. The ranks of several groups are taken to get as much from their own as from all tokens."""
+        loads = torch.stack([self.loads(each) for each in layers]).double().sum(0).view(self._ep, -1).sum(1)
+        found: list[float] = (loads * self._ep / loads.sum().clamp(min=1)).tolist()
+        return found
+
     def figures(self) -> dict[str, Any]:
         """Return what a step's row says of its routing.
 
         - `near_ties`: tokens, of all layers, whose choice rounding decides.
         - `expert_load`: tokens that chose the busiest expert, over the mean of its layer's experts; of the layer where that is most,
           `busiest_layer`, numbered as in weights' names. arXiv:2408.15664's MaxVio is this less 1.
+        - `ep_load`, where ranks share out the experts: tokens that chose those of the busiest rank, over an even share; the mean of all
+          layers, each of which waits for its own. It is what parallel.ep_load plans.
         - `idle_experts`: experts, of all layers, that no token chose.
         - `dropped_copies`, where experts have a capacity: the share of the tokens' copies beyond it.
         """
@@ -88,7 +99,14 @@ class RoutingCounts:
             "busiest_layer": self._first + peaks.index(max(peaks)),
             "idle_experts": sum(load.count(0) for load in loads),
         }
+        if self._ep > 1:
+            found["ep_load"] = round(fmean(self._busiest_rank(load) for load in loads), 4)
         return found | ({"dropped_copies": round((copies - computed) / max(1, copies), 6)} if self._has_capacity else {})
+
+    def _busiest_rank(self, load: Sequence[float]) -> float:
+        """Return the tokens of a layer's busiest rank of experts over an even share, from those of each expert."""
+        each = len(load) // self._ep
+        return max(sum(load[first : first + each]) for first in range(0, len(load), each)) * self._ep / max(1, sum(load))
 
 
 def step_biases(layers: Mapping[str, Any], counts: RoutingCounts, rate: float) -> None:

@@ -15,13 +15,13 @@ def mixture(model: Model) -> tuple[Op, ...]:
 
     Tensor-parallel ranks need the tokens and logits whole, and add up the output; of the routed copies nothing travels between them.
     Every tensor rank of our modules saves the full routed copies, so their sequence dim is named `tokens`, which tensor parallelism
-    does not split.
+    does not split. What a rank's experts receive has the dim `ep_load`; what a rank sends of its own tokens has not.
     """
-    rows: Dims = (*TOKENS, "top_k")
-    sent = Tensor((*rows, "hidden"))
+    rows: Dims = (*TOKENS, "top_k", "ep_load")
+    sent, received = Tensor((*TOKENS, "top_k", "hidden")), Tensor((*rows, "hidden"))
     logits = Tensor((*TOKENS, "choices"), 4)
     copies: Dims = ("tokens", "batch", "top_k")
-    copy_rows = Tensor((*copies, "hidden"))
+    returned_rows, received_rows = Tensor((*copies, "hidden")), Tensor((*copies, "ep_load", "hidden"))
     router = Op(
         name="router",
         weights=(Weight("router.weight", ("hidden", "choices")),),
@@ -34,24 +34,24 @@ def mixture(model: Model) -> tuple[Op, ...]:
     )
     dispatch = Op(
         name="dispatch",
-        moves=(STREAM, sent, sent, sent),  # sorted by rank for the exchange, and by expert after it
+        moves=(STREAM, sent, received, received),  # sorted by rank for the exchange, and by expert after it
         kernels=4,
-        saves_torch=(copy_rows, Tensor(copies, 8), Tensor(("experts",), 8)),  # the last: the end of each expert's copies
-        exchanges=(sent,),
+        saves_torch=(received_rows, Tensor(copies, 8), Tensor(("experts",), 8)),  # the last: the end of each expert's copies
+        exchanges=(received,),
         enters=(STREAM,),
     )
     combine = Op(
         name="combine",
-        moves=(sent, sent, sent, STREAM),
+        moves=(received, received, sent, STREAM),
         kernels=4,
         saves_megatron=(sent,),
-        saves_torch=(copy_rows,),
-        exchanges=(sent,),
+        saves_torch=(returned_rows,),
+        exchanges=(received,),
         reduces=(("expert_ffn", STREAM),),
     )
     bias = Op(name="router.bias", weights=(Weight("router.logit_bias", ("choices",)),), moves=(logits, logits))
     shared = _shared_experts(model) if model.shared_experts else ()
-    return router, *((bias,) if model.expert_bias else ()), dispatch, *_expert_ops(model, rows, sent), combine, *shared
+    return router, *((bias,) if model.expert_bias else ()), dispatch, *_expert_ops(model, rows, received), combine, *shared
 
 
 def _routing_saves(model: Model, copies: Dims) -> tuple[Tensor, ...]:
@@ -74,7 +74,7 @@ def _routing_kernels(model: Model) -> int:
     return weights + (3 if router.bias else 0) + (6 if router.top_groups < router.groups else 0) + 3 * (router.z_loss > 0)
 
 
-def _expert_ops(model: Model, rows: Dims, sent: Tensor) -> tuple[Op, ...]:
+def _expert_ops(model: Model, rows: Dims, received: Tensor) -> tuple[Op, ...]:
     """The feed-forward of each expert over the copies that are sent to it."""
     wide = Tensor((*rows, "expert_ffn"))
     parts: tuple[tuple[str, Dims], ...] = ((".gate", ("expert_ffn",)), (".up", ("expert_ffn",)))
@@ -83,7 +83,7 @@ def _expert_ops(model: Model, rows: Dims, sent: Tensor) -> tuple[Op, ...]:
     activated = (wide, wide) if model.act == "relu" or is_clamped else (wide, wide, wide)
     passes = CLAMPED_PASSES if is_clamped else 1.7
     return (
-        replace(linear("experts", ("hidden",), parts, bias=bias, saves=(sent,), rows=rows, groups=("experts",)), saves_torch=()),
+        replace(linear("experts", ("hidden",), parts, bias=bias, saves=(received,), rows=rows, groups=("experts",)), saves_torch=()),
         Op(name="experts.act", moves=(wide, wide, wide), saves_megatron=(wide, wide), saves_torch=activated, eager_passes=passes),
         linear("experts.down", ("expert_ffn",), (("", ("hidden",)),), bias=bias, saves=(wide,), rows=rows, groups=("experts",)),
     )

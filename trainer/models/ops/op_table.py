@@ -204,6 +204,7 @@ def logical_sizes(model: Model, train: Train) -> dict[str, int]:
         "experts": model.experts,
         "choices": model.experts,  # the experts of a tensor that expert parallelism does not split
         "top_k": model.top_k,
+        "ep_load": 1,  # of all ranks of experts together; one has so many times an even share of the copies (parallel.ep_load)
         "expert_ffn": expert_ffn,
         "shared_ffn": expert_ffn * model.shared_experts,
         "types": 2,

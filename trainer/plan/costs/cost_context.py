@@ -135,7 +135,7 @@ class CostContext:
 
     def split_costs(self, split: BlockSplit, wires: Wires) -> SplitCosts:
         """What a split's blocks cost whatever layers recompute and whatever hooks the engine has."""
-        key = (split.degrees, split.overlapped, split.sequence, split.microbatch, split.form, split.fused, wires.in_node)
+        key = (split.degrees, split.overlapped, split.sequence, split.microbatch, split.form, split.fused, split.ep_load, wires.in_node)
         found = self._splits.get(key)
         if found is None:
             found = self._splits[key] = SplitCosts(self.run, self.table, split, wires)

@@ -18,6 +18,7 @@ from .number_or_array import for_each, is_number
 # Products whose input is a norm's output, which compiled layers gather along the sequence, and make again in backward; a layer of linear
 # attention keeps it.
 NORMED_INPUT = ("attention", "attention.query", "attention.key_value", "mlp", "shared")
+THOUSAND = 1000  # parts of an even share in which the load of a rank of experts is counted
 
 
 class BlockSplit(NamedTuple):
@@ -31,6 +32,7 @@ class BlockSplit(NamedTuple):
     form: ActivationForm
     fused: bool
     hooks: int  # host time of the engine's hooks for each weight in a forward pass, in operators
+    ep_load: float = 1.0  # copies that a rank of experts computes, over an even share
 
     def degree(self, axis: str) -> int:
         """The degree of an axis; 1 for one that does not split blocks."""
@@ -57,6 +59,7 @@ def block_split(
         form=form,
         fused=fused,
         hooks=hooks,
+        ep_load=parallel.ep_load,
     )
 
 
@@ -70,6 +73,8 @@ class LocalTensors:
         self.axes = [AXES[name] for name, _ in split.degrees]
         vocab = round_up(table.sizes["vocab"], vocab_multiple * split.degree("tp"))
         self.sizes = {**table.sizes, "batch": split.microbatch, "vocab": vocab}
+        # In thousandths. All copies of a rank alone are its own; of several, one can get those of all.
+        self._ep_load = for_each(lambda ranks: round(THOUSAND * min(split.ep_load, ranks)), split.degree("ep"))
         self._counts: dict[tuple[Dims, str], int] = {}
         self._shares: dict[str, tuple[int, dict[str, int]]] = {  # of each axis: its degree, and a rank's elements where shares are uneven
             axis.name: (degree, _uneven_shares(axis, table.sizes, degree, vocab_multiple))
@@ -92,7 +97,10 @@ class LocalTensors:
         """Elements of a tensor on one rank."""
         found = self._counts.get((dims, without))
         if found is None:
-            found = self._counts[dims, without] = prod(self.shape(dims, without=without))
+            found = prod(self.shape(dims, without=without))
+            if "ep_load" in dims:
+                found = -(-found * self._ep_load // THOUSAND)
+            self._counts[dims, without] = found
         return found
 
     def bytes(self, tensor: Tensor, *, without: str = "") -> int:

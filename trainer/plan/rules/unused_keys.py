@@ -195,6 +195,7 @@ IDLE: dict[str, Condition] = {
     "parallel.overlap.pipeline": _is("parallel.pp", 1),
     "parallel.overlap.context": _any(_is("parallel.cp", 1), _is("parallel.cp_comm", "all_to_all"), _waits),
     "parallel.cp_comm":        _is("parallel.cp", 1),
+    "parallel.ep_load":        _is("parallel.ep", 1),
     "train.linear_attention":  _any(_is_not("model.family", "hybrid"), _is("model.full_attention_interval", 1)),
     "train.compile":           lambda run, mesh: "" if run.engine == PAPERS_NAME else _is("parallel.zero", 3)(run, mesh),
     "train.preference.loss":   _is_not("data.name", "preferences"),

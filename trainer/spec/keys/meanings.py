@@ -146,6 +146,7 @@ KEYS = {
     "parallel.cp":                  Key("context parallel: ranks that share each sequence"),
     "parallel.cp_comm":             Key("all_gather of keys and values over cp, or all_to_all of tokens for heads (Ulysses)"),
     "parallel.ep":                  Key("expert parallel: ranks that share out the experts; taken from dp, which ep divides"),
+    "parallel.ep_load":             Key("tokens' copies on the busiest rank of experts over an even share, which plans count"),
     "parallel.zero":                Key("ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too"),
     "parallel.shard":               Key("ranks over which ZeRO shards; all: every rank of the data axis"),
     "parallel.gather":              Key("how often ZeRO 3 gathers weights: a step, a micro-batch; auto: a step in a pipeline"),

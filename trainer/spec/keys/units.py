@@ -44,6 +44,7 @@ UNITS: dict[str, str] = {
     "model.lora.dropout":       "probability",
     "parallel.bucket":          "elements",
     "parallel.shard":           "ranks",
+    "parallel.ep_load":         "times an even share",
     "parallel.staleness":       "steps",
     "parallel.sync.every":      "steps",
     "parallel.chunks":          "groups of layers",
