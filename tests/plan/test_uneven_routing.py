@@ -1,10 +1,16 @@
 """A plan for uneven routing: what the busiest rank of experts holds and sends, and up to which load memory suffices."""
 
+from dataclasses import replace
+
 import pytest
 
 from distrain.cli.config.load import load_recipe
+from distrain.trainer.models.families import op_table
+from distrain.trainer.plan.costs.deferred_bytes import deferred_bytes
+from distrain.trainer.plan.costs.local_tensors import LocalTensors, block_split
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.plan_data import MemoryBytes, Message, Plan
+from distrain.trainer.spec.run import Run
 
 RECIPES = {
     "mixtral":                ("mixtral_8x7b",),
@@ -31,6 +37,11 @@ def fullest(plan: Plan) -> MemoryBytes:
 
 def exchanges(plan: Plan) -> list[Message]:
     return [each for each in plan.traffic if each.axis == "ep"]
+
+
+def local_tensors(run: Run) -> LocalTensors:
+    split = block_split(run.parallel, run.train.microbatch, "torch", fused=False)
+    return LocalTensors(op_table(run), split, vocab_multiple=1, activation=2, form="torch")
 
 
 def others(plan: Plan) -> list[tuple[str, str, int, int]]:
@@ -63,6 +74,20 @@ def test_a_load_scales_the_bytes_of_received_copies() -> None:
     saved = model.layers * copies * 2 * (model.hidden + 3 * model.expert_ffn)  # bytes in bf16
     even, uneven = (fullest(plan_of(("mixtral_8x7b", "parallel.recompute=none"), load)) for load in (1.0, 1.5))
     assert uneven.activations - even.activations == saved // 2
+
+
+def test_a_load_scales_the_copies_that_are_sorted_by_expert_and_those_that_wait_for_gradients_of_weights() -> None:
+    """A rank sorts its own copies by rank and what it received by expert, and back. Half of what it received is more at 1.5."""
+    run = load_recipe("mixtral_8x7b")
+    model, (even, uneven) = run.model, [local_tensors(replace(run, parallel=replace(run.parallel, ep_load=each))) for each in (1.0, 1.5)]
+    copies = run.train.microbatch * run.train.seq * model.top_k
+    ops = {op.name: op for op in op_table(run).layer}
+    for name in ("dispatch", "combine"):
+        moved, more = (sum(map(local.bytes, ops[name].moves)) for local in (even, uneven))
+        assert more - moved == 2 * copies * model.hidden * 2 // 2  # read and written, in bf16
+    waiting, more = (sum(deferred_bytes(ops[name], local) for name in ("experts", "experts.down")) for local in (even, uneven))
+    assert model.expert_ffn
+    assert more - waiting == copies * (2 * model.hidden + 3 * model.expert_ffn) * 2 // 2
 
 
 @pytest.mark.parametrize(("words", "load"), [(("parallel.ep=1",), 4.0), (("parallel.ep=2",), 4.0)])
