@@ -85,6 +85,7 @@ CHECKS = (
     _untimed_check("further curves", "further_curves:compare_further_ways"),
     _untimed_check("quantized folder", "quantized_folder:train_from_quantized"),
     GpuCheck(name="calibrate", seconds=60, function=f"{ROOM}.calibration:calibrate_machine"),
+    GpuCheck(name="out of memory", seconds=60, function=f"{ROOM}.full_device:fill_device"),
     _plan("gpt2_124m"),
     _plan("gpt2_124m compiled"),
     _plan("llama 16 layers"),

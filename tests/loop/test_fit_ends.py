@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -193,6 +194,14 @@ def test_a_rank_that_raises_ends_even_if_one_of_its_threads_waits(ranks: RankPoo
     assert "ArithmeticError: what a rank may raise" in job.problems
     assert "Traceback (most recent call last)" in log(tmp_path / "run", 1)
     assert "and explain" in log(tmp_path / "run", 1)
+
+
+def test_a_rank_without_memory_says_what_was_planned_and_what_needs_less(ranks: RankPool, tmp_path: Path) -> None:
+    job = fit(ranks, tmp_path / "run", how="no_memory")
+    assert job.codes == (1, 1)
+    (says,) = (each for each in job.problems if "memory" in each)
+    assert re.fullmatch(r"out of memory: asked for 128 TiB; [\d.]+ MiB planned in all; less is needed with \S+=.*", says)
+    assert "DefaultCPUAllocator: can't allocate memory" in log(tmp_path / "run", 1)
 
 
 def test_a_rank_that_cannot_read_its_shard_reports_it_itself(ranks: RankPool, tmp_path: Path) -> None:

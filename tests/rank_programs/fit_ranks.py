@@ -14,6 +14,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.loop import train
 from distrain.trainer.loop import train_rank as setup
@@ -52,6 +54,18 @@ def stuck_thread() -> None:
         if step == 1:
             ThreadPoolExecutor(1).submit(threading.Event().wait)
             raise ArithmeticError("what a rank may raise\nand explain")
+        return float(original(optim, step, steps))
+
+    loop.learning_rate = learning_rate
+
+
+def no_memory() -> None:
+    """In its second step the rank asks for more memory than any machine has."""
+    original = loop.learning_rate
+
+    def learning_rate(optim: Any, step: int, steps: int) -> float:
+        if step == 1:
+            torch.empty(1 << 47, dtype=torch.int8)
         return float(original(optim, step, steps))
 
     loop.learning_rate = learning_rate
@@ -159,6 +173,7 @@ FAULTS = {
     for each in (
         stop_request,
         stuck_thread,
+        no_memory,
         unreadable_shard,
         slow_corpus,
         small_files,

@@ -37,6 +37,7 @@ from .data.source_reader import Progress
 from .data.validation_sets import prepare_validation_sets
 from .failures.fail_together import fail_together
 from .failures.failure import AllRanksFailed, report_failure
+from .failures.out_of_memory import full_device, out_of_memory_text
 from .metrics.sinks import SinkContext, Sinks
 from .metrics.throughput import planned_figures
 from .state.reference_pass import StoppedInReference
@@ -58,6 +59,7 @@ def train_rank(path: Path, channel: Channel, stop: StopFlag, started: Path | Non
     stop.listen()
     keep_log(path.parent)
     writes = started is not None and world.is_rank0
+    setup: TrainingSetup | None = None
     with ExitStack() as at_end:  # closes sinks after a failure is reported: a sink may be slow to close
         try:
             if writes and not path.exists():
@@ -69,7 +71,7 @@ def train_rank(path: Path, channel: Channel, stop: StopFlag, started: Path | Non
         except StoppedInReference:
             is_finished = False
         except Exception as error:
-            report_failure(error, channel, world.rank)
+            report_failure(error, channel, world.rank, says=_memory_words(error, run, setup.plan if setup else None, world.rank))
             if isinstance(error, AllRanksFailed):
                 _wait_for_all(host)
             return 1
@@ -82,6 +84,14 @@ def train_rank(path: Path, channel: Channel, stop: StopFlag, started: Path | Non
         return STOPPED
     channel.report_done()
     return 0
+
+
+def _memory_words(error: Exception, run: Run, plan: Plan | None, rank: int) -> str:
+    """Return what is said of an error for want of memory; "" of any other. Whatever goes wrong here, the error itself is reported."""
+    with suppress(Exception):
+        if device := full_device(error):
+            return out_of_memory_text(device, run, plan or make_plan(run), rank)
+    return ""
 
 
 def _write_run(run: Run, plan: Plan, folder: Path, channel: Channel) -> None:

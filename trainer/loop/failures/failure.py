@@ -20,8 +20,8 @@ class AllRanksFailed(Exception):
         self.rank = rank
 
 
-def report_failure(error: BaseException, channel: Channel, rank: int = 0) -> None:
-    """Report why this rank is about to end; only unexpected errors have a traceback."""
+def report_failure(error: BaseException, channel: Channel, rank: int = 0, *, says: str = "") -> None:
+    """Report why this rank is about to end, in its own words or as `says`; only unexpected errors have a traceback."""
     with suppress(OSError):  # the log's disk may be full
         if isinstance(error, AllRanksFailed | Unreadable):
             print(error, file=sys.stderr, flush=True)
@@ -29,7 +29,7 @@ def report_failure(error: BaseException, channel: Channel, rank: int = 0) -> Non
             traceback.print_exception(error)
     if not isinstance(error, AllRanksFailed) or error.rank == rank:
         refused = isinstance(error, Unreadable) or isinstance(error.__cause__, Unreadable)
-        channel.report_problem(first_line(error), refused=refused, fault=error.fault if isinstance(error, AllRanksFailed) else "")
+        channel.report_problem(says or first_line(error), refused=refused, fault=error.fault if isinstance(error, AllRanksFailed) else "")
 
 
 def first_line(error: BaseException) -> str:
