@@ -65,10 +65,25 @@ def test_a_folder_without_checkpoints_has_none(tmp_path: Path, folder: str) -> N
 def test_an_existing_step_that_verifies_is_not_saved_again(tmp_path: Path) -> None:
     save(tmp_path, 4, first=True)
     (tmp_path / "latest").unlink()
-    assert not save(tmp_path, 4, first=False).fresh
-    assert checkpoint(find_newest(tmp_path)).extra == {"first": True}
+    assert not save(tmp_path, 4, first=True).fresh
     assert latest_checkpoint(tmp_path) == tmp_path / "step_4"
     assert hidden_files(tmp_path) == []
+
+
+def test_an_existing_step_of_an_attempt_that_trained_otherwise_is_replaced(tmp_path: Path) -> None:
+    """It was passed over for a fault that has gone, and the run went on from an older one with another recipe."""
+    save(tmp_path, 4, first=True)
+    assert save(tmp_path, 4, first=False).fresh
+    assert checkpoint(find_newest(tmp_path)).extra == {"first": False}
+    assert hidden_files(tmp_path) == []
+
+
+def test_a_checkpoint_whose_manifest_could_not_be_read_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    monkeypatch.setattr("distrain.trainer.loop.checkpoint.save.MOST_BYTES", 100)
+    with pytest.raises(SaveFailed, match=r"its manifest.json would take .*, of which at most 100 B are read"):
+        save(tmp_path, 2)
+    assert checkpoint(find_newest(tmp_path)).step == 1
 
 
 # --- damage

@@ -42,14 +42,20 @@ def test_a_broken_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     assert checkpoint_steps(tmp_path) == [3, 1]
 
 
-def test_a_new_checkpoint_is_kept_next_to_broken_ones_of_later_steps(tmp_path: Path) -> None:
+def test_broken_checkpoints_of_later_steps_are_set_aside_once_a_new_one_is_saved(tmp_path: Path) -> None:
+    """A run that resumed from an older one must not go on from them if they verify again."""
     for step in (1, 8, 9):
         save(tmp_path, step)
     for step in (8, 9):
         flip(tmp_path / f"step_{step}" / WEIGHT)
-    save(tmp_path, 2, keep=1)
+    notes = save(tmp_path, 2, keep=1).notes
+    assert notes == tuple(
+        f"step_{step}, which was passed over when the run resumed, is set aside as suspect_step_{step}" for step in (9, 8)
+    )
+    for step in (8, 9):
+        flip(tmp_path / f"suspect_step_{step}" / WEIGHT)
     found = find_newest(tmp_path)
-    assert (checkpoint(found).step, len(found.passed), latest_checkpoint(tmp_path)) == (2, 2, tmp_path / "step_2")
+    assert (checkpoint(found).step, found.passed, latest_checkpoint(tmp_path)) == (2, (), tmp_path / "step_2")
 
 
 def test_the_newest_checkpoint_from_before_the_last_good_check_of_devices_is_kept(tmp_path: Path) -> None:

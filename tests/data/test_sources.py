@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 import sysconfig
+from collections import Counter
 from math import log
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from distrain.tests.fakes.small_corpus import documents, mapped_tokens, small_co
 from distrain.trainer.loop.data.check_data import TEXT_SEARCH
 from distrain.trainer.loop.data.files.find import DataFile, find_files, library_files
 from distrain.trainer.loop.data.prepare import cache_folder
+from distrain.trainer.loop.data.samples import corpus as corpus_module
 from distrain.trainer.loop.data.tokenize.text_files import SHARE, split_turns
 from distrain.trainer.loop.data.tokenize.workers import tokenize_turns
 from distrain.trainer.spec.derived.data_blends import Blend
@@ -107,6 +109,28 @@ def test_entropy_is_that_of_the_training_tokens(tmp_path: Path) -> None:
     corpus = small_corpus(tmp_path, name="text", path=str(tmp_path / "a.txt"), validation=501 / 1501)
     assert set(split_tokens(corpus, "train")) == {97, 98}
     assert corpus.entropy == pytest.approx(log(2))
+
+
+def test_entropy_of_much_held_out_text_is_that_of_all_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents are counted together, and ranges that cross a block of tokens too."""
+    write_jsonl(tmp_path / "a.jsonl")
+    words: dict[str, Any] = {"name": "text", "path": str(tmp_path / "a.jsonl"), "validation": 0.3}
+    monkeypatch.setattr(corpus_module, "BLOCK", 7)
+    train, whole = (Counter(split_tokens(small_corpus(tmp_path, **words), split)) for split in ("train", "validation"))
+    assert small_corpus(tmp_path, **words).entropy == pytest.approx(entropy_of(train))
+    monkeypatch.setattr(corpus_module, "MOST_COUNTED", 1)
+    assert small_corpus(tmp_path, **words).entropy == pytest.approx(entropy_of(train + whole))
+
+
+def entropy_of(counts: Counter[int]) -> float:
+    return -sum(many / counts.total() * log(many / counts.total()) for many in counts.values())
+
+
+def test_lines_of_any_length_are_read_whole(tmp_path: Path) -> None:
+    """A line crosses the turns of 8 MiB in which files are read, and no other line begins within a MiB."""
+    texts = ["a" * 5_000_000, "b" * 7_000_000, "c" * 20, "d" * 9_000_000]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    assert documents(small_corpus(tmp_path, path=str(tmp_path / "a.jsonl"))) == of_bytes(texts)
 
 
 def test_entropy_of_a_blend_is_by_weight(tmp_path: Path) -> None:

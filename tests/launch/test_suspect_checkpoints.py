@@ -114,7 +114,7 @@ def test_a_checkpoint_is_set_aside_beside_one_of_the_same_step(tmp_path: Path) -
 
 def test_checkpoints_that_can_not_be_renamed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suspects = suspects_of(tmp_path, 4, 6)
-    monkeypatch.setattr("distrain.trainer.launch.suspect_checkpoints.ASIDE", "no/such/folder/")
+    monkeypatch.setattr("distrain.trainer.rundir.checkpoints.ASIDE", "no/such/folder/")
     assert suspects.set_aside(failed("device", 4)).endswith("and can't be renamed: No such file or directory")
 
 

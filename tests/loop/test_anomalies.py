@@ -282,10 +282,13 @@ def test_only_consecutive_skipped_steps_count() -> None:
         anomalies.raise_if_too_many(bad, 6)
 
 
-def test_fp16_overflows_never_end_a_run() -> None:
+def test_fp16_overflows_end_a_run_once_its_loss_scale_can_fall_no_further() -> None:
     run = load_recipe("quickstart")
     anomalies = Anomalies(replace(run, train=replace(run.train, precision="fp16", skip=0)))
     overflow = StepResult(loss=3.0, grad_norm=None, skipped=True)
-    for done in range(1, 20):
+    for done in range(1, 65):
         anomalies.add_step(overflow, done)
         anomalies.raise_if_too_many(overflow, done)
+    anomalies.add_step(overflow, 65)
+    with pytest.raises(TooManySkippedSteps, match="step 65: the loss or a gradient is not finite"):
+        anomalies.raise_if_too_many(overflow, 65)

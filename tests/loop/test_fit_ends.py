@@ -204,6 +204,16 @@ def test_a_rank_without_memory_says_what_was_planned_and_what_needs_less(ranks: 
     assert "DefaultCPUAllocator: can't allocate memory" in log(tmp_path / "run", 1)
 
 
+def test_ranks_whose_hosts_have_other_files_refuse_to_train(ranks: RankPool, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number} of a text\n" for number in range(400)))
+    words = ("data=text", f"data.path={text}", f"data.cache={tmp_path / 'cache'}", "train.evaluate.every=0")
+    job = fit(ranks, tmp_path / "run", *words, how="other_text")
+    says = f"data.path={text} holds other tokens here than on rank 0: give all hosts the same files"
+    assert (job.codes, job.problems) == ((1, 1), (says,))
+    assert log(tmp_path / "run", 1).endswith(f"{says}\n")
+
+
 def test_a_rank_that_cannot_read_its_shard_reports_it_itself(ranks: RankPool, tmp_path: Path) -> None:
     fit(ranks, tmp_path / "run", "train.steps=2")
     job = fit(ranks, tmp_path / "run", how="unreadable_shard")

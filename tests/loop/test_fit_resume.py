@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -54,6 +55,17 @@ def stop_at_random_step(ranks: RankPool, folder: Path, seed: random.Random, worl
     job = ranks.fit(folder, *OVERRIDES, *overrides, signals=[signal_at])
     assert set(job.codes) == {STOPPED}, (signal_at, job)
     return job
+
+
+def test_a_run_in_bf16_that_goes_on_in_fp16_begins_with_fp16_s_loss_scale(ranks: RankPool, tmp_path: Path) -> None:
+    """DeepSpeed has a constant scale of 1 in bf16, of which gradients in fp16 would underflow."""
+    words = (*OVERRIDES, *layout(2, 1))
+    ranks.train(tmp_path / "run", *words, "engine=zero", "train.precision=bf16", "train.steps=4")
+    ranks.train(tmp_path / "run", *words, "engine=native", "train.precision=fp16", "train.steps=5")
+    saved = [json.loads((tmp_path / "run" / "checkpoints" / f"step_{step}" / "manifest.json").read_text()) for step in (4, 5)]
+    scales = [each["extra"]["engine"]["scale"] for each in saved]
+    assert scales[0] == {}
+    assert scales[1]["cur_scale"] > 1000
 
 
 @pytest.mark.parametrize(

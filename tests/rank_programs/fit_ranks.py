@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from math import nan
 from pathlib import Path
@@ -88,6 +89,18 @@ def slow_corpus() -> None:
         rank_setup.prepare_corpus = original
         time.sleep(CORPUS_TIME)
         return original(*arguments, **options)
+
+    rank_setup.prepare_corpus = prepare_corpus
+
+
+def other_text() -> None:
+    """The rank's host has other files under the same name, of as many tokens."""
+    original = rank_setup.prepare_corpus
+
+    def prepare_corpus(data: Any, **options: Any) -> Any:
+        other = Path(data.path).with_name("other.txt")
+        other.write_bytes(Path(data.path).read_bytes()[::-1])
+        return original(replace(data, path=str(other)), **options)
 
     rank_setup.prepare_corpus = prepare_corpus
 
@@ -176,6 +189,7 @@ FAULTS = {
         no_memory,
         unreadable_shard,
         slow_corpus,
+        other_text,
         small_files,
         nan_validation,
         stop_in_reference,

@@ -348,10 +348,10 @@ def failed_writes() -> None:
     """The last rank can't write the checkpoint of step 4, nor that of the last step."""
     original = save._Save._write
 
-    def write(self, folder):
+    def write(self, folder, own):
         if self.rank == self.world - 1 and self.step in (4, 8):
             raise OSError(errno.EROFS, "read-only")
-        return original(self, folder)
+        return original(self, folder, own)
 
     save._Save._write = write
 

@@ -178,7 +178,7 @@ class Engine(ABC):
 
     def counters(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside shards: optimizer steps taken, skipped steps, the state of fp16's loss scale."""
-        scaler = self._loss_scaler
+        scaler = self._loss_scaler if self.run.train.precision == "fp16" else None
         scale = {name: getattr(scaler, name) for name in self.loss_scale_fields if isinstance(getattr(scaler, name, None), int | float)}
         taken = next((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), 0)  # the same of all weights
         return {"optimizer_steps": taken, "skipped": self.skipped_steps, "scale": scale}
@@ -200,7 +200,9 @@ class Engine(ABC):
                 continue
             target.copy_(read(row.shard, "weight", start, target.numel()))
         self.skipped_steps = int(counters["skipped"])
-        for name, value in counters["scale"].items():
+        # In other precisions DeepSpeed has a constant scale of 1, which checkpoints of earlier versions recorded alone.
+        scale = counters["scale"] if self.run.train.precision == "fp16" and len(counters["scale"]) > 1 else {}
+        for name, value in scale.items():
             if hasattr(self._loss_scaler, name):
                 setattr(self._loss_scaler, name, value)
 

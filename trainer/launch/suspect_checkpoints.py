@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
-from ..rundir.checkpoints import checkpoint_steps, newest_saved, step_path
+from ..rundir.checkpoints import ASIDE, checkpoint_steps, name_aside, newest_saved, step_path
 from .supervisor.outcome import Outcome
-
-ASIDE = "suspect_"  # in front of the name of a checkpoint that was set aside; no run resumes from it, and none removes it
 
 
 @dataclass(kw_only=True)
@@ -38,7 +35,7 @@ class SuspectCheckpoints:
             return f"warning: all checkpoints (of step {steps}) were {since}; there is no older one to resume from"
         try:
             for step in suspects:
-                step_path(self.folder, step).rename(self._new_name(step))
+                step_path(self.folder, step).rename(name_aside(step_path(self.folder, step)))
         except OSError as error:
             return f"warning: checkpoints of step {steps} were {since}, and can't be renamed: {error.strerror or error}"
         return f"set aside as {ASIDE}step_N the checkpoints of step {steps}: {since}; the one of step {older.step} is older"
@@ -48,7 +45,3 @@ class SuspectCheckpoints:
         first = min((each.first_step for each in outcome.ranks if each.first_step is not None), default=checked)
         if checked is not None and (same_hosts or self.checked is None or (first is not None and checked > first)):
             self.checked = checked
-
-    def _new_name(self, step: int) -> Path:
-        names = (self.folder / f"{ASIDE}step_{step}{f'.{number}' if number else ''}" for number in count())
-        return next(name for name in names if not name.exists())

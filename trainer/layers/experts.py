@@ -217,11 +217,12 @@ def plan_exchange(ends: Tensor, group: Group) -> TokenExchange:
     receives = torch.empty_like(sends)
     dist.all_to_all_single(receives, sends.contiguous(), group=group.handle)
     experts = torch.arange(receives.shape[1], device=ends.device).repeat(group.size)  # [R e]
+    sent, received = torch.stack((sends.sum(1), receives.sum(1))).tolist()  # the one wait for the device
     return TokenExchange(
         group=group,
-        sends=sends.sum(1).tolist(),
-        receives=receives.sum(1).tolist(),
-        order=experts.repeat_interleave(receives.flatten()).sort(stable=True).indices,
+        sends=sent,
+        receives=received,
+        order=experts.repeat_interleave(receives.flatten(), output_size=sum(received)).sort(stable=True).indices,
         ends=receives.sum(0).cumsum(0),
     )
 

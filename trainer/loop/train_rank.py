@@ -25,6 +25,7 @@ from ..plan.plan import make_plan
 from ..plan.plan_data import Plan
 from ..rundir.files import write_launch_files
 from ..spec.numbers.as_text import plural
+from ..spec.read import value_text
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
 from .build import build_engine
@@ -156,7 +157,18 @@ def _open_data(run: Run, world: World, channel: Channel, gather: Gather) -> tupl
     """Prepare and open the corpus and the validation sets on rank 0, then open them on the others; raises AllRanksFailed."""
     show = _data_progress(channel, remarks=run.launch.name != "local")
     opened = fail_together(gather, lambda: _read_data(run, show, verify=True) if world.is_rank0 else None)
-    return fail_together(gather, lambda: opened or _read_data(run, lambda what, done, total: None, verify=False))
+    corpus, sets = fail_together(gather, lambda: opened or _read_data(run, lambda what, done, total: None, verify=False))
+    _check_same_data(run, corpus, sets, gather)
+    return corpus, sets
+
+
+def _check_same_data(run: Run, corpus: Corpus, sets: Mapping[str, Corpus], gather: Gather) -> None:
+    """Raise AllRanksFailed where a rank has opened other data than rank 0: hosts may have other files under one name."""
+    first, *others = gather(" ".join((corpus.key, *(each.key for each in sets.values()))))
+    other = next((rank for rank, each in enumerate(others, 1) if each != first), None)
+    if other is not None:
+        what = f"data.path={value_text(run.data.path)}" if run.data.path else f"data={run.data.name}"
+        raise AllRanksFailed(f"{what} holds other tokens here than on rank 0: give all hosts the same files", other)
 
 
 def _read_data(run: Run, progress: Progress, *, verify: bool) -> tuple[Corpus, dict[str, Corpus]]:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 from ..system.regular_file import read_plain
 
 MANIFEST = "manifest.json"
+ASIDE = "suspect_"  # in front of the name of a checkpoint that was set aside; no run resumes from it, and none removes it
 MOST_BYTES = 4 << 30  # of a manifest
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _OPENING, _CLOSING = b'{"sha256":"', b'",\n'
@@ -49,6 +51,12 @@ def step_number(name: str) -> int | None:
     """Return the step that a folder's name states; None where it is not a checkpoint's."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def name_aside(path: Path) -> Path:
+    """Return a new name for a checkpoint that is set aside."""
+    names = (path.parent / f"{ASIDE}{path.name}{f'.{number}' if number else ''}" for number in count())
+    return next(name for name in names if not name.exists())
 
 
 def seal(body: bytes) -> bytes:

@@ -84,6 +84,7 @@ BASE_KEYS = (
     "optim.mup",
 )  # by which weights are drawn that LoRA adds to, and no checkpoint holds
 MOMENTS_KEY = "optim.moments"
+ORDER_KEYS = ("train.seq", "train.seed")  # by which the windows of an epoch are cut and drawn
 BLEND_KEYS = ("data.weights", "data.stages")  # by which sources are blended, in the samples that were read and in those to come
 DOCUMENTS_KEY = "data.documents"  # which labels count, not which tokens there are
 
@@ -141,6 +142,8 @@ class Changes:
         """Yield what changed since a step, a line for each kind of change."""
         if self.reported:
             yield f"changed since step {step}: {', '.join(each.text for each in self.reported)}"
+        if any(each.key in ORDER_KEYS for each in self.reported) and not self.other_data:
+            yield "what is left of this epoch comes in another order: some of its tokens were read before, and as many are left out"
         if any(each.key == MOMENTS_KEY for each in self.reported):
             now = next(each.now for each in self.reported if each.key == MOMENTS_KEY)
             says = {"fp32": "widened to fp32", "bf16": "rounded to the nearest bf16", "int8": "quantized to 8 bits"}[now]

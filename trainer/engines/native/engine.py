@@ -46,7 +46,7 @@ from .data_parallel.sharded_weights import (
     local_rows,
     sharded_weights,
 )
-from .data_parallel.weight_buckets import WeightBucket
+from .data_parallel.weight_buckets import WeightBucket, take_stepped_weights
 from .data_parallel.worker_average import WorkerAverage
 from .loss_scale import LossScale
 from .pipeline import PassHooks, Pipeline, ScheduledStep
@@ -168,6 +168,7 @@ class NativeEngine(Engine):
     def restore(self, read: ReadShard, counters: Mapping[str, Any], has: Callable[[str], bool]) -> None:
         drop_gathered(self.modules)  # the pass of a reference before it has left the ends of the model gathered
         super().restore(read, counters, has)
+        take_stepped_weights(self.buckets)
         if self.together is not None:
             self.together.restart()
 
@@ -267,10 +268,10 @@ class NativeEngine(Engine):
 
     def _forward_weights(self) -> Iterator[tuple[RankParameter, int, Tensor]]:
         for row in self._owned:
-            if self._sharding is None:
-                yield row, 0, row.parameter.data.view(-1)
-            elif not row.parameter.requires_grad or self.run.parallel.offload.optimizer:
+            if self._sharding is not None and (not row.parameter.requires_grad or self.run.parallel.offload.optimizer):
                 yield row, first_element(row, self._sharding), local_rows(row.parameter).view(-1)
+            elif self._sharding is None and not row.parameter.requires_grad:  # the others are those that are stepped
+                yield row, 0, row.parameter.data.view(-1)
 
     @property
     def _loss_scaler(self) -> Any:

@@ -10,7 +10,7 @@ from .load import CheckpointReader, LoadFailed, read_slices
 from .publish import latest_checkpoint, remove_leftovers
 from .save import SaveResult, save_shards
 from .slices import Shard, Slice, block_slice, whole_slice
-from .work_on_all_ranks import Gather, SaveFailed, gather_alone, gather_over
+from .work_on_all_ranks import Gather, SaveFailed, collect_over, gather_alone, gather_over
 
 __all__ = [
     "BackgroundWriter",
@@ -26,6 +26,7 @@ __all__ = [
     "Slice",
     "block_slice",
     "choose_checkpoint",
+    "collect_over",
     "find_newest",
     "gather_alone",
     "gather_over",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...rundir.checkpoints import checkpoint_steps, step_path
+from ...rundir.checkpoints import checkpoint_steps, name_aside, step_path
 from .find import verification_fault
 from .publish import remove_checkpoint
 from .slices import Shard
@@ -50,13 +50,15 @@ def prune_checkpoints(folder: Path, newest: int, keep: int, checked: int | None 
     """Remove all but the newest `keep` checkpoints (at least one) up to step `newest`, which was just saved, and the newest up to step
     `checked`. Return what failed.
 
-    A checkpoint whose files do not have the recorded sizes does not count as kept. Any newer than `newest` are broken, or the run
-    would have resumed from them: each is replaced when its step is saved again.
+    A checkpoint whose files do not have the recorded sizes does not count as kept. Any newer than `newest` did not verify when the run
+    resumed from an older one: they are set aside, so that no run goes on from them if they verify again.
     """
     notes = []
     kept, has_checked = 1, checked is None or newest <= checked
     for step in checkpoint_steps(folder):
         path = step_path(folder, step)
+        if step > newest:
+            notes.append(_set_aside(path))
         if step >= newest:
             continue
         is_checked = checked is not None and step <= checked
@@ -68,3 +70,13 @@ def prune_checkpoints(folder: Path, newest: int, keep: int, checked: int | None 
         except OSError as error:
             notes.append(f"{path.name} could not be removed: {fault_text(error)}")
     return notes
+
+
+def _set_aside(path: Path) -> str:
+    """Rename a checkpoint so that no run resumes from it; return a note."""
+    try:
+        aside = name_aside(path)
+        path.rename(aside)
+    except OSError as error:
+        return f"{path.name}, which was passed over, could not be renamed: {fault_text(error)}"
+    return f"{path.name}, which was passed over when the run resumed, is set aside as {aside.name}"

@@ -14,9 +14,9 @@ import msgspec
 import torch
 
 from ...launch.rank.channel import OnProgress, ignore_text
-from ...rundir.checkpoints import MANIFEST, checkpoint_steps, step_path
+from ...rundir.checkpoints import MANIFEST, MOST_BYTES, checkpoint_steps, step_path
 from ...spec.numbers.as_text import size_text
-from .find import find_newest, verification_fault
+from .find import find_newest, open_checkpoint, verification_fault
 from .manifest import Manifest, encode_manifest, tensor_records
 from .publish import (
     hidden_name,
@@ -66,9 +66,11 @@ def save_shards(
     rank: int = 0,
     world: int = 1,
     gather: Gather = gather_alone,
+    collect: Gather | None = None,
     on_progress: OnProgress = ignore_text,
 ) -> SaveResult:
-    """Save the state after a step; all ranks call this together, each with its own shards. `extra` (JSON, finite) is rank 0's.
+    """Save the state after a step; all ranks call this together, each with its own shards. `extra` (JSON, finite) is rank 0's. `collect`
+    gathers on rank 0 alone what only it needs (None: as `gather` does): of thousands of ranks, millions of slices.
 
     The shards of all ranks hold every element of every tensor once: of a replicated tensor one rank passes a shard. Afterwards the
     newest `keep` checkpoints exist, and the newest up to step `checked`, that of the last good check of the devices. Raises SaveFailed
@@ -78,6 +80,7 @@ def save_shards(
     """
     owned, notes = list[Shard](), tuple[str, ...]()
     common: dict[str, Any] = {"folder": folder, "step": step, "rank": rank, "world": world, "gather": gather, "on_progress": on_progress}
+    common["collect"] = collect or gather
     first = _Save(**common, timers=SaveTimers(), owned=owned)
     try:
         try:
@@ -92,6 +95,15 @@ def save_shards(
 
 
 @dataclass(frozen=True, kw_only=True)
+class WrittenFile:
+    """A file that a rank has written, by its name, and the slices in it, each with torch's name of its dtype."""
+
+    name: str
+    file: ShardFile
+    slices: list[tuple[Slice, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Save:
     """One try of one rank to save a step."""
 
@@ -100,6 +112,7 @@ class _Save:
     rank: int
     world: int
     gather: Gather
+    collect: Gather
     on_progress: OnProgress
     timers: SaveTimers
     owned: list[Shard]  # the shards that this rank writes, filled as they are checked
@@ -117,12 +130,14 @@ class _Save:
                 return self._result(path, fresh=False)
             self._check_room(checks)
             temporary = self.folder / checks[0]["temporary"]
-            written = self._run_on_all_ranks(lambda: self._write(temporary))
+            own = list[WrittenFile]()
+            sizes = self._run_on_all_ranks(lambda: self._write(temporary, own))
             with self.timers.time_part("publish"):
-                self._run_on_all_ranks(lambda: self._publish(temporary, path, written, extra))
+                lines = self.collect(msgspec.json.encode(own).decode())
+                self._run_on_all_ranks(lambda: self._publish(temporary, path, lines, extra))
         with self.timers.time_part("remove"):
             notes = [*notes, *(self._prune(keep, checked) if self.rank == 0 else [])]
-        return self._result(path, size=sum(file["bytes"] for each in written for file in each["files"].values()), notes=notes)
+        return self._result(path, size=sum(sizes), notes=notes)
 
     def make_room(self) -> tuple[str, ...]:
         """Remove as many of the oldest checkpoints as this one needs room, if that is enough. Return a note for each."""
@@ -146,7 +161,7 @@ class _Save:
             json.dumps(extra, allow_nan=False)
             make_folder(self.folder)
             remove_leftovers(self.folder)
-            check["exists"] = path.exists() and not verification_fault(path, on_progress=self.on_progress)
+            check["exists"] = self._is_saved(path, extra)
             check["free"] = free_bytes(self.folder)
             check["temporary"] = temporary.name
             if not check["exists"]:
@@ -155,30 +170,41 @@ class _Save:
                 point_latest(path)
         return check
 
+    def _is_saved(self, path: Path, extra: dict[str, Any]) -> bool:
+        """Whether a checkpoint of this step verifies and is of the same run: one that was passed over may be of an attempt that trained
+        otherwise."""
+        if not path.exists() or verification_fault(path, on_progress=self.on_progress):
+            return False
+        return bool(open_checkpoint(path).extra == json.loads(json.dumps(extra)))
+
     def _check_room(self, checks: list[dict[str, Any]]) -> None:
         needed, free = sum(each["bytes"] for each in checks), checks[0]["free"]
         if needed > free:
             raise SaveFailed(f"{size_text(needed)} are needed in {self.folder} and {size_text(free)} are free", room=True)
 
-    def _write(self, folder: Path) -> dict[str, Any]:
-        """Write this rank's files. Return, as JSON, the files and the slices in each."""
-        files: dict[str, Any] = {}
-        rows: list[dict[str, Any]] = []
+    def _write(self, folder: Path, own: list[WrittenFile]) -> int:
+        """Write this rank's files, and add what each holds to `own`. Return their bytes."""
         for name, shards in shards_by_file(self.rank, self.owned):
             file = write_shards(folder / name, shards, self.timers, self.on_progress)
-            files[name] = vars(file)
-            rows += [{"slice": vars(each.slice), "dtype": str(each.tensor.dtype).removeprefix("torch."), "file": name} for each in shards]
-        return {"files": files, "rows": rows}
+            rows = [(each.slice, str(each.tensor.dtype).removeprefix("torch.")) for each in shards]
+            own.append(WrittenFile(name=name, file=file, slices=rows))
+        return sum(each.file.bytes for each in own)
 
-    def _publish(self, temporary: Path, path: Path, written: list[dict[str, Any]], extra: dict[str, Any]) -> None:
-        """On rank 0, write the manifest and give the folder its name."""
+    def _publish(self, temporary: Path, path: Path, lines: Sequence[str], extra: dict[str, Any]) -> None:
+        """On rank 0, write the manifest of what all ranks have written, a line each, and give the folder its name."""
         if self.rank:
             return
+        written = list[WrittenFile]()
+        for line in lines:
+            self.on_progress("publish")
+            written += msgspec.json.decode(line, type=list[WrittenFile])
+        stored = ((part, dtype, each.name) for each in written for part, dtype in each.slices)
+        manifest = Manifest(step=self.step, extra=extra, files={each.name: each.file for each in written}, tensors=tensor_records(stored))
         self.on_progress("publish")
-        stored = [(msgspec.convert(row["slice"], Slice), row["dtype"], row["file"]) for each in written for row in each["rows"]]
-        files = {name: ShardFile(**file) for each in written for name, file in each["files"].items()}
-        manifest = Manifest(step=self.step, extra=extra, files=files, tensors=tensor_records(stored))
-        write_synced(temporary / MANIFEST, encode_manifest(manifest))
+        text = encode_manifest(manifest)
+        if len(text) > MOST_BYTES:
+            raise SaveFailed(f"its {MANIFEST} would take {size_text(len(text))}, of which at most {size_text(MOST_BYTES)} are read")
+        write_synced(temporary / MANIFEST, text)
         sync_folder(temporary)
         publish_checkpoint(temporary, path)
 

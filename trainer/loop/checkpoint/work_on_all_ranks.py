@@ -48,6 +48,18 @@ def gather_over(group: dist.ProcessGroup | None = None) -> Gather:
     return gather
 
 
+def collect_over(group: dist.ProcessGroup | None = None) -> Gather:
+    """Return a gather of the ranks of a process group (None: all) that gives all lines to its first rank, and none to the others."""
+
+    def collect(line: str) -> Sequence[str]:
+        is_first = dist.get_rank(group) == 0
+        lines = [""] * dist.get_world_size(group) if is_first else None
+        dist.gather_object(line, lines, group=group, group_dst=0)
+        return lines or ()
+
+    return collect
+
+
 def run_on_all_ranks(gather: Gather, work: Callable[[], Any]) -> list[Any]:
     """Do the work on every rank. Return its results (JSON) in rank order; raise SaveFailed on all ranks where it raised on any."""
     result, error = None, None

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...spec.derived.data_blends import blends, has_sources
 from ...spec.run import Data
+from ...system.open_files import raise_limit_of_maps
 from .check_data import CheckedData, check_data
 from .file_hashes import NotCached
 from .files.data_error import data_error
@@ -24,6 +25,7 @@ def prepare_corpus(data: Data, *, vocab: int, seq: int, cache: Path, progress: P
     Several processes may call it at once: one works, the others wait. A call of `progress` with a total of 0 is a remark.
     `verify=False` trusts the sizes of files that another process on this node has just verified.
     """
+    raise_limit_of_maps()
     checked = check_data(data, vocab, lambda remark: progress(remark, 0, 0))
     corpus = read_corpus(checked, SourceReader(data, vocab, cache.expanduser(), progress, verify))
     windows(corpus, seq, "train")

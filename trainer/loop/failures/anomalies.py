@@ -12,6 +12,7 @@ from ..step.train_progress import BEGINNING, TrainProgress
 from .failure import AllRanksFailed
 from .recent_values import RecentValues
 
+MOST_OVERFLOWS = 64  # in a row, of fp16: halved so often, no loss scale is left that could fall
 SPIKE_SCORE = 6.0  # deviations above recent losses from which a loss is a spike
 LOSS_SPREAD, LEAST_LOSS = 0.005, 0.1  # a loss (nats) may fall to almost 0
 NORM_SPREAD, LEAST_NORM = 0.05, 1e-6  # a norm may be 0
@@ -61,10 +62,12 @@ class Anomalies:
     def raise_if_too_many(self, result: StepResult, done: int) -> None:
         """Raise TooManySkippedSteps where more steps in a row than train.skip were skipped.
 
-        fp16 skips overflows until its loss scale has fallen: these steps, whose loss is finite, do not count.
+        fp16 skips overflows until its loss scale has fallen: these steps, whose loss is finite, do not count, unless there are more of them
+        than the scale can fall.
         """
         allowed, spiked = self.run.train.skip, result.beyond_limits
-        if self._skipped <= allowed or (self.run.train.precision == "fp16" and isfinite(result.loss) and not spiked):
+        may_scale = self.run.train.precision == "fp16" and isfinite(result.loss) and not spiked and self._skipped <= MOST_OVERFLOWS
+        if self._skipped <= allowed or may_scale:
             return
         first, last = self._samples(done)
         it = "it" if allowed == 0 else f"it, like the {allowed} before it," if allowed > 1 else "it, like the one before it,"

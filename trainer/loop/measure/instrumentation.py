@@ -126,10 +126,12 @@ def write_measured(
     """
     ranks = _gather(setup, count.bytes)
     most = {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
+    if not setup.world.is_rank0:
+        return ""
     corpus = setup.batches.corpus
     facts = {
         "step": done,
-        "unigram_entropy": None if corpus.has_pairs else corpus.entropy,
+        "unigram_entropy": None if corpus.has_pairs else corpus.entropy,  # rank 0 has read the text for it; others would have to
         **({"batch": batch} if batch is not None else {}),
         **({"expert_ranks": expert_ranks} if expert_ranks else {}),
     }

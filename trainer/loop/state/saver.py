@@ -12,7 +12,7 @@ from ...rundir.checkpoints import checkpoints_folder
 from ...rundir.run_in_manifest import run_record
 from ...spec.derived.batch_levels import run_steps
 from ...spec.run import Run
-from ..checkpoint import BackgroundWriter, SaveFailed, SaveResult, gather_over, save_shards
+from ..checkpoint import BackgroundWriter, SaveFailed, SaveResult, collect_over, gather_over, save_shards
 from ..failures.failure import AllRanksFailed
 from ..step.train_progress import TrainProgress
 from .engine_state import owned_shards
@@ -36,7 +36,8 @@ class Saver:
         self.newest = setup.start.step  # the step of the newest checkpoint that is complete, or that this run began at
         self._run, self._setup = run, setup
         self._writer = BackgroundWriter() if run.checkpoint.in_background else None
-        self._gather = gather_over(new_host_group() if self._writer else setup.host)
+        host = new_host_group() if self._writer else setup.host
+        self._reach = {"gather": gather_over(host), "collect": collect_over(host)}  # the other ranks
         self._step = self.newest  # of the last save that was begun
         self._pause = ""  # what the user is told of how long training waited for it
         self._pauses = SavePauses(perf_counter())
@@ -65,7 +66,7 @@ class Saver:
         extra |= {"recent": recent} if recent else {}
         extra |= {LACKS_VALIDATION_KEY: True} if lacks_validation else {}
         extra |= resume_check_record(run, setup.engine, setup.grid, setup.batches, progress.sample)
-        ranks: dict[str, Any] = {"rank": setup.world.rank, "world": setup.world.size, "gather": self._gather}
+        ranks: dict[str, Any] = {"rank": setup.world.rank, "world": setup.world.size, **self._reach}
         what: dict[str, Any] = {"shards": owned_shards(run, setup.engine, setup.grid), "extra": extra, "keep": run.checkpoint.keep}
         what["checked"] = checked
         folder, self._step = checkpoints_folder(setup.folder), progress.step

@@ -37,7 +37,7 @@ def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[
         if run.train.attention == "flash" and not (run.model.dropout and step is not None):
             further["bounds"] = (batch.bounds or document_bounds(batch.documents)).to(device)
     if (run.model.dropout or run.model.lora.dropout) and step is not None:
-        further["keys"] = dropout_keys(run.train.seed, step, batch.samples.to(device), torch.arange(seq, device=device))
+        further["keys"] = dropout_keys(run.train.seed, step, batch.samples.to(device, non_blocking=True), torch.arange(seq, device=device))
     if has_experts(run.model) and run.model.adds_router_loss and (context is not None or batch.pairs is not None):
         further["label_counts"] = _counts_of_rows(batch).to(device, non_blocking=True)
     if batch.pairs is not None:

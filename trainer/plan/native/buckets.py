@@ -20,7 +20,8 @@ from ..layout.workers import worker_ranks
 class BucketKind(NamedTuple):
     """What the weights of a bucket have in common: whether other axes sum their gradients before the data axis does (`late`), whether
     data-parallel ranks share out the experts, whether weight decay applies, whether gradients travel as two factors (parallel.compress),
-    whether they are matrices that Muon steps, whether their learning rate falls with the width (optim.mup)."""
+    whether they are matrices that Muon steps, whether their learning rate falls with the width (optim.mup), whether the last stage has a
+    copy: alone in their bucket at both ends, the data axis adds up their elements in one order, and the copies stay equal."""
 
     late: bool
     expert: bool
@@ -28,6 +29,7 @@ class BucketKind(NamedTuple):
     compressed: bool = False
     matrices: bool = False
     by_width: bool = False
+    on_both_ends: bool = False
 
 
 class Bucket(NamedTuple):
@@ -88,9 +90,9 @@ def gradient_buckets(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> lis
 def _kind(run: Run, mesh: Mesh, shard: WeightShard) -> BucketKind:
     is_shared = shard.shared or (run.parallel.sequence and mesh.tp > 1 and not shard.is_split)
     compressed = compressed_stack(shard.size, compression_rank(run.parallel, mesh, expert=shard.expert)) is not None
-    late, by_muon = is_shared or is_tied_over_stages(run, mesh, shard.name), run.optim.name == MUON and shard.hidden_matrix
+    on_both_ends, by_muon = is_tied_over_stages(run, mesh, shard.name), run.optim.name == MUON and shard.hidden_matrix
     by_width = is_rate_divided(run, shard.name, len(shard.size))
-    return BucketKind(late, shard.expert, shard.decays, compressed, by_muon, by_width)
+    return BucketKind(is_shared or on_both_ends, shard.expert, shard.decays, compressed, by_muon, by_width, on_both_ends)
 
 
 def is_tied_over_stages(run: Run, mesh: Mesh, name: str) -> bool:

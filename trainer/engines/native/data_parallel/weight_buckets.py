@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -273,3 +273,12 @@ class WeightBucket:
         """Yield each parameter with the part of a flat tensor that is its own, in its shape."""
         for parameter, start in self._starts.items():
             yield parameter, flat[start : start + parameter.numel()].view(parameter.shape)
+
+
+def take_stepped_weights(buckets: Iterable[object]) -> None:
+    """Give each bucket's stepped weights to those that forward uses, and gather the other ranks'; all ranks call this together."""
+    for bucket in buckets:
+        if isinstance(bucket, WeightBucket):
+            bucket.copy_master()
+            if (message := bucket.gather()) is not None:
+                message.wait()

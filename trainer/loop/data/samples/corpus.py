@@ -19,6 +19,8 @@ from .packing import PackedWindows, pack_examples
 from .tokens import MappedExamples, MappedTokens, Tokens
 
 Split = Literal["train", "validation"]
+BLOCK = 1 << 22  # tokens that are counted at a time
+MOST_COUNTED = 1 << 28  # of held-out tokens; of more, which are as frequent as in all text, the frequencies of all text are taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +60,11 @@ def validation_ranges(key: int, bounds: Indices, share: float, *, whole: bool = 
     A document larger than the whole share is skipped. If the others are too few, as when there is only one document, the end of
     the text validates, even if that cuts a document; with `whole` it begins at a document, and at least one document trains.
     """
-    size, lengths = int(bounds[-1]), np.diff(bounds)
+    size = int(bounds[-1])
     wanted = round(size * share)
+    if not wanted and not whole:
+        return merge_ranges(np.array([size]), np.array([size]))
+    lengths = np.diff(bounds)
     drawn = random_key(key, np.arange(len(lengths)))
     few = np.flatnonzero(drawn < np.uint64(min(4 * share, 1) * (2**64 - 2**11)))  # usually enough, and fewer to sort
     for documents in (few, np.arange(len(lengths))):
@@ -149,7 +154,7 @@ class Corpus:
     @cached_property
     def entropy(self) -> float:
         """Unigram entropy of the training text in nats a token, sources by the weights of the first blend: the loss of a model that knows
-        only frequencies."""
+        only frequencies. It reads what is held out."""
         weights = np.array(self.blends[0].weights) / sum(self.blends[0].weights)
         shares = sum(weight * _id_frequencies(source, self.vocab) for weight, source in zip(weights, self.sources, strict=True))
         return float(-sum(share * log(share) for share in shares if share))
@@ -206,12 +211,20 @@ def _id_frequencies(source: Source, vocab: int) -> NDArray[np.float64]:
         return np.full(vocab, 1 / vocab)
     counts = np.zeros(vocab, np.int64)
     counts[: len(source.tokens.counts)] = source.tokens.counts
-    for begin, end in zip(source.validation.begins, source.validation.ends, strict=True):
-        for at in range(int(begin), int(end), 1 << 22):
-            held = np.empty(min(1 << 22, int(end) - at), np.int64)
-            source.tokens.copy(at, held)
+    if source.validation.size <= MOST_COUNTED or source.set_apart:
+        for held in _blocks(source.tokens, source.validation):
             counts -= np.bincount(held, minlength=vocab)
     return np.asarray(counts / max(counts.sum(), 1), np.float64)
+
+
+def _blocks(tokens: MappedTokens, ranges: TokenRanges) -> Iterator[NDArray[np.int64]]:
+    """Yield the ids in ranges of tokens, many at a time: ranges are short where documents are."""
+    for start in range(0, ranges.size, BLOCK):
+        held, at = np.empty(min(BLOCK, ranges.size - start), np.int64), 0
+        for position, length in ranges.pieces(start, len(held)):
+            tokens.copy(position, held[at : at + length])
+            at += length
+        yield held
 
 
 def _completion_frequencies(tokens: MappedExamples, ranges: TokenRanges, vocab: int) -> NDArray[np.float64]:

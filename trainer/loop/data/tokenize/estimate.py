@@ -16,7 +16,7 @@ from ..files.compressed import decompress_start
 from ..files.data_error import data_error
 from ..files.find import DataFile
 from ..files.formats import text_form
-from .text_files import BadText, encode_text, json_rows, line_start
+from .text_files import BadText, encode_text, json_rows, line_start, next_line
 from .tokenizer import ByteTokenizer, Tokenizer, VocabularyTokenizer
 
 LineReader = Callable[[bytes], bytes]
@@ -113,7 +113,7 @@ def _read_sample(file: DataFile, key: str, read_line: LineReader, begin: int) ->
         return _limit_texts(found.texts, file.size * found.share)
     for most in _BYTES:
         with open(file.path, "rb") as opened:
-            begin = line_start(opened, begin)
+            begin = (next_line if rows == "lines" and not compression else line_start)(opened, begin)
             opened.seek(begin)
             start = opened.read(most)
         text = decompress_start(start, compression, _UNPACKED) if compression else start

@@ -131,6 +131,16 @@ def line_start(file: IO[bytes], at: int) -> int:
     return at + next((step for step in range(4) if near[1 + step] & 0xC0 != 0x80), 0)
 
 
+def next_line(file: IO[bytes], at: int) -> int:
+    """Return the first line start at or after a byte, however far; the end of the file where there is none."""
+    if not at:
+        return 0
+    file.seek(at - 1)
+    while (part := file.readline(_NEAR)) and not part.endswith(b"\n"):
+        pass
+    return file.tell()
+
+
 def _compressed_texts(file: IO[bytes], path: str) -> Iterator[tuple[bytes, bool]]:
     """Yield a compressed document in blocks that end with a line."""
     rest, read = b"", 0
@@ -167,7 +177,7 @@ def span_rows(span: Span, read: Callable[[bytes], Row]) -> Iterator[Row]:
             yield from json_rows(file, 0, None, span.path, read)
         return
     with open_lines(span.path) as file:
-        begin, end = line_start(file, span.begin), line_start(file, span.end)
+        begin, end = next_line(file, span.begin), next_line(file, span.end)
         file.seek(begin)
         yield from json_rows(file, begin, end, span.path, read)
 
