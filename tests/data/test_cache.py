@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,13 +192,13 @@ def test_hashes_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch:
         return found
 
     assert hashes(paths) == true
-    assert not cache.exists(), "a file that was just written may be written again within the same tick of the clock"
+    assert not list(cache.glob("hashes/*.json")), "a file that was just written may be written again within the same tick of the clock"
     with pytest.raises(NotCached):
         hashes(paths, only_quick=True)
     assert hashes(small, only_quick=True) == [true[0], true[2]]
     monkeypatch.setattr(hashing, "_SETTLED", 0)  # and none has
     assert hashes(paths) == true
-    memories = sorted((cache / "hashes").iterdir(), key=lambda path: len(json.loads(path.read_text())))
+    memories = sorted((cache / "hashes").glob("*.json"), key=lambda path: len(json.loads(path.read_text())))
     assert [sorted(json.loads(path.read_text())) for path in memories] == [[str(large)], [str(path) for path in small]]
     for memory in memories:
         rows = json.loads(memory.read_text())
@@ -231,3 +233,22 @@ def test_an_unwritable_cache_is_refused_in_one_line(text: Path) -> None:
     with pytest.raises(Unreadable) as refused:
         open_corpus(text)
     assert str(refused.value) == f"the cache {text.parent}/cache cannot be written: File exists: set data.cache to a folder with free space"
+
+
+def test_one_of_the_processes_of_a_host_hashes_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it, as ranks do that start together."""
+    file, calls = tmp_path / "a.bin", list[Path]()
+    file.write_bytes(b"x" * 2000)
+    os.utime(file, (1, 1))
+    monkeypatch.setattr(hashing, "REMEMBERED_ALONE", 1000)
+    monkeypatch.setattr(hashing, "_SETTLED", -(10**18))
+
+    def slow_digest(path: Path) -> str:
+        calls.append(path)
+        time.sleep(0.2)
+        return digest(path)
+
+    monkeypatch.setattr(hashing, "digest", slow_digest)
+    with ThreadPoolExecutor(4) as threads:  # each opens the lock's file for itself, as processes do
+        found = list(threads.map(lambda _: file_hashes([file], tmp_path / "cache", lambda size: None), range(4)))
+    assert (found, calls) == ([[digest(file)]] * 4, [file])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,22 @@ class _HashMemory:
         self.path = cache / "hashes" / f"{blake2b(group.encode(), digest_size=16).hexdigest()}.json"
         self.known: dict[str, Any] = {}  # [version, hash] by name
         self.is_changed = False
+        self.read()
+
+    def read(self) -> None:
+        """Read what is remembered."""
         with suppress(OSError, ValueError, TypeError):
             self.known = dict(json.loads(self.path.read_text()))
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep other processes that share the cache from hashing the same files, such as the other ranks of a host; they wait. A cache that
+        can't be written keeps none."""
+        with ExitStack() as held:
+            with suppress(OSError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                fcntl.flock(held.enter_context(open(self.path.with_suffix(".lock"), "a")), fcntl.LOCK_EX)
+            yield
 
     def find(self, name: str, stat: os.stat_result) -> str | None:
         """Return the remembered hash of a file; None if there is none of the version that `stat` is of."""
@@ -75,9 +90,13 @@ def file_hashes(paths: Sequence[Path], cache: Path, report: Callable[[int], None
             read += size
             if only_quick and (memory is not together or read > _SMALL_FILES):
                 raise NotCached
-            found = memory.compute(name, path)
-            if memory is not together:
-                memory.save()
+            if memory is together:
+                found = memory.compute(name, path)
+            else:
+                with memory.hold():
+                    memory.read()
+                    found = memory.find(name, stat) or memory.compute(name, path)
+                    memory.save()
         hashes.append(found)
         report(size)
     together.save()
