@@ -7,6 +7,7 @@ from distrain.cli.pages.text_layout import Style
 from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.trainer.prove.checks.curve import Curve
 from distrain.trainer.prove.judge import LayoutResult, ProofResult, tolerance
+from distrain.trainer.prove.trials.layouts import ProveLayout
 from distrain.trainer.prove.trials.plan_proof import Proof, ProveRequest, plan_proof
 from distrain.trainer.prove.trials.trial import Trial
 
@@ -55,5 +56,5 @@ def result(trial: Trial) -> LayoutResult:
 
 def test_one_process_that_took_no_step_has_no_seconds() -> None:
     read = RecipeForRanks("quickstart", [], None)
-    trial = plan_proof(ProveRequest(), read.run(), read.run_on).reference
+    trial = plan_proof(ProveRequest(chosen="named", layouts=(ProveLayout(dp=2),)), read.run(), read.run_on).reference
     assert reference_line(LayoutResult(trial=trial, verdict="failed", seconds=-9.8e-7)) == "one process took no step"
