@@ -257,6 +257,7 @@ def test_sizes_give_days_and_cost_against_devices(capsys: pytest.CaptureFixture[
     status, out, err = call("conf=llama3_2_1b_1node cluster.price=2 search.nodes=1..4 search.by=cost", capsys)
     assert (status, err) == (0, "")
     assert out.startswith("llama3_2_1b_1node: best by cost on 1 node; up to ")
+    assert max(map(len, out.splitlines())) <= 80
     rows = [line.split() for line in out.splitlines()[3:]]
     assert [row[0] for row in rows if row[0].isdecimal()] == ["8", "16", "32"]
 
@@ -352,6 +353,7 @@ def test_a_front_of_a_batch_that_grows_has_the_days_of_the_run(capsys: pytest.Ca
 
 def test_headroom_finds_what_fits_for_certain(capsys: pytest.CaptureFixture[str]) -> None:
     """The fastest whose whole error bar fits is the best that leaves its width free."""
+    assert max(map(len, printed(LARGE, capsys).splitlines())) <= 80
     page = " ".join(printed(LARGE, capsys).split())
     answer = json.loads(printed(f"{LARGE} search.headroom=0.32 --json", capsys))
     best = answer["rows"][0]

@@ -113,13 +113,6 @@ def test_layouts_of_a_model_with_a_window_gather_keys_and_exchange_heads_where_r
         assert not any(each.all_to_all for each in candidates(run) if each.cp == 1)
 
 
-@pytest.fixture
-def few_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proof plans every layout of four ranks, the axes in pairs among them; those of eight take four times as long."""
-    monkeypatch.setattr("distrain.trainer.prove.trials.plan_proof.MOST_PROCESSES", 4)
-
-
-@pytest.mark.usefixtures("few_ranks")
 def test_a_recipe_that_compresses_gradients_is_proved_so_and_its_other_layouts_are_not() -> None:
     keys = ["parallel.zero=0", "parallel.compress.name=powersgd", "parallel.compress.rank=2", "parallel.compress.start=40"]
     run = load_recipe("quickstart", [*TINY[1:], *keys, "cluster.gpus=2"])
@@ -168,8 +161,9 @@ def test_a_file_decides_the_number_of_micro_batches_of_each_layout(tmp_path: Pat
     assert [each.run.train.microbatch for each in proof.trials] == [8, 4, 2]
 
 
-@pytest.mark.usefixtures("few_ranks")
-def test_the_opening_says_whether_what_is_written_is_trained(tmp_path: Path) -> None:
+def test_the_opening_says_whether_what_is_written_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof plans every layout of four ranks, the axes in pairs among them; of eight there are four times as many."""
+    monkeypatch.setattr("distrain.trainer.prove.trials.plan_proof.MOST_PROCESSES", 4)
     keys = file_words(tmp_path, "parallel.stages=[1,3]")
     choices = f"parallel.schedule={tmp_path / 'order.csv'}, parallel.stages=[1,3]"
     proof = proof_of([], keys)
