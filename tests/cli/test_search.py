@@ -22,6 +22,7 @@ from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
 
 SMALL = "conf=gpt2_124m cluster=1x4 train.batch=16"
+LARGE = "conf=llama3_70b cluster=8x8"
 
 
 def call(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -30,10 +31,20 @@ def call(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, 
     return status, *capsys.readouterr()
 
 
+_printed: dict[str, str] = {}  # what searches of several tests printed, by their arguments
+
+
+def printed(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The output of a search that succeeds, made once."""
+    if arguments not in _printed:
+        status, out, err = call(arguments, capsys)
+        assert (status, err) == (0, "")
+        _printed[arguments] = out
+    return _printed[arguments]
+
+
 def answer(arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    status, out, err = call(f"{SMALL} {arguments} --json", capsys)
-    assert (status, err) == (0, "")
-    found: dict[str, Any] = json.loads(out)
+    found: dict[str, Any] = json.loads(printed(f"{SMALL} {arguments} --json", capsys))
     return found
 
 
@@ -67,9 +78,8 @@ def test_a_runner_up_is_told_which_term_slows_it(capsys: pytest.CaptureFixture[s
 
 
 def test_the_page_begins_with_the_best_layout_and_the_words_that_plan_it(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = call(SMALL, capsys)
+    out = printed(SMALL, capsys)
     verdict, words, *_ = out.split("\n\n")
-    assert (status, err) == (0, "")
     assert verdict.startswith("gpt2_124m on 1 node x 4 A100-40G: best is ")
     assert f"plan {SMALL}" in " ".join(words.split())
     assert "discarded by bounds" in out
@@ -202,10 +212,10 @@ def plan_output(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int
 
 
 def test_a_plan_that_wastes_time_ends_with_the_best_layout_as_words(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out = plan_output("conf=llama3_70b cluster=8x8", capsys)
+    status, out = plan_output(LARGE, capsys)
     *_, words = out.split("\n\n")
     text = " ".join(words.split())
-    step, best = (json.loads(call_json(verb, capsys)) for verb in ("plan", "search"))
+    step, best = (json.loads(each) for each in (plan_output(f"{LARGE} --json", capsys)[1], printed(f"{LARGE} --json", capsys)))
     assert status == 0
     assert (
         f"This layout wastes {100 * (1 - best['rows'][0]['step'] / step['time']['step']):.1f} % of its time: pp 4 x dp 4 x cp 2 x tp 2"
@@ -217,11 +227,6 @@ def test_a_plan_that_wastes_time_ends_with_the_best_layout_as_words(capsys: pyte
     assert plan.time
     assert plan.time.step == best["rows"][0]["step"]
     assert "wastes" not in plan_output(shlex.join(best_words), capsys)[1]
-
-
-def call_json(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert command([verb, "conf=llama3_70b", "cluster=8x8", "--json"]) == 0
-    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("margin", "tells"), [(0.01, True), (-0.01, False)])
@@ -252,6 +257,7 @@ def test_sizes_give_days_and_cost_against_devices(capsys: pytest.CaptureFixture[
     status, out, err = call("conf=llama3_2_1b_1node cluster.price=2 search.nodes=1..4 search.by=cost", capsys)
     assert (status, err) == (0, "")
     assert out.startswith("llama3_2_1b_1node: best by cost on 1 node; up to ")
+    assert max(map(len, out.splitlines())) <= 80
     rows = [line.split() for line in out.splitlines()[3:]]
     assert [row[0] for row in rows if row[0].isdecimal()] == ["8", "16", "32"]
 
@@ -312,10 +318,12 @@ def test_a_recipe_that_is_wrong_on_every_size_says_why(capsys: pytest.CaptureFix
 def test_a_search_within_days_says_where_fewer_nodes_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sizes of which more nodes take longer; none of those that each take less than the one before."""
 
+    runs = {nodes: load_recipe("llama3_2_1b_1node", [f"cluster.nodes={nodes}", "search.rows=1"]) for nodes in (1, 2, 3, 5)}
+    searched = {nodes: find_layouts(run) for nodes, run in runs.items()}
+
     def sized(nodes: int, days: float) -> SizedAnswer:
-        run = load_recipe("llama3_2_1b_1node", [f"cluster.nodes={nodes}", "search.rows=1"])
-        found = find_layouts(run)
-        return SizedAnswer(nodes, run, replace(found, rows=(replace(found.rows[0], days=days),)))
+        found = searched[nodes]
+        return SizedAnswer(nodes, runs[nodes], replace(found, rows=(replace(found.rows[0], days=days),)))
 
     goal = load_recipe("llama3_2_1b_1node", ["search.within=3.0"]).search
     page = sizes_text([sized(1, 9.0), sized(2, 5.0), sized(3, 6.0), sized(5, 2.5)], goal, Style())
@@ -345,10 +353,9 @@ def test_a_front_of_a_batch_that_grows_has_the_days_of_the_run(capsys: pytest.Ca
 
 def test_headroom_finds_what_fits_for_certain(capsys: pytest.CaptureFixture[str]) -> None:
     """The fastest whose whole error bar fits is the best that leaves its width free."""
-    assert command(["search", "conf=llama3_70b", "cluster=8x8"]) == 0
-    page = " ".join(capsys.readouterr().out.split())
-    assert command(["search", "conf=llama3_70b", "cluster=8x8", "search.headroom=0.32", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    assert max(map(len, printed(LARGE, capsys).splitlines())) <= 80
+    page = " ".join(printed(LARGE, capsys).split())
+    answer = json.loads(printed(f"{LARGE} search.headroom=0.32 --json", capsys))
     best = answer["rows"][0]
     assert best["memory_high"] <= answer["capacity"]
     says = page[page.index("The fastest whose whole error bar fits: ") :].partition(" The best layout")[0]
@@ -357,11 +364,11 @@ def test_headroom_finds_what_fits_for_certain(capsys: pytest.CaptureFixture[str]
 
 
 def test_where_no_layout_surely_fits_the_page_says_how_to_search_for_one(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "conf=llama3_70b cluster=8x8 search.rows=1"
-    _, *rest = found = find_layouts(load_recipe("llama3_70b", words.split()[1:])).front
+    words = f"{LARGE} search.rows=1"
     run = load_recipe("llama3_70b", words.split()[1:])
-    answer = replace(find_layouts(run), front=found[:1])
-    assert len(rest) > 0
+    found = find_layouts(run)
+    answer = replace(found, front=found.front[:1])
+    assert len(found.front) > 1
     page = " ".join(search_text(answer, words.split(), run.search.by, Style()).split())
     hint = re.search(r"fits as a whole: search.headroom=(0.\d\d) searches", page)
     assert hint
@@ -411,14 +418,13 @@ def test_days_that_cant_be_searched_for_get_one_line(words: str, says: str, caps
 
 
 def test_the_fastest_layout_that_fits_with_its_whole_error_bar_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "conf=llama3_70b cluster=8x8 search.rows=1"
-    found = json.loads(call(f"{words} --json", capsys)[1])
-    out = " ".join(call(words, capsys)[1].split())
+    found = json.loads(printed(f"{LARGE} --json", capsys))
+    out = " ".join(printed(LARGE, capsys).split())
     safe = next(row for row in found["front"] if row["memory_high"] <= found["capacity"])
     assert found["rows"][0]["memory_high"] > found["capacity"]
     assert "engine native; probably fits: " in out
     assert f"The fastest whose whole error bar fits: pp {safe['mesh']['pp']} x dp {safe['mesh']['dp']} x cp 2 x tp 4, " in out
-    assert "error bar" not in " ".join(call("conf=llama3_70b cluster=8x8 search.rows=1 search.headroom=0.4", capsys)[1].split())
+    assert "error bar" not in " ".join(call(f"{LARGE} search.rows=1 search.headroom=0.4", capsys)[1].split())
 
 
 @pytest.mark.parametrize("by", ["cost", "tokens_per_dollar"])
@@ -428,7 +434,7 @@ def test_a_search_by_cost_says_that_there_is_no_price(by: str, sizes: str, capsy
     words = f"{SMALL} {sizes} search.by={by}"
     assert says in " ".join(call(words, capsys)[1].split())
     assert "cluster.price (" not in call(f"{words} cluster.price=2", capsys)[1]
-    assert "cluster.price (" not in call(f"{SMALL} {sizes}", capsys)[1]
+    assert "cluster.price (" not in printed(f"{SMALL} {sizes}", capsys)
 
 
 @pytest.mark.parametrize("by", ["cost", "tokens_per_dollar"])

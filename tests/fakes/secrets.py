@@ -84,8 +84,13 @@ def _read(path: str) -> bytes:
         os.close(fd)
 
 
+def _processes() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
 class Watch:
-    """Scans the command line of every process, including those of virtual hosts, and the files in RUN_DIR/launch, until it is closed."""
+    """Scans the command line of every process that starts meanwhile, including those of virtual hosts, and the files in RUN_DIR/launch,
+    until it is closed."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -93,6 +98,7 @@ class Watch:
         self.ranks: dict[int, tuple[int, dict[str, str]]] = {}  # by rank of this run: process id and environment
         self.secret_files: set[tuple[str, int]] = set()  # (name, mode) of files in RUN_DIR/launch that contain a secret
         self._rank_line = b"\0-m\0distrain.trainer.loop.rank\0" + bytes(self.run / "run.json") + b"\0"
+        self._before = _processes()  # they are not the run's, and most are the kernel's
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -107,8 +113,10 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._over.wait(PAUSE):
-            for pid in filter(str.isdigit, os.listdir("/proc")):
-                self._scan_process(int(pid))
+            now = _processes()
+            self._before &= now  # another process may be given the number of one that has ended
+            for pid in now - self._before:
+                self._scan_process(pid)
             with suppress(OSError):  # the folder may be removed meanwhile
                 for file in (self.run / "launch").iterdir():
                     self._scan_file(file)

@@ -74,7 +74,6 @@ def test_today_s_plan_is_no_further_from_what_a_gpu_measured(path: Path) -> None
 REHEARSED = (
     "machine",
     "two ranks",
-    "two ranks windows",
     "several GPUs",
     "quantized folder",
     "calibrate",
@@ -92,7 +91,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Comp
 
 
 def test_checks_pass_on_a_cpu(rehearsal: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    """Two ranks of each layout send every message through the host's copies, as on one GPU."""
+    """Two ranks of each layout, of both engines, send every message through the host's copies, as on one GPU."""
     ended, path = rehearsal
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
     report = read_report(path, rehearsal=True)

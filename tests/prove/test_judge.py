@@ -40,7 +40,7 @@ TINY = ("model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "trai
 
 def reference_trial() -> Trial:
     recipe = RecipeForRanks("quickstart", TINY, None)
-    return plan_proof(ProveRequest(), recipe.run(), recipe.run_on).reference
+    return plan_proof(ProveRequest(chosen="named", layouts=(ProveLayout(dp=2),)), recipe.run(), recipe.run_on).reference
 
 
 def result_with(trial: Trial, loss: float = 0.0, norm: float = 0.0, weights: float = 0.0) -> LayoutResult:

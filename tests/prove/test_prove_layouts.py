@@ -13,7 +13,6 @@ from distrain.cli.arguments.prove_arguments import read_layouts, read_prove_requ
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.trainer.plan.engines import engine_for
-from distrain.trainer.plan.layout.schedules import SCHEDULES
 from distrain.trainer.prove.trials.covering import choice_pairs, covering_rows
 from distrain.trainer.prove.trials.layouts import (
     DEFAULT_COUNT,
@@ -26,7 +25,7 @@ from distrain.trainer.prove.trials.layouts import (
     recipe_layout,
     run_in_layout,
 )
-from distrain.trainer.prove.trials.plan_proof import Proof, ProveRequest, candidates, plan_proof, rank_limit
+from distrain.trainer.prove.trials.plan_proof import Proof, candidates, plan_proof, rank_limit
 
 TINY = (
     "model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=4", "parallel.zero=1",
@@ -180,16 +179,6 @@ def test_a_recipes_own_layout_has_its_engine_where_auto_is_another(keys: tuple[s
     own = recipe_layout(load_recipe("quickstart", keys))
     assert own is not None
     assert own.engine == engine
-
-
-def test_the_default_layouts_train_the_data_axis_and_what_other_engines_lack_on_engine_native() -> None:
-    recipe = RecipeForRanks("tiny_2x2x2", [], None)
-    trials = plan_proof(ProveRequest(), recipe.run(), recipe.run_on).trials
-    native = [each.run.parallel for each in trials if each.plan.engine == "native"]
-    assert any(each.pp == 1 and each.dp == 2 for each in native)
-    assert any(each.pp > 1 and SCHEDULES[each.schedule].splits_backward for each in native)
-    assert any(each.pp > 1 and each.schedule == "interleaved" and each.chunks == 2 for each in native)
-    assert len(trials) == DEFAULT_COUNT
 
 
 def test_the_rank_limit_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,9 @@ def test_a_file_decides_the_number_of_micro_batches_of_each_layout(tmp_path: Pat
     assert [each.run.train.microbatch for each in proof.trials] == [8, 4, 2]
 
 
-def test_the_opening_says_whether_what_is_written_is_trained(tmp_path: Path) -> None:
+def test_the_opening_says_whether_what_is_written_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof plans every layout of four ranks, the axes in pairs among them; of eight there are four times as many."""
+    monkeypatch.setattr("distrain.trainer.prove.trials.plan_proof.MOST_PROCESSES", 4)
     keys = file_words(tmp_path, "parallel.stages=[1,3]")
     choices = f"parallel.schedule={tmp_path / 'order.csv'}, parallel.stages=[1,3]"
     proof = proof_of([], keys)
@@ -171,7 +173,7 @@ def test_the_opening_says_whether_what_is_written_is_trained(tmp_path: Path) -> 
         choices_sentence(proof_of(["layouts=dp2"], keys)) == f"not trained: the recipe's {choices}: layouts= leaves out pp2.file.stages1-3"
     )
     many = replace(proof, recipe=load_recipe("quickstart", [*TINY[1:], *keys, "cluster.gpus=64"]), trials=())
-    assert choices_sentence(many) == f"not trained: the recipe's {choices}: its layout needs 64 ranks, and a proof has at most 8 here"
+    assert choices_sentence(many) == f"not trained: the recipe's {choices}: its layout needs 64 ranks, and a proof has at most 4 here"
     problem = Problem(rule="memory", says="it does not fit")
     own = SkippedLayout(layout=ProveLayout(pp=2, schedule=FILE_SCHEDULE, stages=(1, 3)), problem=problem)
     skipped = replace(proof, trials=(), skipped=(own,))

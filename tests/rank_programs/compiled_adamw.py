@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._inductor.utils import run_and_get_code
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.compiled_code import code_of_compiler
 from distrain.trainer.engines.held_bytes import tensors_in
 from distrain.trainer.engines.native import host_optimizer
 from distrain.trainer.engines.native.adamw_kernel import Step, adamw, adamw_in_blocks, compiled_adamw, in_block_rows, in_kernel_shape
@@ -35,9 +36,8 @@ BYTES = {"float": 4, "int32_t": 4, "at::BFloat16": 2, "uint8_t": 1}
 
 
 def train(compute: torch.dtype, reduced: torch.dtype) -> dict[str, Any]:
-    """Step weights of two lengths, with a clipped and a skipped step among them, and read the code that the compiler has made."""
-    torch._dynamo.reset()
-    apart, codes, step = 0.0, [], compiled_adamw(BETA1, BETA2, EPS)
+    """Step weights of two lengths, with a clipped and a skipped step among them."""
+    apart, step = 0.0, compiled_adamw(BETA1, BETA2, EPS)
     for length in LENGTHS:
         draw = torch.Generator().manual_seed(length)
         weight = torch.randn(length, generator=draw)
@@ -53,23 +53,20 @@ def train(compute: torch.dtype, reduced: torch.dtype) -> dict[str, Any]:
             rate, root = torch.tensor(LR / (1 - BETA1**taken)), torch.tensor((1 - BETA2**taken) ** 0.5)
             numbers = (divisor, torch.tensor(float(keep)), rate, root, torch.tensor(1 - LR * DECAY))
             tensors, _ = in_kernel_shape((weight, copy, gradient, mean, square))
-            _, made = run_and_get_code(step, *tensors, *numbers, None, None)
-            codes += made
+            step(*tensors, *numbers, None, None)
             if keep:
                 plain.grad = gradient.float() / divisor
                 optimizer.step()
             apart = max(apart, float((weight - plain.detach()).abs().max()))
         if copy is not None:
             apart = max(apart, float((copy - weight.to(compute)).abs().max()))
-    made = list(dict.fromkeys(codes))
-    return {"apart": apart, "graphs": [moved_bytes(code) for code in made]}
+    return {"apart": apart}
 
 
 def train_rounded(rounding: str) -> dict[str, Any]:
     """Step weights in bf16 with moments in bf16 of several shapes, by the compiled kernel and as it is written. Return how far weights are
-    apart, the share of moments that differ, and what the compiler made."""
-    torch._dynamo.reset()
-    apart, differing, codes, step = 0.0, [], [], compiled_adamw(BETA1, BETA2, EPS)
+    apart, and the share of moments that differ."""
+    apart, differing, step = 0.0, [], compiled_adamw(BETA1, BETA2, EPS)
     written: Step = adamw
     for shape in SHAPES:
         draw, length = torch.Generator().manual_seed(shape[1]), shape[0] * shape[1]
@@ -84,24 +81,28 @@ def train_rounded(rounding: str) -> dict[str, Any]:
                 rows = row_words(tensor_key(1, "a"), torch.tensor(float(number)), torch.arange(shape[0]))
                 given = [rows, column_words(torch.arange(shape[1]))]
             tensors, words = in_kernel_shape([*states[:2], gradient, *states[2:]], *given)
-            _, made = run_and_get_code(step, *tensors, *numbers, *words)
-            codes += made
+            step(*tensors, *numbers, *words)
             in_rows = [each.view(-1, shape[1]) for each in (*plain[:2], gradient, *plain[2:])]
             written(*in_rows, *numbers, *given, BETA1, BETA2, EPS)
         apart = max(apart, float((states[0] - plain[0]).abs().max()))
         differing += [float((one != other).double().mean()) for one, other in zip(states[2:], plain[2:], strict=True)]
-    made = list(dict.fromkeys(codes))
-    return {"apart": apart, "differing": max(differing), "graphs": [moved_bytes(code) for code in made]}
+    return {"apart": apart, "differing": max(differing)}
+
+
+def compiled(train: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+    """What a training answers, and what the kernels move that are compiled in it: one graph may serve several lengths."""
+    with code_of_compiler() as codes:
+        found = train(*given)
+    return {**found, "graphs": [moved_bytes(code) for code in codes]}
 
 
 def train_quantized() -> dict[str, Any]:
-    """Step weights in bf16 with moments in 8 bits, by the compiled kernel and as it is written: how far weights are apart, the share of
-    codes and scales that differ, and what the compiler made."""
-    torch._dynamo.reset()
+    """Step weights in bf16 with moments in 8 bits, by the compiled kernel and as it is written: how far weights are apart, and the
+    share of codes and scales that differ."""
     step = compiled_adamw(BETA1, BETA2, EPS, in_blocks=True)
     written: Step = adamw_in_blocks
     tables = [code_tables(torch.device("cpu"), signed=signed) for signed in (True, False)]
-    zero, apart, differing, codes = code_numbers(signed=True).index(0.0), 0.0, [], []
+    zero, apart, differing = code_numbers(signed=True).index(0.0), 0.0, []
     for blocks in BLOCKS:
         draw, length = torch.Generator().manual_seed(blocks), 256 * blocks
         weight = torch.randn(length, generator=draw)
@@ -113,15 +114,13 @@ def train_quantized() -> dict[str, Any]:
             numbers = [torch.tensor(each) for each in (3.0, float(number != 1), LR, 0.5, 1 - LR * DECAY)]
             before = [each.clone() for each in states]
             rows = in_block_rows((*states[:2], gradient, *states[2:4]), states[4:])
-            _, made = run_and_get_code(step, *rows, *tables, *numbers)
-            codes += made
+            step(*rows, *tables, *numbers)
             written(*plain[:2], gradient, *plain[2:], *tables, *numbers, BETA1, BETA2, EPS)
             if number == 1:
                 assert all(torch.equal(one, other) for one, other in zip(before, states, strict=True)), "a skipped step changes nothing"
         apart = max(apart, float((states[0] - plain[0]).abs().max()))
         differing += [float((one != other).double().mean()) for one, other in zip(states[2:], plain[2:], strict=True)]
-    kernels = [moved_bytes(each)["kernels"] for each in dict.fromkeys(codes)]
-    return {"apart": apart, "differing": max(differing), "kernels": kernels}
+    return {"apart": apart, "differing": max(differing)}
 
 
 def moved_bytes(code: str) -> dict[str, Any]:
@@ -182,10 +181,10 @@ def compare_engines(precision: str, moments: str) -> dict[str, Any]:
 if __name__ == "__main__":
     WORLD = join_ranks("cpu")
     for words in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")):
-        print(json.dumps(train(*(getattr(torch, word) for word in words))), flush=True)
+        print(json.dumps(compiled(train, *(getattr(torch, word) for word in words))), flush=True)
     for rounding in ("nearest", "stochastic"):
-        print(json.dumps(train_rounded(rounding)), flush=True)
-    print(json.dumps(train_quantized()), flush=True)
+        print(json.dumps(compiled(train_rounded, rounding)), flush=True)
+    print(json.dumps(compiled(train_quantized)), flush=True)
     host_optimizer.PART = 1000  # of pieces of 7,000, of buckets of up to 30,000 elements
     vars(host_optimizer)["PIECE"] = 7000
     for precision, moments in (("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "int8"), ("fp32", "bf16")):

@@ -16,8 +16,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch._inductor.utils import fresh_cache
 
+from distrain.tests.fakes.compiled_code import code_of_compiler
 from distrain.trainer.layers import loss_kernels
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy
 from distrain.trainer.layers.loss_kernels import row_statistics, row_statistics_by_parts, run_compiled, write_gradient
@@ -30,26 +31,33 @@ Z_LOSS = 0.01
 
 def compare(kind: torch.dtype) -> dict[str, Any]:
     """Run both passes for each vocabulary and number of rows, compiled and as they are written."""
-    torch._dynamo.reset()
     apart, codes = {"statistics": 0.0, "gradient": 0.0}, dict[str, list[str]](statistics=[], gradient=[])
     for padded, width in VOCABULARIES[kind]:
-        for rows in ROWS:
-            draw = torch.Generator().manual_seed(rows)
-            logits = (4 * torch.randn(rows, padded, generator=draw) + 90).to(kind)
-            local = torch.randint(-padded // 2, 2 * padded, (rows,), generator=draw)  # some labels are other ranks'
-            local[:3] = torch.tensor([0, width - 1, width])
-            wanted = row_statistics(logits, local, width)
-            found, made = run_and_get_code(run_compiled, row_statistics_by_parts, logits, local, width)
-            codes["statistics"] += made
-            apart["statistics"] = max([apart["statistics"], *map(difference, found, wanted)])
-            log_sum, scale = wanted[1].log() + wanted[0], torch.rand(rows, generator=draw)
-            ours, theirs = logits.clone(), logits.clone()
-            _, made = run_and_get_code(run_compiled, write_gradient, ours, local, log_sum, scale, width, Z_LOSS)
-            codes["gradient"] += made
-            write_gradient(theirs, local, log_sum, scale, width, Z_LOSS)
-            apart["gradient"] = max(apart["gradient"], difference(ours, theirs))
-    graphs = {name: len(set(each)) for name, each in codes.items()}
-    return {"apart": apart, "graphs": graphs, "kernels": [passes_over_logits(code) for code in dict.fromkeys(codes["gradient"])]}
+        with code_of_compiler() as made:
+            for rows in ROWS:
+                draw = torch.Generator().manual_seed(rows)
+                logits = (4 * torch.randn(rows, padded, generator=draw) + 90).to(kind)
+                local = torch.randint(-padded // 2, 2 * padded, (rows,), generator=draw)  # some labels are other ranks'
+                local[:3] = torch.tensor([0, width - 1, width])
+                wanted = row_statistics(logits, local, width)
+                found = run_compiled(row_statistics_by_parts, logits, local, width)
+                codes["statistics"] += taken(made)
+                apart["statistics"] = max([apart["statistics"], *map(difference, found, wanted)])
+                log_sum, scale = wanted[1].log() + wanted[0], torch.rand(rows, generator=draw)
+                ours, theirs = logits.clone(), logits.clone()
+                run_compiled(write_gradient, ours, local, log_sum, scale, width, Z_LOSS)
+                codes["gradient"] += taken(made)
+                write_gradient(theirs, local, log_sum, scale, width, Z_LOSS)
+                apart["gradient"] = max(apart["gradient"], difference(ours, theirs))
+    graphs = {name: len(each) for name, each in codes.items()}
+    return {"apart": apart, "graphs": graphs, "kernels": [passes_over_logits(code) for code in codes["gradient"]]}
+
+
+def taken(made: list[str]) -> list[str]:
+    """Empty the list, and return what was in it."""
+    found = made[:]
+    made.clear()
+    return found
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
