@@ -1,5 +1,5 @@
-"""The files in which errors are planted: the mathematics of training (sharding, schedules, loss, optimizer, data order and checkpoints), or
-what a plan computes."""
+"""The files in which errors are planted: the mathematics of training (sharding, schedules, loss, optimizer, data order and checkpoints),
+what a plan computes, or what a run says of itself."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ TRAINING_FILES = (
     "trainer/loop/validate.py",
     "trainer/models/*/module.py",
     "trainer/models/build.py",
-    "trainer/models/moe/routing.py",
+    "trainer/models/hybrid/fla_kernels.py",
+    "trainer/models/moe/routing*.py",
     "trainer/parallel/process_groups.py",
     "trainer/parallel/rank_model.py",
     "trainer/plan/axes/weight_slices.py",
@@ -97,7 +98,31 @@ PLAN = FileList(
     tests=("plan", "cli"),
     recorded_calls=8,
 )
-FILE_LISTS = {"training": TRAINING, "plan": PLAN}
+# Collectives that ranks record and what is said of a hang, rows of steps, reports, and what a proof makes of curves and messages.
+REPORTS = FileList(
+    files=(
+        "cli/pages/report_page.py",
+        "trainer/launch/rank/*.py",
+        "trainer/launch/supervisor/compare_collectives.py",
+        "trainer/launch/supervisor/outcome.py",
+        "trainer/loop/failures/recorded_collectives.py",
+        "trainer/loop/metrics/step_row.py",
+        "trainer/parallel/ledger.py",
+        "trainer/prove/checks/*.py",
+        "trainer/prove/confirm_departures.py",
+        "trainer/prove/judge.py",
+        "trainer/rundir/measured_*.py",
+        "trainer/rundir/metric_rows.py",
+        "trainer/rundir/planned_measured.py",
+        "trainer/rundir/slow_devices.py",
+        "trainer/rundir/timed_rows.py",
+    ),
+    functions_left_out=("__repr__",),
+    kinds={kind: PLAN_KINDS[kind] for kind in ("arithmetic", "comparison", "constant", "reduction", "term")},
+    is_proved=False,
+    tests=("launch", "loop", "prove", "parallel", "cli"),
+)
+FILE_LISTS = {"training": TRAINING, "plan": PLAN, "reports": REPORTS}
 
 
 def files_to_mutate(root: Path, files: FileList = TRAINING) -> Iterator[Path]:
