@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
-from .chosen_tests import slow_tests
+from .chosen_tests import named_quick_files, slow_tests
 from .copies import ROOT, Copy
 from .equivalents import Equivalents
 from .executed_lines import NOT_RUN, RUNNING, TOO_LONG, TRAINED, is_reached
@@ -131,9 +131,11 @@ class MutationCampaign:
     def _test(self, mutation: Mutation) -> str:
         """The first test that fails or does not end with the error, and passes without; "" if none does in the time for tests.
 
-        First the quick tests that run the statement (one that runs at import: any line of its module), then the slow ones of its rooms.
+        First the quick tests that run the statement (one that runs at import: any line of its module), or where none does those named
+        for its module, which may start a program that runs it; then the slow ones of its rooms.
         """
-        quick = choose_recorded(self.tests, mutation.path, None if mutation.is_of_import else mutation.lines)
+        recorded = choose_recorded(self.tests, mutation.path, None if mutation.is_of_import else mutation.lines)
+        quick = recorded or named_quick_files(self.copy.root, mutation.path, self.files.tests)
         slow = slow_tests(self.copy.root, mutation.path, self.files.tests)
         for names, seconds in ((quick, TEST_SECONDS), (slow, SLOW_SECONDS)):
             if names and (found := self._failing_test(mutation, names, seconds)):

@@ -37,6 +37,11 @@ def quick_files(root: Path, folders: Collection[str] = ()) -> list[str]:
     ]
 
 
+def named_quick_files(root: Path, path: str, folders: Collection[str] = ()) -> list[str]:
+    """The files of quick tests that are named for a file or a folder above it, by their paths from the checkout's root."""
+    return [each for each in quick_files(root, folders) if _is_named_in(path, root / each)]
+
+
 def slow_tests(root: Path, path: str, folders: Sequence[str] = ()) -> list[str]:
     """The slow tests, in some folders of tests or in those of its room, for an error in a file, by their ids from the checkout's root.
 

@@ -26,6 +26,7 @@ from distrain.cli.verbs.fit_run import closing_text
 from distrain.tests.fakes.run_command import run_command
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.measured_run import read_measured_run
+from distrain.trainer.rundir.planned_measured import SNAPSHOT
 from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Run
 from distrain.trainer.system.core_wait import seconds_without_core
@@ -162,6 +163,14 @@ def test_measured_memory_is_that_of_the_planned_fullest_stage(stage: int, tmp_pa
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     (tmp_path / "measured.json").write_text(json.dumps({"memory": dict.fromkeys(kinds, 4), "ranks": ranks}))
     assert {each.measured for each in read_measured_run(tmp_path).memory} == {2 * stage + 2}
+
+
+@pytest.mark.parametrize(("ranks", "most"), [([{"host": 5}, {"host": 7}, {}], 7), (None, None), (3, None)])
+def test_measured_memory_of_the_host_is_that_of_the_rank_that_holds_most(ranks: Any, most: int | None, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"memory": {"host": {"rank": {"optimizer": 8, "parameters": 1, SNAPSHOT: 90}}}}))
+    (tmp_path / "measured.json").write_text(json.dumps({"ranks": ranks}))
+    *_, host = read_measured_run(tmp_path).memory
+    assert (host.name, host.planned, host.measured) == ("on the host", 9, most)
 
 
 @pytest.mark.parametrize(("rows", "is_warm"), [(1, False), (2, True)])

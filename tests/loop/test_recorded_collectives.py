@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from distrain.trainer.launch.rank.group_record import GroupRecord
 from distrain.trainer.loop.failures.recorded_collectives import KnownGroup, make_records
@@ -107,6 +108,18 @@ RECORDS: dict[str, tuple[list[dict[str, Any]], int, tuple[list[tuple[int, str, i
 def test_the_entries_of_a_group_become_its_record(case: str) -> None:
     entries, sent, expected = RECORDS[case]
     assert seen(records_of(entries, sent, of1=5)) == expected
+
+
+WHOLE = (torch.uint8, torch.int8, torch.bool, torch.int16, torch.int32, torch.int64)
+DTYPES = (*WHOLE, torch.half, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_payloads_are_the_bytes_that_torch_says(dtype: torch.dtype) -> None:
+    tensor = torch.empty(3, 5, dtype=dtype)
+    name = tensor.type().removeprefix("torch.").removesuffix("Tensor")
+    (found,) = records_of([entry(7, input_sizes=[[3, 5]], input_dtypes=[name], output_sizes=[])], 7).recent
+    assert found.payload == tensor.nbytes
 
 
 @pytest.mark.parametrize(("numbers", "may_wait"), [((1,), True), ((1, 1), False)])

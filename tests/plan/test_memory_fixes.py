@@ -218,3 +218,9 @@ def test_each_higher_zero_and_each_smaller_microbatch_that_divides_it_is_tried()
     changes = dict.fromkeys(_single_changes(load_recipe("llama3_8b_1node", ["parallel.zero=1", "train.microbatch=6", "train.batch=96"])))
     assert [value for ((key, value),) in changes if key == "parallel.zero"] == [2, 3]
     assert [value for ((key, value),) in changes if key == "train.microbatch"] == [3, 1]
+
+
+def test_larger_degrees_go_as_far_as_their_axis_and_only_those_of_tensor_ranks_divide_the_heads() -> None:
+    changes = dict.fromkeys(_single_changes(with_changes(BASE, {"model": gpt(6, 1152, 18)}.items())))
+    degrees = {axis: [value for ((key, value), *_) in changes if key == f"parallel.{axis}"] for axis in ("ep", "tp", "pp", "cp")}
+    assert degrees == {"ep": [], "tp": [2], "pp": [2, 4], "cp": [2, 4, 8]}

@@ -14,7 +14,7 @@ import pytest
 
 from distrain.scripts.mutations.__main__ import mutations_in, read_arguments
 from distrain.scripts.mutations.campaign import IMPORTED, ExecutedLines, MutationCampaign, TriedMutation, counts
-from distrain.scripts.mutations.chosen_tests import ROOMS
+from distrain.scripts.mutations.chosen_tests import ROOMS, named_quick_files
 from distrain.scripts.mutations.copies import ROOT, Copy
 from distrain.scripts.mutations.equivalents import Equivalents, read_equivalents
 from distrain.scripts.mutations.mutated_files import FILE_LISTS, PLAN, TRAINING, FileList, files_to_mutate
@@ -96,7 +96,7 @@ def test_the_kinds_of_errors_are_those_of_the_files() -> None:
     assert read_arguments(["files=plan"]).kinds == tuple(PLAN.kinds)
     assert read_arguments(["axis", "files=plan", "term"]).kinds == ("axis", "term")
     for words in (["axis"], ["sign", "files=plan"], ["files=loop"]):
-        with pytest.raises(ValueError, match=rf"{words[0]} is neither files=training\|plan, seed=N"):
+        with pytest.raises(ValueError, match=rf"{words[0]} is neither files=training\|plan\|reports, seed=N"):
             read_arguments(words)
 
 
@@ -117,6 +117,10 @@ def test_a_pattern_of_no_file_is_refused() -> None:
 def test_slow_tests_have_rooms_for_every_file(files: FileList) -> None:
     folders = {path.relative_to(ROOT).parent.as_posix() for path in files_to_mutate(ROOT, files)}
     assert not [each for each in folders if not files.tests and not f"{each}/".startswith(tuple(f"{room}/" for room in ROOMS))]
+
+
+def test_the_quick_tests_named_for_a_module_may_run_it_in_a_program_that_they_start() -> None:
+    assert named_quick_files(ROOT, "trainer/launch/rank/foreign_launcher.py") == ["tests/launch/test_foreign_launcher.py"]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def compared_memory(plan: Mapping[str, Any], counted: Mapping[str, Any], batch: 
     on_host = nested_value(plan, "memory", "host", "rank")
     kinds = [finite_number(size) or 0 for kind, size in on_host.items() if kind != SNAPSHOT] if isinstance(on_host, dict) else []
     if any(kinds):
-        found = [each for rank in counted.get("ranks") or () if (each := finite_number(nested_value(rank, "host"))) is not None]
+        found = [each for rank in _ranks(counted) if (each := finite_number(nested_value(rank, "host"))) is not None]
         yield PlannedMeasured(name="on the host", unit="bytes", planned=sum(kinds), measured=max(found) if found else None)
 
 
@@ -70,11 +70,17 @@ def expert_ranks_load(counted: Mapping[str, Any]) -> ExpertRanksLoad | None:
 
 def _ranks_of_stage(plan: Mapping[str, Any], counted: Mapping[str, Any], stage: Any) -> Sequence[Any]:
     """The bytes of each rank of a stage, whose ranks are neighbours: pp is the outermost axis of the mesh."""
-    ranks, stages = counted.get("ranks"), whole_number(nested_value(plan, "mesh", "pp"))
-    if not isinstance(ranks, list) or not stages or whole_number(stage) is None:
+    ranks, stages = _ranks(counted), whole_number(nested_value(plan, "mesh", "pp"))
+    if not stages or whole_number(stage) is None:
         return ()
     each = len(ranks) // stages
     return ranks[stage * each : (stage + 1) * each]
+
+
+def _ranks(counted: Mapping[str, Any]) -> Sequence[Any]:
+    """The bytes of each rank; none where they are not recorded."""
+    ranks = counted.get("ranks")
+    return ranks if isinstance(ranks, list) else ()
 
 
 def compared_times(plan: Mapping[str, Any], run: Mapping[str, Any], rows: Rows) -> Iterator[PlannedMeasured]:
