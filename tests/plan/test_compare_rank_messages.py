@@ -87,6 +87,8 @@ PLANNED: tuple[tuple[tuple[str, ...], dict[tuple[str, int], int]], ...] = (  # w
     (("cluster.gpus=2", "parallel.zero=0", "data.documents=true"), {("all_reduce", 4): 1, ("all_reduce", 8): 2}),  # and labels
     (("model=tiny_moe", "model.layers=2", "cluster.gpus=2", "parallel.ep=2", "parallel.zero=1"),
      {("all_reduce", 4): 4, ("all_reduce", 8): 1, ("all_reduce", 96): 1, ("all_to_all", 32): 8}),
+    (("model=tiny_moe", "model.layers=2", "cluster.gpus=2", "parallel.ep=2", "parallel.zero=1", "parallel.recompute=full"),  # routed twice
+     {("all_reduce", 4): 4, ("all_reduce", 8): 1, ("all_reduce", 96): 1, ("all_to_all", 32): 16}),
 )
 # fmt: on
 
