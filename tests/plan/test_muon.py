@@ -162,6 +162,22 @@ def test_time_is_that_of_the_products_that_the_first_rank_computes() -> None:
     assert ten.optimizer - five.optimizer == pytest.approx(least, rel=0.2)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_step_writes_and_reads_an_update_of_each_matrix_where_adam_does_its_second_moment(precision: str) -> None:
+    from distrain.trainer.plan.costs.cost_context import CostContext
+    from distrain.trainer.plan.costs.cost_model import StageElements
+    from distrain.trainer.plan.layout_of_run import layout_of_run
+    from distrain.trainer.plan.native.cost_model import NativeCosts
+
+    bytes_moved = []
+    for name in ("muon", "adamw"):
+        context = CostContext(run_of(*LLAMA, f"optim={name}", f"train.precision={precision}"))
+        layout, held = layout_of_run(context, context.run.parallel, 4), StageElements(dense=100, frozen=0, experts=0, matrices=80)
+        assert context.own_rates
+        bytes_moved.append(NativeCosts().step_seconds(context, layout, held, 1) * context.own_rates.memory)
+    assert bytes_moved[0] - bytes_moved[1] == pytest.approx(2 * 80 * ((4 if precision == "fp32" else BF16) - 4))
+
+
 def test_the_step_holds_updates_and_the_products_of_the_largest_matrix() -> None:
     run = run_of(*LLAMA, "cluster.gpus=1")
     shapes = [shape[-2:] for shape in matrices_by_hand(run).values()]
