@@ -109,8 +109,12 @@ def test_of_two_devices_that_differ_neither_is_blamed(ranks: RankPool, tmp_path:
 
 
 def test_devices_are_checked_at_the_start_alone_by_default(ranks: RankPool, tmp_path: Path) -> None:
+    """And not where no step is left."""
     assert load_recipe("quickstart", []).launch.device_check == "start"
-    assert fit(ranks, tmp_path / "run", *TWO, check="start", other_bits=(1, 1)).codes == (0, 0)
+    assert fit(ranks, tmp_path / "run", *TWO, "checkpoint.every=4", check="start", other_bits=(1, 1)).codes == (0, 0)
+    job = fit(ranks, tmp_path / "run", *TWO, "checkpoint.every=4", check="start", other_bits=(1, 0))
+    assert "nothing to train" in job.lines[-1]
+    assert not any("different bits" in line for line in job.lines)
 
 
 def test_a_device_without_room_for_the_work_is_left_out(ranks: RankPool, tmp_path: Path) -> None:
