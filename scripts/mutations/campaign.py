@@ -143,12 +143,16 @@ class MutationCampaign:
         return ""
 
     def _failing_test(self, mutation: Mutation, names: Sequence[str], seconds: float) -> str:
-        answer = self.copy.ask("tests", seconds=seconds, names=names)
+        """The first of these tests that fails with the error and passes without it; those that fail without it too are left out."""
+        left_out = [name for name, is_sound in self._sound.items() if not is_sound and "::" in name]
+        answer = self.copy.ask("tests", seconds=seconds, names=names, left_out=left_out)
         if "ended" not in answer:
             found = str(answer["found"])
             if found.startswith(NOT_RUN) and not self._is_sound(mutation, found, "tests", names=names[:1]):
                 raise RuntimeError(f"tests can't run in {self.copy.root}, without an error either: {found}")
-            return found if not found or self._is_sound(mutation, found, "tests", names=[found]) else ""
+            if not found or self._is_sound(mutation, found, "tests", names=[found]):
+                return found
+            return self._failing_test(mutation, names, seconds) if "::" in found and found not in left_out else ""
         test = next((line.removeprefix(RUNNING).strip() for line in reversed(answer["tail"]) if line.startswith(RUNNING)), "")
         if not test or (answer["ended"] == TOO_LONG and not self._ends_too_late(test)):
             return ""

@@ -188,12 +188,17 @@ def test_a_planted_error_is_found_by_a_test_and_leaves_nothing(copy: Copy) -> No
 
 
 def test_an_error_in_a_plan_is_found_by_a_test_without_a_proof(copy: Copy) -> None:
+    """A test that fails without the error too is left out."""
     mutation = next(each for each in mutations_of("plan") if each.path.endswith("axes/collectives.py") and each.kind == "term")
     file = "tests/plan/test_collectives.py"
     recorded = copy.ask("record_tests", seconds=LONG_DEADLINE, file=file, files="plan")["tests"]
     rows = {name: {path: frozenset(numbers) for path, numbers in row["lines"].items()} for name, row in recorded.items()}
     tests = [RecordedTest(name=name, seconds=0.1, lines=lines) for name, lines in rows.items()]
+    failing = copy.root / "tests" / "plan" / "test_fails.py"
+    failing.write_text("def test_fails():\n    raise AssertionError\n")
+    tests.append(RecordedTest(name="tests/plan/test_fails.py::test_fails", seconds=0.0, lines=tests[0].lines))
     tried = MutationCampaign(copy, None, tests, Equivalents({}), PLAN).try_mutation(mutation)
+    failing.unlink()
     assert (tried.verdict, tried.says.partition("::")[0]) == ("tests", file)
     assert (copy.root / mutation.path).read_bytes() == (ROOT / mutation.path).read_bytes()
 
