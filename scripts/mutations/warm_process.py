@@ -3,7 +3,7 @@
 Run it as `python -m distrain.scripts.mutations.warm_process` in a copy of the checkout. A request and a reply are a line of JSON each:
 
     {"action": name, "arguments": {...}, "seconds": limit}
-    {...}, what the action answered, or {"ended": how it ended, "tail": last lines of its log}
+    {...}, what the action answered, or {"ended": how it ended, "tail": last lines of its log, after the test or layout before them}
 
 A request that runs out of time, or whose processes all wait for each other, is killed, with every process that it started.
 """
@@ -27,11 +27,12 @@ from typing import Any, NoReturn
 
 from ...trainer.system.forked_exit import exit_with_status_of
 from ...trainer.system.parent_watch import PDEATHSIG, die_with_parent
-from .executed_lines import TOO_LONG
+from .executed_lines import RUNNING, TOO_LONG, TRAINED
 
 SUBREAPER = 36  # prctl(2)
 QUIET_SECONDS = 12.0  # without any processor time: all wait for each other
 QUIET_SHARE = 0.004  # of a core, which threads that only wake up may use
+TAIL = 12  # lines
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -107,7 +108,9 @@ def _answer(request: Mapping[str, Any], replies: int) -> dict[str, Any]:
     _unmount_below(Path.cwd())
     if answer:
         return dict(json.loads(answer))
-    return {"ended": how or "without an answer", "tail": log.read_text(errors="replace").splitlines()[-12:]}
+    lines = log.read_text(errors="replace").splitlines()
+    begun = [line for line in lines[:-TAIL] if line.startswith((RUNNING, TRAINED))][-1:]  # a crash writes many lines after it
+    return {"ended": how or "without an answer", "tail": [*begun, *lines[-TAIL:]]}
 
 
 def _act(request: Mapping[str, Any], answer: int, log: Path, parent: int) -> NoReturn:

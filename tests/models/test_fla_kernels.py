@@ -55,6 +55,14 @@ def bytes_of(tensors: tuple[Tensor, ...]) -> int:
     return sum(element_count(each.dims, SIZES) * (each.width or 2) for each in tensors)
 
 
+def test_documents_begin_at_tokens_of_a_micro_batch() -> None:
+    import torch
+
+    from distrain.trainer.layers.fused_delta import packed_bounds
+
+    assert packed_bounds(torch.tensor([[0, 0, 2], [0, 1, 1]])).tolist() == [0, 2, 3, 4, 6]
+
+
 @needs_fla
 @pytest.mark.parametrize(("case", "most"), [("float32", 3e-5), ("documents", 3e-5), ("a rank's heads", 3e-5), ("bf16", 5e-2)])
 def test_they_compute_what_our_own_rule_does(case: str, most: float) -> None:
