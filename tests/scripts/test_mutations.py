@@ -215,6 +215,15 @@ def test_a_process_that_does_not_end_is_killed_with_all_that_it_started(copy: Co
     assert not marked_processes("SLEEPS", tmp_path)
 
 
+def test_a_crash_names_its_test_however_much_it_writes(copy: Copy, tmp_path: Path) -> None:
+    test = tmp_path / "test_crashes.py"
+    test.write_text("import os\n\n\ndef test_crashes():\n    os.write(1, b'a line\\n' * 50)\n    os.abort()\n")
+    running, *lines = copy.ask("tests", seconds=LONG_DEADLINE, names=[str(test)])["tail"]
+    assert running.startswith("running: ")
+    assert running.endswith("test_crashes.py::test_crashes")
+    assert len(lines) == 12
+
+
 def test_a_test_that_computes_without_end_is_found_without_waiting_for_the_limit_of_all(copy: Copy, tmp_path: Path) -> None:
     test = tmp_path / "test_loops.py"
     test.write_text("def test_passes():\n    pass\n\n\ndef test_loops():\n    while True:\n        pass\n")
