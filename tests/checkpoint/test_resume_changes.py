@@ -201,7 +201,7 @@ def test_a_longer_sequence_than_the_position_table_has_rows_is_mended_by_the_old
 )
 def test_a_permitted_change_is_reported(key: str, value: object, words: str) -> None:
     found = changes(run(), (key, value))
-    order = "what is left of this epoch comes in another order: some of its tokens were read before, and as many are left out"
+    order = "windows come in another order: of an epoch that is under way some tokens are read twice, and as many are left out"
     assert (found.problems, list(found.remarks(7))) == ((), [f"changed since step 7: {words}", *([order] if key == "train.seed" else [])])
 
 

@@ -214,9 +214,11 @@ def test_ranks_whose_hosts_have_other_files_refuse_to_train(ranks: RankPool, tmp
     assert log(tmp_path / "run", 1).endswith(f"{says}\n")
 
 
-def test_a_rank_that_cannot_read_its_shard_reports_it_itself(ranks: RankPool, tmp_path: Path) -> None:
-    fit(ranks, tmp_path / "run", "train.steps=2")
-    job = fit(ranks, tmp_path / "run", how="unreadable_shard")
+@pytest.mark.parametrize("words", [(), ("engine=native", "parallel.zero=1")], ids=["zero", "native"])
+def test_a_rank_that_cannot_read_its_shard_reports_it_itself(ranks: RankPool, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Of engine native the others gather weights only after it has."""
+    fit(ranks, tmp_path / "run", *words, "train.steps=2")
+    job = fit(ranks, tmp_path / "run", *words, how="unreadable_shard")
     assert (job.codes, job.problems) == ((1, 1), ("a shard is on no disk of this host",))
     for rank in (0, 1):
         assert log(tmp_path / "run", rank).endswith("a shard is on no disk of this host\n")

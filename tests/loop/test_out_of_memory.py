@@ -78,9 +78,61 @@ def test_tensors_beyond_the_plan_are_said_with_a_change_that_needs_as_much_less(
         assert held * lacked / (stage.total - stage.overhead) <= 79.19 * GIB - 2.2 * GIB
 
 
+SMALL = SHARED.replace("75.30 GiB is allocated", "40.00 GiB is allocated")
+
+
 def test_memory_that_other_processes_hold_is_said() -> None:
-    line = says(SHARED, llama())
-    assert line.endswith("other processes 30.5 GiB: see nvidia-smi")
+    assert says(SMALL, llama()).endswith("other processes 30.5 GiB: see nvidia-smi")
+
+
+def test_a_small_process_beside_tensors_beyond_the_plan_is_not_the_advice() -> None:
+    line = says(
+        ALONE.replace("2.50 GiB.", "128.00 MiB.").replace("Including", "Process 12 has 500.00 MiB memory in use. Including"), llama()
+    )
+    assert "other processes 500 MiB; less is needed with " in line
+
+
+def test_in_a_container_the_process_itself_is_none_of_the_others() -> None:
+    """There torch names it by the host's number."""
+    alone = ALONE.replace("Including non-PyTorch memory, this process has 78.00 GiB memory", "Process 101462 has 78.00 GiB memory")
+    assert says(alone, llama()) == says(ALONE, llama())
+    shared = alone.replace("Process 101462", "Process 7 has 30.00 GiB memory in use. Process 101462")
+    device = full_device(RuntimeError(shared))
+    assert device
+    assert device.others == 30 * GIB
+
+
+@pytest.mark.parametrize("words", [("cluster.device.memory=51.5e9",), ()], ids=["before the planned peak", "a smaller device"])
+def test_changes_fit_into_the_room_that_the_device_has(words: tuple[str, ...]) -> None:
+    """Whether it failed before the most that is planned, or has less memory than its recipe says."""
+    message = (
+        "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 47.96 GiB of which 0.50 GiB is free. Including "
+        "non-PyTorch memory, this process has 47.46 GiB memory in use. Of the allocated memory 42.00 GiB is allocated by PyTorch, and "
+        "512.00 MiB is reserved by PyTorch but unallocated."
+    )
+    run = llama(*words)
+    device = full_device(RuntimeError(message))
+    assert device
+    assert device.rest
+    changes = says(message, run).partition("; less is needed with ")[2].split(" or ")
+    for change in changes:
+        smaller = make_plan(llama(*words, *change.split())).memory
+        assert smaller
+        assert smaller.peak - smaller.stages[smaller.stage].bytes.overhead <= 47.96 * GIB - device.rest, change
+
+
+def test_a_rank_of_a_stage_that_is_not_the_fullest_is_offered_what_takes_less_there() -> None:
+    run = load_recipe("megatron_1t_6x8x64", ())
+    plan = make_plan(run)
+    assert plan.memory
+    message = ALONE.replace("2.50 GiB.", "0.50 GiB.").replace("79.19 GiB of", "15.90 GiB of").replace("75.30 GiB", "13.90 GiB")
+    device = full_device(RuntimeError(message.replace("1.19 GiB is free", "0.10 GiB is free")))
+    assert device
+    line = out_of_memory_text(device, run, plan, plan.world - 1)
+    first = line.partition("; less is needed with ")[2].split(" or ")[0]
+    smaller = make_plan(load_recipe("megatron_1t_6x8x64", first.split())).memory
+    assert smaller
+    assert smaller.stages[63].bytes.total < plan.memory.stages[63].bytes.total
 
 
 def test_free_blocks_in_pieces_are_said() -> None:

@@ -55,6 +55,8 @@ def test_figures_are_of_the_busiest_expert_of_the_layer_where_its_share_is_most(
     limited = run_of("model=tiny_moe", "model.layers=3", "model.capacity=1.5")
     counts = RoutingCounts(limited.model, torch.tensor(rows).flatten())
     assert counts.figures() == {**figures, "dropped_copies": round(4 / 92, 6)}
+    shared = RoutingCounts(run_of("model=tiny_moe", "model.layers=3", "model.capacity=1.25").model, torch.tensor(rows).flatten(), 2)
+    assert shared.figures()["ep_load"] == round((1 + 1.25 + 1.25) / 3, 4), "a rank computes no more than the capacity of its experts"
     assert counts.loads("layers.1").tolist() == [0, 24, 0, 8]
     shared = RoutingCounts(run.model, torch.tensor(rows).flatten(), 2)
     assert shared.figures() == {**figures, "ep_load": round((1 + 1.5 + 1.4) / 3, 4)}

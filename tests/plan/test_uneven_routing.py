@@ -119,10 +119,12 @@ def test_memory_suffices_up_to_the_load_that_is_said(words: tuple[str, ...]) -> 
 
 
 def test_where_even_routing_does_not_fit_no_load_is_said() -> None:
-    plan = plan_of(("mixtral_8x7b",), 1.0, "cluster.device.memory=40e9")
-    assert not plan.fits
-    assert plan.memory
-    assert plan.memory.most_ep_load is None
+    host = ("parallel.zero=1", "parallel.offload.optimizer=true", "cluster.host.memory=20e9")
+    plans = [plan_of(("mixtral_8x7b",), 1.0, *words) for words in (host, ("cluster.device.memory=40e9",))]
+    for plan in plans:
+        assert not plan.fits
+        assert plan.memory
+        assert plan.memory.most_ep_load is None
     assert [each.says for each in plan.warnings if each.rule == "routing"] == [
         "expert ranks are planned for even routing, 8 experts over 8 ranks"
     ]

@@ -206,6 +206,10 @@ class Engine(ABC):
             if hasattr(self._loss_scaler, name):
                 setattr(self._loss_scaler, name, value)
 
+    def gather_restored(self) -> None:
+        """Give forward the weights that all ranks have restored; all ranks call this together, once none has failed."""
+        return
+
     @property
     def backward_scale(self) -> float:
         """The factor by which the gradients of activations in backward exceed those of the global batch's mean loss."""

@@ -73,7 +73,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
             evaluates = lacks_validation and not stopping
             saves = stopping or is_save_due(run, done, last)
             finished = results.finish([result, *(setup.engine.flush() if evaluates or saves or is_last else ())])
-            instruments.report(done, finished[-1].result if finished else None)
+            instruments.report(done, finished[-1] if finished else None)
             saver.report()
 
             for each in finished:

@@ -164,11 +164,13 @@ def _open_data(run: Run, world: World, channel: Channel, gather: Gather) -> tupl
 
 def _check_same_data(run: Run, corpus: Corpus, sets: Mapping[str, Corpus], gather: Gather) -> None:
     """Raise AllRanksFailed where a rank has opened other data than rank 0: hosts may have other files under one name."""
-    first, *others = gather(" ".join((corpus.key, *(each.key for each in sets.values()))))
-    other = next((rank for rank, each in enumerate(others, 1) if each != first), None)
-    if other is not None:
-        what = f"data.path={value_text(run.data.path)}" if run.data.path else f"data={run.data.name}"
-        raise AllRanksFailed(f"{what} holds other tokens here than on rank 0: give all hosts the same files", other)
+    keys = {f"data.path={value_text(run.data.path)}" if run.data.path else f"data={run.data.name}": corpus.key}
+    keys |= {f"data.validate.{name}": each.key for name, each in sets.items()}
+    first, *others = [line.split() for line in gather(" ".join(keys.values()))]
+    for rank, each in enumerate(others, 1):
+        for what, own, wanted in zip(keys, each, first, strict=True):
+            if own != wanted:
+                raise AllRanksFailed(f"{what} holds other tokens here than on rank 0: give all hosts the same files", rank)
 
 
 def _read_data(run: Run, progress: Progress, *, verify: bool) -> tuple[Corpus, dict[str, Corpus]]:

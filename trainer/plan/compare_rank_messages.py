@@ -148,9 +148,8 @@ def _data_line(
     if reasons and least <= sent <= most:
         return _line(kind, wanted, found, "explained", says)
     if kind.axis == "ep" and wanted and as_many:
-        return _line(
-            kind, wanted, found, "explained", "planned for even routing: half of these bytes are for tokens that other ranks route here"
-        )
+        says = "planned for the load of the busiest rank, and half of these bytes are for tokens that other ranks route here"
+        return _line(kind, wanted, found, "explained", says)
     return _line(kind, wanted, found, "differs", _difference(wanted, found))
 
 

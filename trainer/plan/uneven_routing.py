@@ -9,11 +9,10 @@ from ..models.families import has_experts
 from ..spec.changed_run import with_values
 from ..spec.problem import Problem
 from ..spec.run import Model, Run
-from .axes.ep import most_ep_load
 from .costs.cost_context import CostContext
 from .layout.layout import Layout
-from .layout_cost import layout_blocks, peak_bytes
-from .stage_cost import stage_costs
+from .layout_cost import fits, host_bytes, layout_blocks, peak_bytes
+from .stage_cost import StageCost, stage_costs
 
 STEP = 0.01  # of an even share, to which the load is found
 
@@ -25,9 +24,9 @@ def largest_ep_load(context: CostContext, layout: Layout) -> float | None:
     if ranks == 1 or not has_experts(model):
         return None
     room = _room(context, layout, 1.0)
-    if room < 0:
+    if room < 0 or not fits(context, 0, host_bytes(context, layout, _kinds(context, layout))):
         return None
-    most = min(float(ranks), most_ep_load(model))
+    most = min(float(ranks), model.most_ep_load)
     lacks = -_room(context, layout, most)
     if lacks <= 0:
         return most
@@ -63,12 +62,15 @@ def routing_warnings(run: Run, ranks: int, most: float | None) -> Iterator[Probl
 def _enough_memory(model: Model, ranks: int, most: float | None) -> str:
     if most is None:
         return ""
-    is_any = most == min(ranks, most_ep_load(model))
+    is_any = most == min(ranks, model.most_ep_load)
     return f"; memory suffices for {'any routing' if is_any else f'parallel.ep_load={most:.2f}'}"
 
 
 def _room(context: CostContext, layout: Layout, load: float) -> int:
     """Return the bytes that the fullest rank has left where one of experts has this load; negative: that it lacks."""
     given = layout._replace(parallel=with_values(layout.parallel, ep_load=load))
-    kinds = stage_costs(context, given, layout_blocks(context, given), given.partition.kinds)
-    return context.capacity - peak_bytes(context, given, kinds)[0]
+    return context.capacity - peak_bytes(context, given, _kinds(context, given))[0]
+
+
+def _kinds(context: CostContext, layout: Layout) -> list[StageCost]:
+    return stage_costs(context, layout, layout_blocks(context, layout), layout.partition.kinds)

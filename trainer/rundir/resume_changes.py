@@ -143,7 +143,7 @@ class Changes:
         if self.reported:
             yield f"changed since step {step}: {', '.join(each.text for each in self.reported)}"
         if any(each.key in ORDER_KEYS for each in self.reported) and not self.other_data:
-            yield "what is left of this epoch comes in another order: some of its tokens were read before, and as many are left out"
+            yield "windows come in another order: of an epoch that is under way some tokens are read twice, and as many are left out"
         if any(each.key == MOMENTS_KEY for each in self.reported):
             now = next(each.now for each in self.reported if each.key == MOMENTS_KEY)
             says = {"fp32": "widened to fp32", "bf16": "rounded to the nearest bf16", "int8": "quantized to 8 bits"}[now]

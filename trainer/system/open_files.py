@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from ..spec.problem import Problem
 
-MOST_MAPS = 1 << 17  # files of tokens and of the rest of a rank; no more than Linux lets a process map, about
+MOST_MAPS = 1 << 16  # files of tokens and of the rest of a rank: about as many as Linux lets a process map (vm.max_map_count)
 SPARE = 256  # files of the interpreter, logs, and connections that have not registered as ranks
 
 

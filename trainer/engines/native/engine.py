@@ -168,9 +168,11 @@ class NativeEngine(Engine):
     def restore(self, read: ReadShard, counters: Mapping[str, Any], has: Callable[[str], bool]) -> None:
         drop_gathered(self.modules)  # the pass of a reference before it has left the ends of the model gathered
         super().restore(read, counters, has)
-        take_stepped_weights(self.buckets)
         if self.together is not None:
             self.together.restart()
+
+    def gather_restored(self) -> None:
+        take_stepped_weights(self.buckets)
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
         """Return (sum of losses, labels counted) of a micro-batch of this replica, without gradients, on the rank with the head; 0 and 0 on

@@ -51,18 +51,19 @@ def prune_checkpoints(folder: Path, newest: int, keep: int, checked: int | None 
     `checked`. Return what failed.
 
     A checkpoint whose files do not have the recorded sizes does not count as kept. Any newer than `newest` did not verify when the run
-    resumed from an older one: they are set aside, so that no run goes on from them if they verify again.
+    resumed from an older one: those are removed, and others set aside, so that no run goes on from them if they verify again.
     """
     notes = []
     kept, has_checked = 1, checked is None or newest <= checked
     for step in checkpoint_steps(folder):
         path = step_path(folder, step)
-        if step > newest:
+        if step == newest:
+            continue
+        if step > newest and not verification_fault(path, quick=True):
             notes.append(_set_aside(path))
-        if step >= newest:
             continue
         is_checked = checked is not None and step <= checked
-        if (kept < keep or (is_checked and not has_checked)) and not verification_fault(path, quick=True):
+        if step < newest and (kept < keep or (is_checked and not has_checked)) and not verification_fault(path, quick=True):
             kept, has_checked = kept + 1, has_checked or is_checked
             continue
         try:
@@ -78,5 +79,5 @@ def _set_aside(path: Path) -> str:
         aside = name_aside(path)
         path.rename(aside)
     except OSError as error:
-        return f"{path.name}, which was passed over, could not be renamed: {fault_text(error)}"
-    return f"{path.name}, which was passed over when the run resumed, is set aside as {aside.name}"
+        return f"{path.name}, which did not verify, could not be renamed: {fault_text(error)}"
+    return f"{path.name} did not verify when the run began from an older one, and is set aside as {aside.name}"

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,10 @@ class _HashMemory:
 
     def compute(self, name: str, path: Path) -> str:
         """Return the hash of a file, and remember it if the file has not just been changed."""
-        stat, now = path.stat(), time.time_ns()  # hashing a large file takes longer than one needs to settle
+        stat = path.stat()
+        has_settled = _has_settled(stat)  # before it is hashed, which takes longer than that if it is large
         found = digest(path)
-        if now - stat.st_ctime_ns > _SETTLED:
+        if has_settled:
             self.known[name] = [_file_version(stat), found]
             self.is_changed = True
         return found
@@ -93,7 +94,7 @@ def file_hashes(paths: Sequence[Path], cache: Path, report: Callable[[int], None
             if memory is together:
                 found = memory.compute(name, path)
             else:
-                with memory.hold():
+                with memory.hold() if _has_settled(stat) else nullcontext():
                     memory.read()
                     found = memory.find(name, stat) or memory.compute(name, path)
                     memory.save()
@@ -117,6 +118,11 @@ def digest(path: Path) -> str:
         return blake2b(block(0), digest_size=32).hexdigest()
     with ThreadPoolExecutor(min(len(starts), cpu_count(), 16)) as threads:
         return blake2b(b"".join(threads.map(block, starts)), digest_size=32).hexdigest()
+
+
+def _has_settled(stat: os.stat_result) -> bool:
+    """Whether a file's times distinguish the version that `stat` is of from all later ones, so that its hash can be remembered."""
+    return time.time_ns() - stat.st_ctime_ns > _SETTLED
 
 
 def _file_version(stat: os.stat_result) -> list[int]:

@@ -69,6 +69,9 @@ class Anomalies:
         may_scale = self.run.train.precision == "fp16" and isfinite(result.loss) and not spiked and self._skipped <= MOST_OVERFLOWS
         if self._skipped <= allowed or may_scale:
             return
+        if self.run.train.precision == "fp16" and isfinite(result.loss) and not spiked:
+            says = f"step {done}: the gradients of {self._skipped} steps in a row were not finite, and the loss scale can fall no further"
+            raise TooManySkippedSteps(f"{says}: set a lower optim.lr, or train.precision=bf16")
         first, last = self._samples(done)
         it = "it" if allowed == 0 else f"it, like the {allowed} before it," if allowed > 1 else "it, like the one before it,"
         score = f"{self.run.train.skip_spikes:g}"

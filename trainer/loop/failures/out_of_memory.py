@@ -21,7 +21,7 @@ SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 ASKED = re.compile(rf"[Tt]ried to allocate {SIZE}")
 TOTAL, FREE = re.compile(rf"total capacity of {SIZE}"), re.compile(rf"of which {SIZE} is free")
 TENSORS, CACHED = re.compile(rf"{SIZE} is allocated by PyTorch"), re.compile(rf"{SIZE} is reserved by PyTorch but unallocated")
-OTHERS = re.compile(rf"Process \d+ has {SIZE} memory in use")
+PROCESS, OWN = re.compile(rf"Process \d+ has {SIZE} memory in use"), "this process has"
 NO_MEMORY = re.compile(r"CUDA out of memory|CUDA error: out of memory|DefaultCPUAllocator: can't allocate memory")
 SETTING = re.compile(r"PYTORCH\w*_CONF=expandable_segments:True")
 
@@ -54,9 +54,9 @@ def full_device(error: BaseException) -> FullDevice | None:
         text = str(cause)
         if NO_MEMORY.search(text):
             found = {name: _size_in(pattern, text) for name, pattern in (("asked", ASKED), ("total", TOTAL), ("free", FREE))}
-            others = sum(_size(*match) for match in OTHERS.findall(text))
             setting = match[0] if (match := SETTING.search(text)) else ""
             held = {"tensors": _size_in(TENSORS, text), "cached": _size_in(CACHED, text)}
+            others = _others(text, (held["tensors"] or 0) + (held["cached"] or 0))
             return FullDevice(**found, **held, others=others, setting=setting)
         seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
@@ -70,15 +70,15 @@ def out_of_memory_text(device: FullDevice, run: Run, plan: Plan, rank: int) -> s
     is_whole = plan.memory is not None and not plan.memory.unknown
     planned = plan.memory.stages[mesh_position(run, rank).coordinates["pp"]].bytes if plan.memory and is_whole else None
     says = f"out of {kind}{asked}{_held_text(device, planned)}"
-    if device.others and device.others >= (device.asked or 0):
+    tensors = planned.total - planned.overhead if planned else None
+    if device.others >= max(1, device.asked or 0) and (tensors is None or _needed(device) <= tensors):
         return f"{says}: see nvidia-smi"
-    if planned is None:
+    if planned is None or tensors is None:
         return says
-    tensors = planned.total - planned.overhead
     if device.setting and device.cached and device.cached >= (device.asked or 0) and _needed(device) <= tensors:
         return f"{says}: its free blocks are in pieces: set {device.setting} in the environment"
     changes = ""
-    for change in smaller_runs(run, planned, device):
+    for change in smaller_runs(run, plan, planned, device):
         longer = f"{changes} or {change}" if changes else f"; less is needed with {change}"
         if len(says) + len(longer) > LONGEST:
             break
@@ -86,19 +86,19 @@ def out_of_memory_text(device: FullDevice, run: Run, plan: Plan, rank: int) -> s
     return f"{says}{changes}"
 
 
-def smaller_runs(run: Run, planned: MemoryBytes, device: FullDevice) -> Iterator[str]:
+def smaller_runs(run: Run, plan: Plan, planned: MemoryBytes, device: FullDevice) -> Iterator[str]:
     """Yield the smallest changes of a run, as words of a command, whose plans need as much less than this one as the device lacked, and a
-    little less in any case; a plan that is too low is taken to be so by the same share with them."""
+    little less in any case; a plan that is too low is taken to be so by the same share with them. `planned`: of the rank's stage; of the
+    fullest, with which plans are judged, a change has to leave the same share."""
     capacity = run.cluster.device.memory
-    if capacity == "auto":
+    if capacity == "auto" or plan.memory is None:
         return
-    room = capacity - device.others - max(planned.overhead, device.rest or 0)  # for tensors
+    room = min(capacity, device.total or capacity) - device.others - max(planned.overhead, device.rest or 0)  # for tensors
     tensors = planned.total - planned.overhead
-    least = int(SMALLER * tensors)
-    if device.tensors is not None:
-        least = min(least, int(room * tensors / max(1, _needed(device))))
-    if least > 0:
-        again = make_plan(with_changes(run, [("cluster.device.memory", least + planned.overhead)]))
+    share = SMALLER if device.tensors is None else min(SMALLER, room / max(_needed(device), tensors))
+    fullest = int(share * (plan.memory.peak - planned.overhead))
+    if fullest > 0:
+        again = make_plan(with_changes(run, [("cluster.device.memory", fullest + planned.overhead)]))
         yield from (" ".join(each) for problem in again.problems for each in problem.changes)
 
 
@@ -116,6 +116,15 @@ def _held_text(device: FullDevice, planned: MemoryBytes | None) -> str:
     parts += [f"the rest {size_text(device.rest)}{f' ({size_text(planned.overhead)} planned)' if planned else ''}"] if device.rest else []
     parts += [f"other processes {size_text(device.others)}"] if device.others else []
     return f"; of {size_text(device.total)} {', '.join(parts)}"
+
+
+def _others(text: str, held: int) -> int:
+    """Return the bytes of other processes. In a container torch does not know its own process among them: it holds at least what its
+    allocator does."""
+    sizes = sorted(_size(*match) for match in PROCESS.findall(text))
+    if OWN not in text and (own := next((each for each in sizes if each >= held), None)) is not None:
+        sizes.remove(own)
+    return sum(sizes)
 
 
 def _size_in(pattern: re.Pattern[str], text: str) -> int | None:

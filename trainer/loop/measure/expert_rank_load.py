@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ...engines.engine import StepResult
-from ...plan.axes.ep import most_ep_load
 from ...plan.plan import make_plan
 from ...spec.changed_run import with_changes
 from ...spec.run import Run
@@ -27,7 +26,7 @@ def expert_rank_loads(run: Run, setup: TrainingSetup, result: StepResult | None)
     load = result.routing.rank_loads(layers)[grid.coordinate("ep")] if layers else 0.0
     every: list[tuple[int, float]] = [(0, 0.0)] * setup.world.size
     dist.all_gather_object(every, (grid.coordinate("pp"), load), group=setup.host)
-    most = min(max(load for stage, load in every if stage == memory.stage), most_ep_load(run.model))
+    most = min(max(load for stage, load in every if stage == memory.stage), run.model.most_ep_load)
     if most < 1 or not setup.world.is_rank0:  # 0: that stage has no experts
         return None
     planned = make_plan(with_changes(run, [("parallel.ep_load", most)])).memory

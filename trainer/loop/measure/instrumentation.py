@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ...engines.engine import StepResult
 from ...engines.held_bytes import ByteCounter
 from ...parallel.ledger import Ledger
 from ...parallel.world import World
@@ -23,6 +22,7 @@ from ...system.core_wait import seconds_without_core
 from ..data.samples.sample_log import SampleLog
 from ..metrics.throughput import ThroughputMeter
 from ..state.training_setup import TrainingSetup
+from ..step.step_results import FinishedStep
 from ..step.train_progress import TrainProgress
 from ..trace.tensor_recorder import requested_trace
 from .expert_rank_load import expert_rank_loads
@@ -86,19 +86,19 @@ class Instruments:
         """Return whether `distrain prove` wants no step after this one."""
         return self.trace is not None and step == self.trace.last
 
-    def report(self, done: int, result: StepResult | None) -> None:
-        """Write what was measured in step `done` (from 1), and show the progress line with the loss of the newest result; None: there is
-        none yet."""
+    def report(self, done: int, newest: FinishedStep | None) -> None:
+        """Write what was measured in step `done` (from 1), and show the progress line with the loss of the newest step that has a result;
+        None: there is none yet."""
         if self._count is not None:
             batch = self.setup.start.batch(self.run, done - 1) if self.run.train.rampup.batches else None
-            loads = expert_rank_loads(self.run, self.setup, result)
+            loads = expert_rank_loads(self.run, self.setup, newest.result if newest and newest.done == done else None)
             self.setup.warn(write_measured(self._count, self.setup, done, batch, loads))
         if self.samples and done == self.last:
             self.setup.warn(write_samples(self.samples, self.setup, self._first))
         self.setup.warn(self.timeline.end_step(done, last=done == self.last))
         if message := self.profiler.end_step(done, last=done == self.last):
             self.setup.channel.say(message)
-        if line := self.progress.line(done, result.loss if result else None):
+        if line := self.progress.line(done, newest.result.loss if newest else None):
             self.setup.channel.report_status(line)
 
 

@@ -75,6 +75,7 @@ def load_initial_state(
     if run.model.weights and (run.model.lora.rank or begins):  # LoRA's checkpoints hold what is trained alone
         adapter = run.model.lora.weights if begins and run.model.lora.rank else None
         fail_together(gather, partial(load_hf_weights, run, engine, channel.report_progress, adapter=adapter))
+        engine.gather_restored()
         if not search.checkpoint or run.model.lora.rank:
             say(f"starts from the weights in {run.model.weights}{f', with the adapter in {adapter}' if adapter else ''}")
     if reference is not None:
@@ -102,6 +103,7 @@ def _load_checkpoint(
 ) -> InitialState:
     """Load a checkpoint into the engine, check its loss, and say what has changed since it was saved."""
     fail_together(gather, partial(restore_engine, engine, checkpoint, changes.new_moments, channel.report_progress))
+    engine.gather_restored()
     channel.report_phase("compare")
     before = run_from_record(checkpoint.extra) or run
     check_resumed_loss(run, engine, grid, batches.with_blends(blends(before.data)), checkpoint.step, checkpoint.extra)

@@ -60,7 +60,7 @@ class RoutingCounts:
     def __init__(self, model: Model, counts: Tensor, ep: int = 1) -> None:
         """Take counts of any dtype, [L (E + 2)], and how many ranks share out the experts."""
         names = mixture_layer_names(model)
-        self._ep = ep
+        self._ep, self._most = ep, model.most_ep_load  # no rank computes more, where experts have a capacity
         self._has_capacity = model.capacity is not None
         self._first = model.layers + model.mtp.layers - len(names)  # layers without experts, which come first
         self._rows = dict(zip(names, counts.view(len(names), -1), strict=True))
@@ -100,7 +100,7 @@ class RoutingCounts:
             "idle_experts": sum(load.count(0) for load in loads),
         }
         if self._ep > 1:
-            found["ep_load"] = round(fmean(self._busiest_rank(load) for load in loads), 4)
+            found["ep_load"] = round(fmean(min(self._busiest_rank(load), self._most) for load in loads), 4)
         return found | ({"dropped_copies": round((copies - computed) / max(1, copies), 6)} if self._has_capacity else {})
 
     def _busiest_rank(self, load: Sequence[float]) -> float:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
 
 from ...models.ops.op_table import Op
-from ...spec.run import Model
 from .axis import Axis, RankTensors
 from .message import AxisMessage
 
@@ -17,12 +15,6 @@ def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
     for tensor in op.exchanges:
         payload = on_rank.bytes(tensor, without="tp") if on_rank.form != "megatron" else on_rank.bytes(tensor)
         yield AxisMessage("ep", "all_to_all", payload, 1, 1)
-
-
-def most_ep_load(model: Model) -> float:
-    """Return the most copies that a rank of experts can compute, over an even share: each token sends one to each of the rank's experts,
-    or each expert takes its capacity."""
-    return min(model.experts / model.top_k, max(1.0, model.capacity or inf))
 
 
 AXIS = Axis(

@@ -16,7 +16,6 @@ from ...spec.numbers.divisors import divisors
 from ...spec.problem import suggest_name
 from ...spec.run import Parallel, Run
 from ..axes import AXES, degree_keys
-from ..axes.ep import most_ep_load
 from ..costs.precision import COMPUTES
 from ..engines import ENGINES, PAPERS_NAME
 from ..layout.mesh import replica_degrees
@@ -160,7 +159,7 @@ def experts_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Brok
             f"parallel.ep={parallel.ep} does not divide model.experts={words.experts}",
             nearest_divisors("parallel.ep", parallel.ep, words.experts),
         )
-    elif parallel.ep > 1 and parallel.ep_load > (most := most_ep_load(words)):
+    elif parallel.ep > 1 and parallel.ep_load > (most := words.most_ep_load):
         says = f"parallel.ep_load={parallel.ep_load:g}: no rank of experts computes more than {most:g} times an even share of the copies"
         yield BrokenRule("ep_load", says, ((("parallel.ep_load", most),),))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -173,6 +174,12 @@ class Model:
     def repeated_layers(self) -> int:
         """The number of groups of layers that are alike: all but the first dense ones; at least 1, which a rule asks for."""
         return max(1, self.layer_groups - self.dense_layers)
+
+    @property
+    def most_ep_load(self) -> float:
+        """The most copies of tokens that a rank of experts can compute, over an even share: each token sends one to each of the rank's
+        experts, or each expert takes its capacity."""
+        return min(self.experts / self.top_k, max(1.0, self.capacity or inf))
 
     @property
     def mixture_layers(self) -> int:
