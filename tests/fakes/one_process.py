@@ -47,9 +47,10 @@ def reference_routing(words: tuple[str, ...]) -> list[dict[str, float]]:
 
 
 def reference_rank_loads(words: tuple[str, ...], ranks: int) -> list[float]:
-    """The tokens of the busiest of so many ranks of experts over an even share, on average over layers, in each step of a run."""
-    steps = _train(words, frozenset()).loads
-    return [fmean(float(load.view(ranks, -1).sum(1).max() / load.sum() * ranks) for load in layers) for layers in steps]
+    """The tokens of the busiest of so many ranks of experts over an even share, at most what experts' capacity allows, on average over
+    layers, in each step of a run."""
+    most, steps = load_recipe(words[0], words[1:]).model.most_ep_load, _train(words, frozenset()).loads
+    return [fmean(min(most, float(load.view(ranks, -1).sum(1).max() / load.sum() * ranks)) for load in layers) for layers in steps]
 
 
 class Trained(NamedTuple):
