@@ -63,8 +63,8 @@ def run_concurrently(
             while wait(futures, POLL_SECONDS).not_done and not stop() and time.monotonic() < until:
                 pass
         finally:
-            killed = [not each.done() for each in futures]
-            for (ssh, _), late in zip(acts, killed, strict=True):
-                if late:
-                    ssh.kill()
-    return [None if late else each.result() for each, late in zip(futures, killed, strict=True)]
+            running = [(ssh, each) for (ssh, _), each in zip(acts, futures, strict=True) if not each.done()]
+            killed = {each for ssh, each in running if ssh.process.poll() is None}  # others have just ended, and have an answer
+            for ssh, _ in running:
+                ssh.kill()
+    return [None if each in killed else each.result() for each in futures]
