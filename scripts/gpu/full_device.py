@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ...cli.config.load import load_recipe
+from ...trainer.loop.failures.out_of_memory import UNITS
 from ...trainer.plan.plan import make_plan
 from .check_context import CheckContext
 from .finding import CheckSkipped, Finding
@@ -15,7 +16,6 @@ TIMES = 1.25  # of the device's memory that the run takes at least
 LINE = re.compile(
     r"out of GPU memory: asked for [^;]*; of [^;]* tensors hold ([\d.]+) (MiB|GiB) \([\d.]+ GiB planned at most\)[^;]*; less is"
 )
-UNITS = {"MiB": 2**20, "GiB": 2**30}
 
 
 def fill_device(context: CheckContext) -> Finding:

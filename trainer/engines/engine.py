@@ -159,22 +159,15 @@ class Engine(ABC):
     def step_biases(self, result: StepResult) -> None:
         """Step the biases of routers by the tokens that all replicas sent to each expert in the step just done, as model.router.bias_rate
         says; not after a skipped step."""
-        if result.routing and not result.skipped:
-            step_biases(self._balanced_layers, result.routing, self.run.model.router.bias_rate)
+        if self.run.model.router.steps_bias and result.routing and not result.skipped:
+            step_biases(self.expert_layers, result.routing, self.run.model.router.bias_rate)
 
     @cached_property
-    def _balanced_layers(self) -> dict[str, Any]:
-        """This rank's layers (MoELayer) whose router's bias each step changes, by logical name."""
+    def expert_layers(self) -> dict[str, Any]:
+        """This rank's layers with experts (MoELayer), by logical name."""
         from ..models.moe.module import mixture_layers  # not before lazy_dynamo.py: layers of attention import torch._dynamo
 
-        parts = self.parts if self.run.model.router.steps_bias else ()
-        return {name: layer for each in parts for name, layer in mixture_layers(each.module).items()}
-
-    def expert_layers(self) -> tuple[str, ...]:
-        """Return the logical names of this rank's layers with experts."""
-        from ..models.moe.module import mixture_layers  # as above
-
-        return tuple(name for each in self.parts for name in mixture_layers(each.module))
+        return {name: layer for each in self.parts for name, layer in mixture_layers(each.module).items()}
 
     def counters(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside shards: optimizer steps taken, skipped steps, the state of fp16's loss scale."""

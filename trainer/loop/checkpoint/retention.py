@@ -50,8 +50,8 @@ def prune_checkpoints(folder: Path, newest: int, keep: int, checked: int | None 
     """Remove all but the newest `keep` checkpoints (at least one) up to step `newest`, which was just saved, and the newest up to step
     `checked`. Return what failed.
 
-    A checkpoint whose files do not have the recorded sizes does not count as kept. Any newer than `newest` did not verify when the run
-    resumed from an older one: those are removed, and others set aside, so that no run goes on from them if they verify again.
+    A checkpoint whose files do not have the recorded sizes does not count as kept. Those newer than `newest` did not verify when the run
+    resumed from an older one. No run may go on from one that verifies again: where the sizes are right it is set aside, else removed.
     """
     notes = []
     kept, has_checked = 1, checked is None or newest <= checked

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...system.atomic_file import write_atomically
 from .file_hashes import digest
 from .files.data_error import data_error
+from .hold_lock import hold_lock
 
 Say = Callable[[str], None]
 
@@ -31,7 +30,7 @@ def make_cached_folder(cache: Path, key: str, make: Callable[[Path], None], say:
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _hold_lock(cache / f"{key}.lock", say):
+        with hold_lock(cache / f"{key}.lock", lambda: say("waiting for another process that is preparing the same data")):
             damage = _damage(folder, key, whole=whole)
             if damage is not None:
                 if folder.exists():
@@ -84,15 +83,3 @@ def _make_folder(folder: Path, key: str, make: Callable[[Path], None]) -> None:
     finally:
         for path in (new, old):
             shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _hold_lock(path: Path, say: Say) -> Iterator[None]:
-    """Hold the lock `path`, which one process has at a time; the kernel releases the lock of a process that dies."""
-    with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("waiting for another process that is preparing the same data")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

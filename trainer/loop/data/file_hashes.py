@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from ...system.atomic_file import write_atomically
 from ...system.cpu import cpu_count
+from .hold_lock import hold_lock
 
 REMEMBERED_ALONE = 16 << 20  # bytes: the hash of a file of at least this size has a memory of its own, whatever files are read with it
 _SMALL_FILES = 64 << 20  # bytes that are hashed where only quick work is allowed
@@ -48,7 +48,7 @@ class _HashMemory:
         with ExitStack() as held:
             with suppress(OSError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                fcntl.flock(held.enter_context(open(self.path.with_suffix(".lock"), "a")), fcntl.LOCK_EX)
+                held.enter_context(hold_lock(self.path.with_suffix(".lock")))
             yield
 
     def find(self, name: str, stat: os.stat_result) -> str | None:

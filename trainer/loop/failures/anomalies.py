@@ -66,10 +66,10 @@ class Anomalies:
         than the scale can fall.
         """
         allowed, spiked = self.run.train.skip, result.beyond_limits
-        may_scale = self.run.train.precision == "fp16" and isfinite(result.loss) and not spiked and self._skipped <= MOST_OVERFLOWS
-        if self._skipped <= allowed or may_scale:
+        has_overflowed = self.run.train.precision == "fp16" and isfinite(result.loss) and not spiked
+        if self._skipped <= (max(allowed, MOST_OVERFLOWS) if has_overflowed else allowed):
             return
-        if self.run.train.precision == "fp16" and isfinite(result.loss) and not spiked:
+        if has_overflowed:
             says = f"step {done}: the gradients of {self._skipped} steps in a row were not finite, and the loss scale can fall no further"
             raise TooManySkippedSteps(f"{says}: set a lower optim.lr, or train.precision=bf16")
         first, last = self._samples(done)

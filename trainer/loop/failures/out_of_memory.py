@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...launch.supervisor.outcome import MAX_CAUSE
 from ...plan.mesh_position import mesh_position
 from ...plan.plan import make_plan
 from ...plan.plan_data import MemoryBytes, Plan
@@ -13,7 +14,6 @@ from ...spec.changed_run import with_changes
 from ...spec.numbers.as_text import size_text
 from ...spec.run import Run
 
-LONGEST = 400  # characters that are shown of a rank's problem (launch/supervisor/outcome.py)
 SMALLER = 0.98  # of the planned bytes, which a change takes at most where the device lacked next to nothing
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
@@ -37,6 +37,11 @@ class FullDevice:
     cached: int | None = None  # that torch's allocator keeps for later tensors
     others: int = 0  # that other processes hold
     setting: str = ""  # of the allocator, which torch recommends where `cached` is much
+
+    @property
+    def tensors_with_asked(self) -> int:
+        """What tensors would have held."""
+        return (self.tensors or 0) + (self.asked or 0)
 
     @property
     def rest(self) -> int | None:
@@ -71,16 +76,16 @@ def out_of_memory_text(device: FullDevice, run: Run, plan: Plan, rank: int) -> s
     planned = plan.memory.stages[mesh_position(run, rank).coordinates["pp"]].bytes if plan.memory and is_whole else None
     says = f"out of {kind}{asked}{_held_text(device, planned)}"
     tensors = planned.total - planned.overhead if planned else None
-    if device.others >= max(1, device.asked or 0) and (tensors is None or _needed(device) <= tensors):
+    if device.others >= max(1, device.asked or 0) and (tensors is None or device.tensors_with_asked <= tensors):
         return f"{says}: see nvidia-smi"
     if planned is None or tensors is None:
         return says
-    if device.setting and device.cached and device.cached >= (device.asked or 0) and _needed(device) <= tensors:
+    if device.setting and device.cached and device.cached >= (device.asked or 0) and device.tensors_with_asked <= tensors:
         return f"{says}: its free blocks are in pieces: set {device.setting} in the environment"
     changes = ""
     for change in smaller_runs(run, plan, planned, device):
         longer = f"{changes} or {change}" if changes else f"; less is needed with {change}"
-        if len(says) + len(longer) > LONGEST:
+        if len(says) + len(longer) > MAX_CAUSE:
             break
         changes = longer
     return f"{says}{changes}"
@@ -95,16 +100,11 @@ def smaller_runs(run: Run, plan: Plan, planned: MemoryBytes, device: FullDevice)
         return
     room = min(capacity, device.total or capacity) - device.others - max(planned.overhead, device.rest or 0)  # for tensors
     tensors = planned.total - planned.overhead
-    share = SMALLER if device.tensors is None else min(SMALLER, room / max(_needed(device), tensors))
+    share = SMALLER if device.tensors is None else min(SMALLER, room / max(device.tensors_with_asked, tensors))
     fullest = int(share * (plan.memory.peak - planned.overhead))
     if fullest > 0:
         again = make_plan(with_changes(run, [("cluster.device.memory", fullest + planned.overhead)]))
         yield from (" ".join(each) for problem in again.problems for each in problem.changes)
-
-
-def _needed(device: FullDevice) -> int:
-    """Bytes that tensors would have held."""
-    return (device.tensors or 0) + (device.asked or 0)
 
 
 def _held_text(device: FullDevice, planned: MemoryBytes | None) -> str:

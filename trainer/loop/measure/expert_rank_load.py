@@ -22,7 +22,7 @@ def expert_rank_loads(run: Run, setup: TrainingSetup, result: StepResult | None)
     memory, grid = setup.plan.memory, setup.grid
     if run.parallel.ep == 1 or memory is None or result is None or result.routing is None:
         return None
-    layers = setup.engine.expert_layers()
+    layers = tuple(setup.engine.expert_layers)
     load = result.routing.rank_loads(layers)[grid.coordinate("ep")] if layers else 0.0
     every: list[tuple[int, float]] = [(0, 0.0)] * setup.world.size
     dist.all_gather_object(every, (grid.coordinate("pp"), load), group=setup.host)
